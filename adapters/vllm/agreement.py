@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement of all ranks of the first pipeline stage on the loads that failed."""
+
+from __future__ import annotations
+
+import torch
+
+
+def agree(failed: list[bool]) -> list[bool]:
+    """True where the load failed on any rank. A collective over host memory; all ranks call it in the same step."""
+    from vllm.distributed import parallel_state
+
+    votes = torch.tensor(failed, dtype=torch.int32)
+    groups = [parallel_state.get_tp_group()]
+    if hasattr(parallel_state, "get_pcp_group"):
+        groups.append(parallel_state.get_pcp_group())
+    for group in groups:
+        if group.world_size > 1:
+            torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return [bool(vote) for vote in votes.tolist()]

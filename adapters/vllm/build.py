@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the connector's delegates from vLLM's configuration. Runs at the engine's start, where waiting is allowed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lmcache_ec import __version__
+from lmcache_ec.config import EncoderCacheConfig, load_config, summary
+
+from .layout import engine_name, loading_ranks, why_inert
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from .media import EncodableMedia
+    from .scheduler import SchedulerSide
+    from .worker import WorkerSide
+
+_PLAUSIBLE_ROWS = 32768
+_PLAUSIBLE_WIDTH_FACTOR = 16
+"""A consumer is not told widths: DeepStack packs several layers into a row, four in the models at hand."""
+
+
+def build_scheduler_side(
+    vllm_config: VllmConfig, logger: logging.Logger
+) -> tuple[SchedulerSide | None, Callable[[Request], bool]]:
+    """The scheduler side, or None where this engine is served without; and whether a request is all encodable.
+
+    Raises ConfigError for a configuration that cannot be meant.
+    """
+    from .media import EncodableMedia
+
+    config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    media = EncodableMedia(vllm_config.model_config)
+
+    def encodable(request: Request) -> bool:
+        return all(media.encodable(feature) for feature in request.mm_features)
+
+    if not config.enabled:
+        logger.info("encoder cache: off (ec.enabled is false)")
+        return None, encodable
+    if reason := why_inert(vllm_config):
+        logger.warning("encoder cache: off: %s", reason)
+        return None, encodable
+    return _scheduler_side(vllm_config, config, media, logger), encodable
+
+
+def _scheduler_side(
+    vllm_config: VllmConfig, config: EncoderCacheConfig, media: EncodableMedia, logger: logging.Logger
+) -> SchedulerSide:
+    import vllm
+
+    from lmcache_ec.cache import EncoderCache, Engine
+
+    from .namespace import NamespaceUnknown, engine_namespace
+    from .scheduler import Policy, SchedulerSide
+    from .tensors import dtype_name
+
+    try:
+        namespace = engine_namespace(vllm_config, config)
+    except NamespaceUnknown as error:
+        logger.error("encoder cache: kept in memory only, because what it holds could not be told apart: %s", error)
+        namespace = "unknown-" + hashlib.sha256(engine_name(vllm_config).encode()).hexdigest()[:16]
+        config = config.model_copy(update={"local_disk": None})
+    transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config
+    widths = dict(getattr(transfer, "mm_encoder_output_widths", {}))
+    model = vllm_config.model_config
+    rows = max(_PLAUSIBLE_ROWS, scheduler.max_num_batched_tokens)
+    width = max(widths.values(), default=_PLAUSIBLE_WIDTH_FACTOR * model.get_hidden_size())
+    cache = EncoderCache(
+        config,
+        Engine(
+            name=engine_name(vllm_config),
+            namespace=namespace,
+            producer=f"lmcache-ec {__version__}, vllm {vllm.__version__}",
+            ranks=loading_ranks(vllm_config),
+            largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
+        ),
+    )
+    logger.info("encoder cache: namespace %s, %s", namespace, summary(config))
+    policy = Policy(
+        producer=transfer.is_ec_producer,
+        consumer=transfer.is_ec_consumer,
+        window=scheduler.max_num_batched_tokens + getattr(vllm_config, "num_lookahead_tokens", 0),
+        dtype=dtype_name(model.dtype),
+        widths=widths,
+        deadline_s=config.load_deadline_ms / 1000,
+        start_timeout_s=config.start_timeout_s,
+        persist_client_ids=config.persist_client_ids,
+    )
+    return SchedulerSide(cache, policy, media, logger)
+
+
+def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> WorkerSide | None:
+    """This rank's side, or None where the engine is served without, or the rank is of a later pipeline stage."""
+    rank = vllm_config.parallel_config.rank
+    config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    if not config.enabled or why_inert(vllm_config) or rank >= loading_ranks(vllm_config):
+        return None
+    import torch
+
+    from .agreement import agree
+    from .copier import copier_for
+    from .worker import WorkerSide
+
+    kind = vllm_config.device_config.device_type
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    alone = loading_ranks(vllm_config) == 1
+    return WorkerSide(rank, copier_for(device), list if alone else agree, logger)

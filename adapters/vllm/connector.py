@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ECLMCacheConnector`: vLLM's encoder-cache connector over lmcache_ec. A shell; the work is in its two delegates.
+
+Importing this module imports nothing of the cache: vLLM's front end does so for the class methods alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from .scheduler import SchedulerSide
+    from .worker import WorkerSide
+
+T = TypeVar("T")
+
+logger = init_logger("vllm.lmcache_ec")
+
+
+class ECLMCacheConnector(ECConnectorBase):
+    """One instance a process and role; each runs on its process' main thread.
+
+    A wrong configuration ends the engine's start. Later, nothing that goes wrong here reaches vLLM: a hook that fails
+    says so once, and the connector is inert from then on.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        from .build import build_scheduler_side, build_worker_side
+
+        super().__init__(vllm_config=vllm_config, role=role)
+        _log_through_vllm()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._unavailable: set[str] = set()
+        self._encodable: Callable[[Request], bool] | None = None
+        if role == ECConnectorRole.SCHEDULER:
+            self._scheduler, self._encodable = build_scheduler_side(vllm_config, logger)
+        else:
+            self._worker = build_worker_side(vllm_config, logger)
+
+    # ---- scheduler side
+
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
+        if self._scheduler is not None:
+            try:
+                return self._scheduler.ensure_cache_available(request, num_computed_tokens)
+            except Exception:
+                self._give_up("ensure_cache_available")
+        return self._only_encodable(request)
+
+    def has_cache_item(self, identifier: str) -> bool:
+        side = self._scheduler
+        return side is not None and self._guarded(lambda: side.has_cache_item(identifier), False)
+
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
+        side = self._scheduler
+        if side is not None:
+            self._guarded(lambda: side.update_state_after_alloc(request, index), None)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        from .metadata import StepMetadata
+
+        side = self._scheduler
+        if side is None:
+            return StepMetadata()
+        return self._guarded(lambda: side.build_connector_meta(scheduler_output), StepMetadata())
+
+    def take_unavailable_requests(self) -> set[str]:
+        taken, self._unavailable = self._unavailable, set()
+        side = self._scheduler
+        if side is not None:
+            taken |= self._guarded(side.take_unavailable_requests, taken)
+        return taken
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        side = self._scheduler
+        if side is not None:
+            self._guarded(lambda: side.request_finished(request), None)
+        return False, None  # True would keep the request's KV blocks for good
+
+    # ---- worker side
+
+    def start_worker_services(self) -> None:
+        side = self._worker
+        if side is not None:
+            from .layout import engine_name
+
+            name = engine_name(self._vllm_config)
+            self._guarded(lambda: side.start(name), None)
+
+    def bind_connector_metadata(self, connector_metadata: ECConnectorMetadata) -> None:
+        from .metadata import StepMetadata
+
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
+            self._worker.bind(connector_metadata)
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        side = self._worker
+        if side is not None:
+            self._guarded(lambda: side.retry_saves(kwargs["encoder_cache"]), None)
+
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        side = self._worker
+        if side is not None:
+            self._guarded(lambda: side.load(encoder_cache), None)
+
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
+        side = self._worker
+        if side is not None:
+            self._guarded(lambda: side.save(encoder_cache, mm_hash), None)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Both runners call this when the step's encoder work is submitted, also after an exception."""
+        side = self._worker
+        if side is not None:
+            self._guarded(side.finish_step, None)
+        return None, None
+
+    # ---- both
+
+    def snapshot(self) -> dict[str, int]:
+        """The scheduler side's counts; empty where there is none."""
+        return {} if self._scheduler is None else self._scheduler.snapshot()
+
+    def shutdown(self) -> None:
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                self._guarded(side.shutdown, None)
+        self._worker = self._scheduler = None
+
+    def _only_encodable(self, request: Request) -> bool:
+        """Without a cache, a request that carries nothing to encode fails alone: vLLM would end the engine over it."""
+        if self._encodable is None or self._encodable(request):
+            return True
+        self._unavailable.add(request.request_id)
+        return False
+
+    def _guarded(self, hook: Callable[[], T], otherwise: T) -> T:
+        try:
+            return hook()
+        except Exception:
+            self._give_up("a hook")
+            return otherwise
+
+    def _give_up(self, where: str) -> None:
+        """Inert from now on. The worker side stays: what has been promised may still be loaded."""
+        logger.exception("encoder cache: %s failed; requests are served without the cache from now on", where)
+        side, self._scheduler = self._scheduler, None
+        if side is not None:
+            side.shutdown()
+
+
+def _log_through_vllm() -> None:
+    """Give this package's loggers vLLM's handlers and level."""
+    ours, theirs = logging.getLogger("lmcache_ec"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.handlers, ours.propagate = theirs.handlers, theirs.propagate
+        ours.setLevel(theirs.level)

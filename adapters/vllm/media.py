@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a request carries media that the encoder could run on.
+
+Where embeddings may come from outside, vLLM lets a client send only what sizes an item's place in the prompt (for
+Qwen3-VL `image_grid_thw`) and a uuid. If nothing is stored under that identifier, there is nothing to encode either,
+and vLLM 0.30 to 0.33 dies in the attempt: such a request has to be told apart before it is scheduled.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+
+logger = logging.getLogger(__name__)
+
+
+class EncodableMedia:
+    """Built once with the scheduler, because it may build the model's processor (seconds); asked on its thread."""
+
+    def __init__(self, model_config: "ModelConfig") -> None:
+        self._metadata: Mapping[str, frozenset[str]] = _metadata_fields(model_config)
+
+    def encodable(self, feature: "MultiModalFeatureSpec") -> bool:
+        """Whether the item holds more than metadata: pixels, samples, embeddings, or where they lie in shared memory.
+
+        A microsecond. It never raises: what it cannot read is nothing to encode.
+        """
+        try:
+            metadata = self._metadata.get(feature.modality, frozenset())
+            return any(part.data is not None for name, part in (feature.data or {}).items() if name not in metadata)
+        except (AttributeError, TypeError):
+            return False
+
+
+def _metadata_fields(model_config: "ModelConfig") -> dict[str, frozenset[str]]:
+    """For each modality the fields that only size its placeholders. Empty, with a warning, if vLLM does not say."""
+    if not model_config.is_multimodal_model:
+        return {}
+    try:
+        from vllm.multimodal import MULTIMODAL_REGISTRY
+
+        info = MULTIMODAL_REGISTRY.create_processor(model_config).info
+        fields_of = info.data_parser.placeholder_metadata_fields
+        return {modality: frozenset(fields_of(modality)) for modality in info.supported_mm_limits}
+    except Exception as error:  # a processor runs the model's own code
+        logger.warning(
+            "encoder cache: a request without media cannot be told from one with media, as the model's processor does "
+            "not say which fields are metadata (%s: %s)",
+            type(error).__name__,
+            error,
+        )
+        return {}

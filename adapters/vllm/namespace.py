@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of an engine names its namespace: all that changes an encoder's output and is not in vLLM's identifier.
+
+Engines that encode alike must meet in one namespace: whatever their role, tensor parallel size, limits and cache
+sizes, and wherever the checkpoint lies. Engines that may not must not meet: a field that a later vLLM adds counts
+until it is listed here as one that cannot matter. Runs once, in the process that builds the scheduler.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Mapping, Set
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lmcache_ec.entry import FORMAT
+from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint, file_fingerprint
+from lmcache_ec.key import check_namespace, namespace_of
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig, MultiModalConfig, VllmConfig
+
+    from lmcache_ec.config import EncoderCacheConfig
+
+CANNOT_MATTER = frozenset(
+    {
+        # Which role an engine plays and how much it takes on: an encoder and its consumers differ here.
+        "language_model_only",  # no encoder runs, so nothing wrong is stored; what others stored still fits
+        "mm_encoder_only",
+        "enable_mm_embeds",
+        "allow_missing_mm_embeddings",
+        "limit_per_prompt",
+        "skip_mm_profiling",
+        # How the processor's results travel and are kept, not what they are.
+        "mm_processor_cache_gb",
+        "mm_processor_cache_type",
+        "mm_shm_cache_max_object_size_mb",
+        "mm_tensor_ipc",
+        "mm_ipc_gpu_memory_gb",
+        # Identifiers of another hash are other identifiers already.
+        "mm_hasher_algorithm",
+        # Where placeholders stand in the text.
+        "interleave_mm_strings",
+        # Written for later runs; what a run reads is mm_encoder_fp8_scale_path.
+        "mm_encoder_fp8_scale_save_path",
+        "mm_encoder_fp8_scale_save_margin",
+    }
+)
+"""Fields of vLLM's MultiModalConfig (0.30 to 0.33) that leave an encoder's output as it is."""
+
+PROCESSOR_LIBRARIES = (
+    *("transformers", "tokenizers", "mistral-common"),
+    *("numpy", "scipy", "pillow", "torch", "torchvision", "torchaudio"),
+    *("opencv-python-headless", "opencv-python", "av", "torchcodec", "soundfile", "soxr", "librosa"),
+)
+"""They decode media and turn them into the encoder's input, and identifiers name the media before that."""
+
+DECODER_VARIABLES = ("VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR")
+
+FOLDER_LOADERS = frozenset(
+    {
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "sharded_state"),
+        *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
+    }
+)
+"""Load formats that read the weights in the checkpoint's folder, whichever way."""
+
+UNSEEN_LOADERS = frozenset({"ipc_cache", "modelexpress", "tensorizer"})
+"""Load formats whose weights come from somewhere else: another process, a server, a URI."""
+
+_UNSTABLE_CONFIG_KEYS = frozenset({"transformers_version", "_name_or_path", "_commit_hash"})
+_MEMORY_ADDRESS = re.compile(r"\bat 0x[0-9a-f]", re.IGNORECASE)
+
+
+class NamespaceUnknown(ValueError):
+    """What the engine encodes with cannot be told, so nothing may outlive it: keep the cache in memory only."""
+
+    def __init__(self, reason: object) -> None:
+        text = str(reason)
+        advice = "" if "ec.namespace" in text else "; set ec.namespace to name it yourself"
+        super().__init__(f"{text}{advice}")
+
+
+def engine_namespace(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> str:
+    """The namespace of the engine's entries, the same in every process and on every host that encodes alike.
+
+    `ec.namespace` replaces all of it, salt and epoch included. Otherwise the readable part is the model's type, not
+    its path, so that copies of a checkpoint share wherever they lie. Build the multimodal processor before this: a
+    model from the hub may still be missing files that it fetches. NamespaceUnknown where the weights cannot be seen.
+    """
+    if config.namespace is not None:
+        return check_namespace(config.namespace)
+    hf_config = vllm_config.model_config.hf_config
+    try:
+        return namespace_of(getattr(hf_config, "model_type", ""), engine_facts(vllm_config, config))
+    except (FingerprintError, TypeError) as error:
+        raise NamespaceUnknown(error) from error
+
+
+def engine_facts(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> dict[str, object]:
+    """All that the namespace is made of, in plain JSON. FingerprintError, TypeError or NamespaceUnknown if unknown."""
+    import vllm.envs as envs
+    from vllm.version import __version__ as engine_version
+
+    model, load = vllm_config.model_config, vllm_config.load_config
+    facts: dict[str, object] = {
+        "format": FORMAT,
+        "salt": config.salt,
+        "epoch": config.epoch,
+        "engine": ".".join(engine_version.split(".")[:2]) if config.key_by_engine_version else None,
+        "libraries": _library_versions(),
+        "decoders": {name: getattr(envs, name, None) for name in DECODER_VARIABLES},
+        "checkpoint": _checkpoint(model, load),
+        "tokenizer": _tokenizer(model, load),
+        "hf_config": _stable(model.hf_config.to_dict()),
+        "architecture": model.architecture,
+        "multimodal": _multimodal(model.multimodal_config),
+    }
+    for field in (
+        *("code_revision", "trust_remote_code", "tokenizer_mode", "model_impl", "model_class_overrides"),
+        *("dtype", "quantization", "quantization_config"),
+    ):
+        facts[field] = getattr(model, field, None)
+    return {field: canonical(fact, field) for field, fact in facts.items()}
+
+
+def canonical(value: object, field: str) -> object:
+    """`value` in plain JSON, alike in every process. TypeError naming the `field` if it has no such text."""
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else f"float {float(value)!r}"
+    if isinstance(value, str | Path):
+        return str(value)
+    if isinstance(value, bytes):
+        return f"bytes {value.hex()}"
+    if isinstance(value, Mapping):
+        return {_text(key, field): canonical(item, f"{field}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [canonical(item, f"{field}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, Set):
+        return sorted((canonical(item, field) for item in value), key=repr)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: canonical(getattr(value, f.name), f"{field}.{f.name}") for f in dataclasses.fields(value)}
+    if hasattr(value, "model_dump"):  # a pydantic model
+        return canonical(value.model_dump(), field)
+    if hasattr(value, "tolist"):  # tensors, arrays and their scalars: their repr leaves out the middle
+        return [str(getattr(value, "dtype", "")), canonical(value.tolist(), field)]
+    text = f"{type(value).__module__}.{type(value).__qualname__} {value!r}"
+    if _MEMORY_ADDRESS.search(text):
+        raise TypeError(f"{field} holds a {type(value).__qualname__}, which has no text that a restart would repeat")
+    return text
+
+
+def _text(key: object, field: str) -> str:
+    return str(key) if isinstance(key, str) else f"{type(key).__qualname__} {canonical(key, field)}"
+
+
+def _stable(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """The model's resolved configuration without what a copy in another folder or a new library would rewrite."""
+    return {
+        key: _stable(value) if isinstance(value, Mapping) else value
+        for key, value in hf_config.items()
+        if key not in _UNSTABLE_CONFIG_KEYS
+    }
+
+
+def _multimodal(config: "MultiModalConfig | None") -> dict[str, object]:
+    if config is None:
+        return {}
+    kept: dict[str, object] = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name not in CANNOT_MATTER
+    }
+    # On a GPU vLLM moves a dedicated encoder's processor there, its consumers keep theirs: a place, not a method.
+    kept["mm_processor_kwargs"] = _without_device(config.mm_processor_kwargs or {})
+    media_io = {modality: _without_device(kwargs) for modality, kwargs in config.media_io_kwargs.items()}
+    kept["media_io_kwargs"] = {modality: kwargs for modality, kwargs in media_io.items() if kwargs}
+    if (scales := getattr(config, "mm_encoder_fp8_scale_path", None)) is not None:
+        kept["mm_encoder_fp8_scale_path"] = file_fingerprint(Path(scales))
+    return kept
+
+
+def _without_device(kwargs: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in kwargs.items() if name != "device"}
+
+
+def _library_versions() -> dict[str, str | None]:
+    """Without the local part, which says for what hardware a library was built."""
+    found: dict[str, str | None] = {}
+    for name in PROCESSOR_LIBRARIES:
+        try:
+            found[name] = version(name).partition("+")[0]
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _checkpoint(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
+    """The weights and what configures them. How they are read is left out where it is a matter of speed."""
+    load_format = str(load.load_format)
+    if getattr(model, "model_weights", "") or load_format in UNSEEN_LOADERS:
+        source = getattr(model, "model_weights", "") or f"load_format={load_format}"
+        raise NamespaceUnknown(f"the weights of {model.model} come from {source} and cannot be seen")
+    dummy = load_format == "dummy"
+    found = _repository(model.model, model.revision, load.download_dir, weights_required=not dummy)
+    if load_format not in FOLDER_LOADERS:
+        found["loader"] = [load_format, load.model_loader_extra_config, model.seed if dummy else None]
+    return found
+
+
+def _tokenizer(model: "ModelConfig", load: "LoadConfig") -> dict[str, object] | None:
+    """None where it comes with the checkpoint; the processor is built from it otherwise."""
+    if model.tokenizer is None or (model.tokenizer, model.tokenizer_revision) == (model.model, model.revision):
+        return None
+    return _repository(model.tokenizer, model.tokenizer_revision, load.download_dir, weights_required=False)
+
+
+def _repository(
+    name: str, revision: str | None, download_dir: str | None, *, weights_required: bool
+) -> dict[str, object]:
+    """The content behind a folder, a single file in one (GGUF), or a hub name that was fetched before."""
+    path = Path(name)
+    if path.is_dir():
+        return {"content": [checkpoint_fingerprint(path, weights_required=weights_required)], "revision": revision}
+    if path.is_file():  # what belongs to it, such as a projector, lies beside it
+        return {"content": [checkpoint_fingerprint(path.parent)], "file": path.name, "revision": revision}
+    snapshots = _snapshots(name, revision, download_dir)
+    prints = [
+        checkpoint_fingerprint(snapshot, weights_required=weights_required and snapshot is snapshots[0])
+        for snapshot in snapshots
+    ]
+    return {"content": prints, "revision": snapshots[0].name}
+
+
+def _snapshots(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
+    """The folders, named after the commit, that hold a hub repository: with `download_dir` vLLM puts the weights there
+    and leaves the small files in the hub's own cache. The one with the weights comes first."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from vllm.envs import VLLM_USE_MODELSCOPE
+
+    if VLLM_USE_MODELSCOPE:
+        raise NamespaceUnknown(f"{name} comes from ModelScope, whose cache is not looked into")
+    found: list[Path] = []
+    for cache in dict.fromkeys((download_dir, None)):
+        try:
+            found.append(Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)))
+        except LocalEntryNotFoundError as error:
+            if partial := getattr(error, "snapshot_path", None):  # vLLM fetches only what it needs
+                found.append(Path(partial))
+        except (HFValidationError, OSError) as error:
+            raise NamespaceUnknown(f"{name} is no folder, and no name that the hub's cache takes: {error}") from error
+    if not found:
+        raise NamespaceUnknown(f"{name} is no folder and not in the hub's cache")
+    return found

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank's side of the connector: copies between the arena and vLLM's encoder cache, and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, MutableMapping
+
+import torch
+
+from lmcache_ec.arena import within
+from lmcache_ec.book import Outcome
+from lmcache_ec.channel import Saved
+from lmcache_ec.complaints import Complaints
+from lmcache_ec.entry import room
+from lmcache_ec.rank import Rank
+
+from .copier import Copier
+from .layout import SAVING_RANK
+from .metadata import Load, Save, StepMetadata
+from .tensors import dtype_name, view
+
+EncoderTensors = MutableMapping[str, torch.Tensor]
+"""vLLM's own encoder cache: a dictionary, or whatever takes a tensor by item assignment."""
+
+Agree = Callable[[list[bool]], list[bool]]
+"""Which loads failed on any rank, from which failed on this one. Every rank calls it with as many values."""
+
+
+class WorkerSide:
+    """One rank of the first pipeline stage. Runs in the worker process, in its forward pass: no I/O, no wait.
+
+    The one thing that ranks do together is to agree on loads that failed (`agree`), in steps that load: if only one
+    rank encoded an item, the encoder's collectives would hang.
+    """
+
+    def __init__(self, rank: int, copier: Copier, agree: Agree, logger: logging.Logger) -> None:
+        self._number = rank
+        self._copier = copier
+        self._agree = agree
+        self._complaints = Complaints(logger)
+        self._rank: Rank | None = None
+        self._meta: StepMetadata | None = None
+        self._outcomes: list[tuple[int, Outcome]] = []
+        self._copied: list[Save] = []
+
+    def start(self, engine: str) -> None:
+        """Wait for the scheduler side from now on. Raises OSError if another process holds this rank's address."""
+        self._rank = Rank(engine, self._number, self._copier.register)
+
+    def bind(self, meta: StepMetadata) -> None:
+        self._meta = meta if meta.step else None
+
+    def load(self, cache: EncoderTensors) -> None:
+        """Copy this step's loads into vLLM's cache. What cannot be loaded, vLLM encodes after all."""
+        meta = self._meta
+        if meta is None or not meta.loads:
+            return
+        failed = [not self._load(meta, load, cache) for load in meta.loads]
+        for load, again in zip(meta.loads, self._agree(failed), strict=True):
+            if again:
+                self._encode_after_all(meta, load)
+
+    def _load(self, meta: StepMetadata, load: Load, cache: EncoderTensors) -> bool:
+        try:
+            self._put(cache, load.identifier, self._copier.load(self._payload(meta, load)))
+        except Exception as error:
+            self._complaints.warn("load", f"an entry could not be loaded and is encoded again: {error}")
+            self._outcomes.append((load.place, Outcome.FAILED))
+            return False
+        self._outcomes.append((load.place, Outcome.COPIED))
+        return True
+
+    @staticmethod
+    def _put(cache: EncoderTensors, identifier: str, tensor: torch.Tensor) -> None:
+        """The one place that puts a loaded tensor into vLLM's encoder cache, whatever that is."""
+        cache[identifier] = tensor
+
+    @staticmethod
+    def _encode_after_all(meta: StepMetadata, load: Load) -> None:
+        """Add the item to what the encoder, which runs right after the loads, has to encode in this step."""
+        if load.item is not None and meta.encoder_inputs is not None:
+            request_id, index = load.item
+            scheduled = meta.encoder_inputs.setdefault(request_id, [])
+            if index not in scheduled:
+                scheduled.append(index)
+
+    def save(self, cache: EncoderTensors, identifier: str) -> None:
+        """Copy a new encoder output into the place that the scheduler side reserved for it, if it did."""
+        if self._number == SAVING_RANK and self._meta is not None:
+            order = self._meta.saves.get(identifier)
+            if order is not None:
+                self._save(self._meta, order, cache)
+
+    def retry_saves(self, cache: EncoderTensors) -> None:
+        """Copy tensors of earlier steps whose save was dropped then."""
+        if self._number == SAVING_RANK and self._meta is not None:
+            for order in self._meta.retries:
+                if order.identifier in cache:
+                    self._save(self._meta, order, cache)
+
+    def _save(self, meta: StepMetadata, save: Save, cache: EncoderTensors) -> None:
+        try:
+            tensor = cache[save.identifier]
+            if tuple(tensor.shape) != (save.spec.rows, save.spec.width) or dtype_name(tensor.dtype) != save.spec.dtype:
+                raise ValueError(f"it is {tuple(tensor.shape)} {tensor.dtype}, expected was {save.spec}")
+            self._copier.save(tensor, self._payload(meta, save))
+        except Exception as error:
+            self._complaints.warn("save", f"an encoder output is not cached: {error}")
+            self._outcomes.append((save.place, Outcome.FAILED))
+            return
+        self._copied.append(save)
+
+    def _payload(self, meta: StepMetadata, order: Load | Save) -> torch.Tensor:
+        """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds."""
+        rank = self._rank
+        memory = rank.memory if rank is not None else None
+        if rank is None or memory is None or rank.arena_id != meta.arena:
+            raise ValueError("this rank is not attached to the engine's arena")
+        offset = order.offset + (room(order.identifier) if isinstance(order, Save) else 0)
+        if not within(offset, max(order.spec.nbytes, 1), len(memory)):
+            raise ValueError(f"{order.spec.nbytes} bytes at {offset} are not within the arena")
+        return view(memory, offset, order.spec)
+
+    def finish_step(self) -> None:
+        """Report the step once its copies are over; hand finished saves to the store process first."""
+        meta, rank = self._meta, self._rank
+        if meta is None or rank is None:
+            return
+        outcomes, copied, step = self._outcomes, self._copied, meta.step
+        self._outcomes, self._copied, self._meta = [], [], None
+
+        def done() -> None:
+            named = [(place, outcome, 0) for place, outcome in outcomes]
+            for save in copied:
+                incarnation = rank.hand_over(_saved(save))
+                named.append((save.place, Outcome.COPIED if incarnation else Outcome.FAILED, incarnation))
+            rank.report(step, named)
+
+        self._copier.finish(done)
+
+    def shutdown(self) -> None:
+        self._copier.close()
+        if self._rank is not None:
+            self._rank.close()
+            self._rank = None
+
+
+def _saved(save: Save) -> Saved:
+    spec = save.spec
+    return Saved(save.place, save.offset, save.length, save.identifier, spec.rows, spec.width, spec.dtype, save.persist)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena's memory: anonymous, shared, sealed against shrinking, gone with its last process.
+
+The scheduler side creates it and never maps it; the store process and the ranks attach. Its full length is given at
+once and costs nothing: pages come into being where an entry is written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+from lmcache_ec.space import ALIGNMENT
+
+SEGMENT_BYTES = 256 << 20
+
+# <linux/fcntl.h>; Python's fcntl module knows them since 3.8 only under these values.
+_F_ADD_SEALS = 1033
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 0x1, 0x2, 0x4
+
+
+def create(capacity: int) -> int:
+    """A memory file of `capacity` bytes that nobody can resize. Returns its descriptor."""
+    fd = os.memfd_create("lmcache-ec-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, capacity)
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+    return fd
+
+
+def attach(fd: int) -> mmap.mmap:
+    """Map the whole arena, shared and writable."""
+    return mmap.mmap(fd, os.fstat(fd).st_size)
+
+
+def resident_bytes(fd: int) -> int:
+    """Bytes of the arena that memory stands behind."""
+    return os.fstat(fd).st_blocks * 512
+
+
+def within(offset: int, length: int, capacity: int) -> bool:
+    """Whether a place named by a message lies in the arena."""
+    return offset >= 0 and length > 0 and offset % ALIGNMENT == 0 and offset + length <= capacity

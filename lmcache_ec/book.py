@@ -1,0 +1,579 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena's book: the life of every place, from reservation to reuse.
+
+Who owns what, and when it may be freed:
+
+1. The scheduler side alone decides what a place is for; the store process and the ranks only ever act on orders.
+2. RESERVED belongs to the scheduling pass: it goes out with a step or is dropped in the same pass.
+3. WRITING belongs to the saving rank until its report covers the step. *Copied* passes the place to the store process;
+   *absent*, *failed* or not named voids it.
+4. SEALING belongs to the store process until it answers, or until its *process* is gone. The rank hands over before it
+   reports, so the answer may come while the place is still WRITING: the copy is over by then, and the answer counts.
+5. FILLING belongs to the store process in the same way.
+6. LIVE belongs to the index. Promises, leases, loads under way, a write-through under way and a store process that may
+   still read it are pins; only an unpinned place is evicted. Forgotten while pinned: out of the index now, freed at the
+   last unpin.
+7. A load holds its pin until every rank's report has covered its step.
+8. When a store process is lost, what it was filling and sealing is ORPHANED and what it was writing stays pinned, until
+   that process is gone; then the bytes are free, and the writes are owed again.
+9. No abort, preemption, deadline or timeout frees a place.
+10. Identities of places are never reused, so a late answer about a freed place names nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.space import Extent, Space, aligned
+
+_EVICTION_CANDIDATES = 64
+_WINDOW_STEPS = 1024
+_EVICTIONS_A_PASS = 16
+_REMEMBERED_SAVES = 4096
+
+
+class LifeError(RuntimeError):
+    """An order that the life of a place does not allow: a fault of the caller's."""
+
+
+class State(enum.Enum):
+    RESERVED = "reserved"
+    WRITING = "writing"
+    SEALING = "sealing"
+    FILLING = "filling"
+    LIVE = "live"
+    ORPHANED = "orphaned"
+    FREE = "free"
+
+
+class Outcome(enum.IntEnum):
+    """What a rank reports of a place that a step sent it."""
+
+    COPIED = 0
+    ABSENT = 1
+    FAILED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A run of the arena with one entry in it, or on its way into it. `length` is the entry's, in bytes."""
+
+    id: int
+    identifier: str
+    length: int
+    extent: Extent
+    state: State
+    spec: TensorSpec | None
+    persist: bool = False
+    dirty: bool = False
+    origin: str = ""
+    """The tier that filled it; empty for an encoder's own output."""
+    incarnation: int = 0
+    """The store process that it was last handed to."""
+    pins: int = 0
+    lessees: int = 0
+    forgotten: bool = False
+    last_used: int = 0
+
+    @property
+    def offset(self) -> int:
+        return self.extent.offset
+
+
+@dataclass(slots=True)
+class _Order:
+    """A place that a step sent to a rank, until that rank's report covers the step."""
+
+    step: int
+    place: Place
+    load: bool
+
+
+@dataclass
+class Counts:
+    """What the book has seen since the engine's start; `snapshot()` adds what it holds now."""
+
+    saves: int = 0
+    saves_dropped: int = 0
+    saves_void: int = 0
+    seals_failed: int = 0
+    writes: int = 0
+    writes_failed: int = 0
+    fills: int = 0
+    fills_refused: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    loads_failed: int = 0
+    store_losses: int = 0
+    loads: dict[str, int] = field(default_factory=dict)
+
+
+class Book:
+    """Index, places, pins, budgets and eviction of one arena. Runs on the scheduler side's one thread: no lock, no I/O.
+
+    `capacity` bytes in segments of `segment_bytes` (the last may be shorter), opened one after another by
+    `open_segment`. Of the capacity, fills and unwritten entries may hold a quarter each and leases a half; one of each
+    is always allowed, however small the arena.
+    """
+
+    def __init__(self, capacity: int, segment_bytes: int, ranks: int) -> None:
+        self.capacity = capacity
+        self.segment_bytes = min(segment_bytes, capacity)
+        self.counts = Counts()
+        self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
+        """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
+        self._space = Space()
+        self._index: dict[str, Place] = {}
+        self._evictable: OrderedDict[Place, None] = OrderedDict()
+        self._orders: list[deque[_Order]] = [deque() for _ in range(ranks)]
+        self._loads: dict[tuple[int, int], int] = {}
+        self._filling: dict[int, Place] = {}
+        self._saving: dict[int, Place] = {}
+        self._orphaned: dict[int, Place] = {}
+        self._states = dict.fromkeys(State, 0)
+        self._pins = self._leases = 0
+        self.revision = 0
+        """Changes whenever `snapshot()` might."""
+        self._dirty: dict[int, Place] = {}
+        self._held: dict[int, list[Place]] = {}
+        self._unwritten: OrderedDict[int, Place] = OrderedDict()
+        self._ids = 0
+        self._clock = 0
+        self._low_water = capacity // 20
+        self._bytes = dict.fromkeys(("filling", "dirty", "leased", "live"), 0)
+
+    # ---- segments
+
+    def next_segment(self) -> tuple[int, int] | None:
+        """(offset, length) of the segment to open next, once half of what is open is used; None if none is due."""
+        opened = self._space.opened_bytes
+        if opened >= self.capacity or self._space.free_bytes * 2 > opened > 0:
+            return None
+        return opened, min(self.segment_bytes, self.capacity - opened)
+
+    def open_segment(self, offset: int, length: int) -> None:
+        if offset == self._space.opened_bytes:
+            self._space.open(offset, length)
+            self.revision += 1
+
+    @property
+    def opened(self) -> bool:
+        return self._space.opened_bytes > 0
+
+    # ---- look-up and pins
+
+    def live(self, identifier: str) -> Place | None:
+        """The entry of `identifier`, if it can be promised now."""
+        place = self._index.get(identifier)
+        return place if place is not None and place.state is State.LIVE else None
+
+    def under_way(self, identifier: str) -> bool:
+        """Whether a save or a fill of `identifier` has a place but no entry yet."""
+        place = self._index.get(identifier)
+        return place is not None and place.state is not State.LIVE
+
+    def pin(self, place: Place) -> None:
+        place.pins += 1
+        self._pins += 1
+        self.revision += 1
+        self._evictable.pop(place, None)
+
+    def unpin(self, place: Place) -> None:
+        if place.pins < 1:
+            raise LifeError(f"place {place.id} ({place.state.value}) has no pin to give back")
+        place.pins -= 1
+        self._pins -= 1
+        self.revision += 1
+        if place.pins:
+            return
+        if place.forgotten:
+            self._free(place)
+        else:
+            self._touch(place)
+            self._evictable[place] = None
+
+    def lease(self, place: Place) -> bool:
+        """Pin a prefetched entry for a request that waits. False, and no pin, over the budget of half the arena."""
+        if not place.lessees:
+            if self._over("leased", place, self.capacity // 2):
+                return False
+            self._bytes["leased"] += place.extent.length
+        place.lessees += 1
+        self._leases += 1
+        self.pin(place)
+        return True
+
+    def release(self, place: Place) -> None:
+        place.lessees -= 1
+        self._leases -= 1
+        if not place.lessees:
+            self._bytes["leased"] -= place.extent.length
+        self.unpin(place)
+
+    def forget(self, place: Place) -> None:
+        """Take a live entry out of the index: now for look-ups, its bytes at the last unpin."""
+        if place.state is State.LIVE and not place.forgotten:
+            place.forgotten = True
+            del self._index[place.identifier]
+            self._unwritten.pop(place.id, None)
+            if not place.pins:
+                del self._evictable[place]
+                self._free(place)
+
+    # ---- saves
+
+    def reserve_save(self, identifier: str, spec: TensorSpec, persist: bool) -> Place | None:
+        """A place for an item that this pass will encode, or None: under way already, live already, or no room.
+
+        What found no room, or waits for the outcome of a fill, is owed: see `remember`.
+        Over the budget of unwritten entries the entry is kept in memory only and its write is owed.
+        """
+        present = self._index.get(identifier)
+        if present is not None:
+            if present.state is State.FILLING:
+                self.remember(identifier, spec)  # owed only if the fill turns out a miss
+            return None
+        length = entry_length(identifier, spec)
+        place = self._reserve(identifier, length, spec, State.RESERVED, evict=True)
+        if place is None:
+            self.remember(identifier, spec)
+            return None
+        self.unsaved.pop(identifier, None)
+        place.persist = persist
+        if persist and not self._over("dirty", place, self.capacity // 4):
+            self._mark_dirty(place)
+        self._saving[place.id] = place
+        return place
+
+    def drop(self, place: Place) -> None:
+        """RESERVED → FREE: the pass ended without sending it, and so without the encode."""
+        _expect(place, State.RESERVED)
+        self._void(place)
+
+    def send_save(self, place: Place, step: int, saver: int) -> None:
+        """RESERVED → WRITING: the place goes out with `step` to the rank `saver`."""
+        _expect(place, State.RESERVED)
+        self._move(place, State.WRITING)
+        self._orders[saver].append(_Order(step, place, load=False))
+
+    def remember(self, identifier: str, spec: TensorSpec) -> None:
+        """A save that was dropped: owed while vLLM's own cache holds the tensor. Bounded; the oldest go first."""
+        self.counts.saves_dropped += identifier not in self.unsaved
+        self.unsaved[identifier] = spec
+        while len(self.unsaved) > _REMEMBERED_SAVES:
+            self.unsaved.popitem(last=False)
+
+    def sealed(self, place_id: int, incarnation: int, ok: bool) -> None:
+        """The store's answer to a hand-over: SEALING (or WRITING, see 4.) → LIVE, or FREE if it could not be sealed."""
+        place = self._saving.get(place_id)
+        if place is None or place.state not in (State.SEALING, State.WRITING):
+            return
+        if not ok:
+            self.counts.seals_failed += 1
+            self._void(place)
+            return
+        del self._saving[place_id]
+        place.incarnation = incarnation
+        self.counts.saves += 1
+        self._publish(place)
+        if place.dirty:
+            self._dirty[place.id] = place
+        elif place.persist:
+            self._unwritten[place.id] = place
+
+    def written(self, place_id: int, ok: bool) -> None:
+        """The write-through of a live entry is over. A failed one is not tried again: the tier said no."""
+        place = self._dirty.pop(place_id, None)
+        if place is None:
+            return
+        self.counts.writes += ok
+        self.counts.writes_failed += not ok
+        self._clear_dirty(place)
+
+    def owed_write(self) -> Place | None:
+        """The entry whose write-through was put off longest, if it fits the budget now."""
+        place = next(iter(self._unwritten.values()), None)
+        return None if place is None or self._over("dirty", place, self.capacity // 4) else place
+
+    def begin_write(self, place: Place, incarnation: int) -> None:
+        """The owed write of a live entry was handed to the store process."""
+        del self._unwritten[place.id]
+        place.incarnation = incarnation
+        self._mark_dirty(place)
+        self._dirty[place.id] = place
+
+    # ---- fills
+
+    def reserve_fill(self, identifier: str, length: int, incarnation: int, certain: bool) -> Place | None:
+        """A place that the store process fills. Only free space for what may not exist; `certain` may evict."""
+        if identifier in self._index:
+            return None
+        if self._bytes["filling"] and self._bytes["filling"] + aligned(length) > self.capacity // 4:
+            self.counts.fills_refused += 1
+            return None
+        place = self._reserve(identifier, length, None, State.FILLING, evict=certain)
+        if place is None:
+            self.counts.fills_refused += 1
+            return None
+        place.incarnation = incarnation
+        place.persist = True
+        self._filling[place.id] = place
+        self._bytes["filling"] += place.extent.length
+        return place
+
+    def filled(self, place_id: int, spec: TensorSpec | None, origin: str = "") -> Place | None:
+        """FILLING → LIVE with the verified entry's `spec`, or FREE (None). Returns the live place."""
+        place = self._filling.pop(place_id, None)
+        if place is None:
+            return None
+        self._bytes["filling"] -= place.extent.length
+        if spec is None:
+            self._leave_index(place)
+            self._free(place)
+            return None
+        self.counts.fills += 1
+        self.unsaved.pop(place.identifier, None)
+        place.spec = spec
+        place.origin = origin
+        self._publish(place)
+        return place
+
+    # ---- loads and reports
+
+    def send_load(self, place: Place, step: int) -> None:
+        """The place goes out with `step` to all ranks. Takes over one pin of the caller's."""
+        _expect(place, State.LIVE)
+        for orders in self._orders:
+            orders.append(_Order(step, place, load=True))
+        self._loads[(step, place.id)] = len(self._orders)
+        tier = place.origin or "cpu"
+        place.origin = ""
+        self.counts.loads[tier] = self.counts.loads.get(tier, 0) + 1
+
+    def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, int, int]], alive: frozenset[int]) -> None:
+        """A rank has finished every step up to `step`; `outcomes` are (place, outcome, incarnation handed to).
+
+        Orders of those steps that it does not name are void. `alive` are the store processes not yet gone.
+        """
+        named = {place: (outcome, incarnation) for place, outcome, incarnation in outcomes}
+        orders = self._orders[rank]
+        while orders and orders[0].step <= step:
+            order = orders.popleft()
+            place = order.place
+            outcome, incarnation = named.get(place.id, (Outcome.ABSENT, 0))
+            if order.load:
+                self.counts.loads_failed += outcome != Outcome.COPIED
+                self._loaded(order)
+            elif place.state is State.WRITING:
+                self._copied(place, outcome, incarnation, alive)
+
+    def _copied(self, place: Place, outcome: int, incarnation: int, alive: frozenset[int]) -> None:
+        if outcome != Outcome.COPIED:
+            self.counts.saves_void += 1
+            self._owe(place)
+            self._void(place)
+            return
+        self._move(place, State.SEALING)
+        place.incarnation = incarnation
+        if incarnation not in alive:
+            self._owe(place)
+            self._void(place)
+
+    def _loaded(self, order: _Order) -> None:
+        key = (order.step, order.place.id)
+        self._loads[key] -= 1
+        if not self._loads[key]:
+            del self._loads[key]
+            self.unpin(order.place)
+
+    # ---- a store process lost, and gone
+
+    def store_lost(self, incarnation: int) -> list[str]:
+        """Void what that process held; its bytes stay untouched until `store_gone`. Returns the fills now missed."""
+        self.counts.store_losses += 1
+        missed = []
+        for place in [p for p in self._filling.values() if p.incarnation == incarnation]:
+            del self._filling[place.id]
+            self._bytes["filling"] -= place.extent.length
+            missed.append(place.identifier)
+            self._orphan(place)
+        for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
+            del self._saving[place.id]
+            self._owe(place)
+            self._clear_dirty(place)
+            self._orphan(place)
+        held = self._held.setdefault(incarnation, [])
+        for place in [p for p in self._dirty.values() if p.incarnation == incarnation]:
+            del self._dirty[place.id]
+            self.pin(place)
+            held.append(place)
+            self._clear_dirty(place)
+            if not place.forgotten:
+                self._unwritten[place.id] = place
+        return missed
+
+    def store_gone(self, incarnation: int) -> None:
+        for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
+            self._owe(place)  # handed over by a rank that did not know yet that the process was lost
+            self._void(place)
+        for place in [p for p in self._orphaned.values() if p.incarnation == incarnation]:
+            del self._orphaned[place.id]
+            self._free(place)
+        for place in self._held.pop(incarnation, ()):
+            self.unpin(place)
+
+    # ---- once a pass
+
+    def evict_ahead(self) -> None:
+        """Keep a twentieth of a full arena free, a few evictions a pass, so that speculative fills find room."""
+        if self._space.opened_bytes < self.capacity:
+            return
+        for _ in range(_EVICTIONS_A_PASS):
+            if self._space.free_bytes >= self._low_water or not self._evictable:
+                return
+            self._evict(next(iter(self._evictable)))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is on its way: no order, fill, save or write-through."""
+        return not (any(self._orders) or self._filling or self._saving or self._dirty)
+
+    def outstanding(self) -> bool:
+        """Whether some rank still owes a report."""
+        return any(self._orders)
+
+    def snapshot(self) -> dict[str, int]:
+        """What the book holds now, and what it has counted; all integers, bytes where the name says so."""
+        states = {f"places_{state.value}": self._states[state] for state in State if state is not State.FREE}
+        counts = {name: value for name, value in vars(self.counts).items() if isinstance(value, int)}
+        loads = {f"loads_{tier}": number for tier, number in self.counts.loads.items()}
+        return {
+            **states,
+            "pins": self._pins,
+            "leases": self._leases,
+            "orders": sum(map(len, self._orders)),
+            "unsaved": len(self.unsaved),
+            "unwritten": len(self._unwritten),
+            "live_bytes": self._bytes["live"],
+            "dirty_bytes": self._bytes["dirty"],
+            "filling_bytes": self._bytes["filling"],
+            "leased_bytes": self._bytes["leased"],
+            "opened_bytes": self._space.opened_bytes,
+            "used_bytes": self._space.opened_bytes - self._space.free_bytes,
+            "capacity_bytes": self.capacity,
+            **counts,
+            **loads,
+        }
+
+    # ---- within
+
+    def _reserve(
+        self, identifier: str, length: int, spec: TensorSpec | None, state: State, evict: bool
+    ) -> Place | None:
+        size = aligned(length)
+        extent = self._space.take(size) or (self._clear_window(size) if evict else None)
+        if extent is None:
+            return None
+        self._ids += 1
+        place = Place(self._ids, identifier, length, extent, state, spec)
+        self._states[state] += 1
+        extent.place = place
+        self._index[identifier] = place
+        return place
+
+    def _clear_window(self, size: int) -> Extent | None:
+        """Evict at most twice `size` bytes around one of the least recently used entries, or nothing at all."""
+        if size > self.segment_bytes:
+            return None
+        steps = iter(range(_WINDOW_STEPS))
+        for candidate, _ in zip(self._evictable, range(_EVICTION_CANDIDATES), strict=False):
+            window = self._space.window(candidate.extent, size, self._evictable.__contains__, steps)
+            if window is not None:
+                free = window[0]
+                for extent in window:
+                    if extent.place is not None:
+                        free = self._evict(extent.place)
+                return self._space.cut(free, size)
+        return None
+
+    def _evict(self, place: Place) -> Extent:
+        self.counts.evictions += 1
+        self.counts.evicted_bytes += place.length
+        del self._evictable[place]
+        del self._index[place.identifier]
+        if self._unwritten.pop(place.id, None) is not None:
+            self._owe(place)  # it never reached a tier
+        return self._free(place)
+
+    def _move(self, place: Place, state: State) -> None:
+        self.revision += 1
+        self._states[place.state] -= 1
+        self._states[state] += 1
+        place.state = state
+
+    def _publish(self, place: Place) -> None:
+        self._move(place, State.LIVE)
+        self._bytes["live"] += place.length
+        self._touch(place)
+        if not place.pins:
+            self._evictable[place] = None
+
+    def _owe(self, place: Place) -> None:
+        if place.spec is not None:
+            self.remember(place.identifier, place.spec)
+
+    def _void(self, place: Place) -> None:
+        """RESERVED, WRITING or SEALING → FREE."""
+        del self._saving[place.id]
+        self._leave_index(place)
+        self._clear_dirty(place)
+        self._free(place)
+
+    def _orphan(self, place: Place) -> None:
+        self._leave_index(place)
+        self._move(place, State.ORPHANED)
+        self._orphaned[place.id] = place
+
+    def _leave_index(self, place: Place) -> None:
+        if self._index.get(place.identifier) is place:
+            del self._index[place.identifier]
+
+    def _free(self, place: Place) -> Extent:
+        if place.state is State.LIVE:
+            self._bytes["live"] -= place.length
+        self._move(place, State.FREE)
+        return self._space.give(place.extent)
+
+    def _mark_dirty(self, place: Place) -> None:
+        place.dirty = True
+        self._bytes["dirty"] += place.extent.length
+        self.pin(place)
+
+    def _clear_dirty(self, place: Place) -> None:
+        if not place.dirty:
+            return
+        place.dirty = False
+        self._bytes["dirty"] -= place.extent.length
+        if place.state is State.LIVE:
+            self.unpin(place)
+        else:
+            place.pins -= 1
+            self._pins -= 1
+
+    def _touch(self, place: Place) -> None:
+        self._clock += 1
+        place.last_used = self._clock
+
+    def _over(self, purpose: str, place: Place, budget: int) -> bool:
+        """Whether `place` would break a budget. One is always allowed, or a small arena could hold nothing."""
+        held = self._bytes[purpose]
+        return bool(held) and held + place.extent.length > budget
+
+
+def _expect(place: Place, state: State) -> None:
+    if place.state is not state:
+        raise LifeError(f"place {place.id} is {place.state.value}, not {state.value}")

@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's side of the cache: look up, prefetch, save, and the three parties' links kept going."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import select
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from lmcache_ec import arena
+from lmcache_ec.book import Book, Place
+from lmcache_ec.channel import (
+    Attach,
+    Attached,
+    Discard,
+    Fill,
+    Filled,
+    Hello,
+    Ledger,
+    Link,
+    LinkClosed,
+    NotFilled,
+    Notice,
+    Ping,
+    Pong,
+    Report,
+    Sealed,
+    Segment,
+    SegmentReady,
+    Start,
+    StoreLink,
+    ToStore,
+    Write,
+    Written,
+    rank_address,
+    same_user,
+)
+from lmcache_ec.complaints import Complaints
+from lmcache_ec.config import ConfigError, EncoderCacheConfig
+from lmcache_ec.entry import TensorSpec
+from lmcache_ec.incarnation import Incarnation
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.space import aligned
+
+_logger = logging.getLogger(__name__)
+
+_Take = Callable[[object, list[int], float], None]
+"""Acts on a message: the message, its descriptors, the time of the pass."""
+
+_PING_INTERVAL_S = 1.0
+_SLOW_PONG_S = 0.5
+"""A store process that has not answered a ping for this long is asked nothing new."""
+
+_MISS_REMEMBERED_S = 2.0
+_MISSES_REMEMBERED = 4096
+_RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
+"""Before each next start of a store process that keeps ending without ever having served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the cache has to know of the engine that it serves.
+
+    `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
+    an entry; `ranks` is how many processes load (rank 0 saves).
+    """
+
+    name: str
+    namespace: str
+    producer: str
+    ranks: int
+    largest_entry_bytes: int
+
+
+class EncoderCache:
+    """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
+
+    `drain` once a scheduling pass keeps everything going; no call waits for I/O. The constructor may wait, for at most
+    `start_timeout_s`, until the store process serves.
+    """
+
+    def __init__(self, config: EncoderCacheConfig, engine: Engine) -> None:
+        """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
+        self.inert = ""
+        """Why the cache does nothing any more; empty while it works."""
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "discarded": 0}
+        self._config = config
+        self._engine = engine
+        capacity = aligned(config.max_local_cpu_bytes)
+        segment = max(arena.SEGMENT_BYTES, aligned(engine.largest_entry_bytes))
+        self.book = Book(capacity, segment, engine.ranks)
+        self._arena_id = secrets.token_hex(8)
+        self._complaints = Complaints(_logger)
+        self._presence: PresenceFilter | None = None
+        self._fetches: dict[str, int] = {}  # identifier -> times asked
+        self._misses: OrderedDict[str, float] = OrderedDict()
+        self._attached: set[int] = set()
+        self._segment: tuple[int, int] | None = None
+        self._segment_untold: list[Link] = []
+        self._segment_acks = 0
+        self._revision = -1
+        self._failures = 0
+        self._restart_at = 0.0
+        self._ping = 0
+        self._ping_sent = self._ping_answered = time.monotonic()
+        self._old: list[Incarnation] = []
+        self._arena_fd = arena.create(capacity)
+        self._store = Incarnation(1, self._arena_fd)
+        self._ranks: list[Link] = []
+        self._rank_takers: list[tuple[Link, _Take]] = []
+        try:
+            self._connect_ranks()
+            self._begin_store()
+            self._await_hello()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- for the adapter
+
+    @property
+    def arena_id(self) -> str:
+        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
+        return self._arena_id
+
+    @property
+    def ready(self) -> bool:
+        """Whether every rank has mapped the arena and the store process serves."""
+        return len(self._attached) == self._engine.ranks and self.book.opened and self._presence is not None
+
+    @property
+    def persists(self) -> bool:
+        return bool(self._config.local_disk)
+
+    def fetch(self, identifier: str, length: int, now: float) -> bool:
+        """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
+
+        Single-flight: while one is under way, the answer is True and nothing more is asked.
+        """
+        if identifier in self._fetches or self.book.under_way(identifier):
+            return True
+        if not self.persists or not self._responsive(now) or self._misses.get(identifier, 0.0) > now:
+            return False
+        presence = self._presence
+        if presence is None:
+            return False
+        if presence.all_complete and not presence.may_contain(EncoderCacheKey(self._engine.namespace, identifier).digest):
+            self.counts["filtered"] += 1
+            return False
+        return self._ask(identifier, length, certain=False)
+
+    def discard(self, place: Place, now: float) -> None:
+        """Delete an entry, here and in the tiers, that is not what its identifier stands for."""
+        self.counts["discarded"] += 1
+        self.book.forget(place)
+        self._miss(place.identifier, now)
+        self._tell(Discard(place.identifier))
+
+    def drain(self, now: float) -> None:
+        """Take in what ranks and store process have said. Once a scheduling pass, before anything is decided."""
+        if self.inert:
+            return
+        for link, take in self._rank_takers:
+            self._drain(link, take, now)
+        self._drain(self._store.link, self._from_store, now)
+        self._look_after_store(now)
+        self._grow()
+        while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
+            self.book.begin_write(place, self._store.number)
+        self.book.evict_ahead()
+
+    def hand_ledger(self, counts: dict[str, int]) -> None:
+        """Hand all counts, with the caller's, to the store process if the book has changed. It tells whoever asks."""
+        if self._revision == self.book.revision or self.inert:
+            return
+        if self._tell(Ledger({**self.snapshot(), **counts})):
+            self._revision = self.book.revision
+
+    def snapshot(self) -> dict[str, int]:
+        """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
+        return {**self.book.snapshot(), **self.counts, "fetches_under_way": len(self._fetches)}
+
+    def close(self) -> None:
+        """Give everything back. The store process finishes by itself what was handed over."""
+        for link in self._ranks:
+            link.close()
+        for store in (self._store, *self._old):
+            store.close()
+        if self._presence is not None:
+            self._presence.close()
+            self._presence = None
+        os.close(self._arena_fd)
+        self._ranks, self._old = [], []
+        self.inert = self.inert or "closed"
+
+    # ---- starting
+
+    def _connect_ranks(self) -> None:
+        for rank in range(self._engine.ranks):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                sock.connect(rank_address(self._engine.name, rank))
+                if not same_user(sock):
+                    raise PermissionError("its address is held by another user")
+                link = Link(sock)
+                self._ranks.append(link)
+                self._rank_takers.append((link, partial(self._from_rank, rank)))
+                link.send(Attach(self._arena_id, self.book.capacity), [self._arena_fd])
+            except OSError as error:
+                sock.close()
+                self._give_up(f"rank {rank} cannot be reached on this host ({error})")
+                return
+
+    def _begin_store(self) -> None:
+        """The first words to a new store process, and its link for the saving rank."""
+        disk = self._config.local_disk
+        self._tell(
+            Start(
+                incarnation=self._store.number,
+                engine=self._engine.name,
+                namespace=self._engine.namespace,
+                producer=self._engine.producer,
+                disk=str(disk) if disk else "",
+                disk_bytes=self._config.max_local_disk_bytes,
+                drain_s=self._config.drain_s,
+            )
+        )
+        if self._ranks:
+            try:
+                self._ranks[0].send(StoreLink(self._store.number), [self._store.saver_socket.fileno()])
+            except LinkClosed:
+                pass  # found and answered by the next drain
+        self._store.saver_socket.close()
+
+    def _await_hello(self) -> None:
+        deadline = time.monotonic() + self._config.start_timeout_s
+        poller = select.poll()
+        poller.register(self._store.link, select.POLLIN)
+        while self._presence is None and not self._store.closed and (left := deadline - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                self._drain(self._store.link, self._first_words, time.monotonic())
+        if self._store.closed:
+            raise OSError(f"the encoder cache's store process ended at once: {self._store.last_words()}")
+
+    def _first_words(self, message: object, fds: list[int], now: float) -> None:
+        if isinstance(message, Hello) and message.problem:
+            raise ConfigError(message.problem)
+        self._from_store(message, fds, now)
+
+    # ---- links
+
+    def _drain(self, link: Link, take: _Take, now: float) -> None:
+        try:
+            while (received := link.receive()) is not None:
+                take(*received, now)
+        except LinkClosed:
+            if link is self._store.link:
+                self._store.closed = True
+            else:
+                self._give_up("the link to a rank has ended")
+
+    def _from_rank(self, rank: int, message: object, fds: list[int], now: float) -> None:
+        match message:
+            case Report(step=step, outcomes=outcomes):
+                self.book.report(rank, step, outcomes, self._alive())
+            case Attached():
+                self._attached.add(rank)
+            case SegmentReady(offset=offset) if self._segment is not None and offset == self._segment[0]:
+                self._segment_acks += 1
+                if self._segment_acks == self._engine.ranks:
+                    self.book.open_segment(*self._segment)
+                    self._segment = None
+
+    def _from_store(self, message: object, fds: list[int], now: float) -> None:
+        match message:
+            case Filled():
+                spec = TensorSpec(message.rows, message.width, message.dtype)
+                place = self.book.filled(message.place, spec, message.tier)
+                if place is not None:
+                    self._fetches.pop(place.identifier, None)
+            case NotFilled():
+                self._not_filled(message, now)
+            case Sealed(place=place_id, ok=ok):
+                self.book.sealed(place_id, self._store.number, ok)
+            case Written(place=place_id, ok=ok):
+                self.book.written(place_id, ok)
+            case Pong(number=number) if number == self._ping:
+                self._ping_answered = now
+            case Notice(kind=kind, text=text):
+                self._complaints.warn(kind, text)
+            case Hello(problem=problem):
+                self._store.own(fds[0])
+                self._failures = 0
+                if problem:
+                    self._complaints.warn("tier", problem)
+                if len(fds) > 1:
+                    self._adopt_presence(fds[1])
+
+    def _adopt_presence(self, fd: int) -> None:
+        if self._presence is not None:
+            self._presence.close()
+        self._presence = PresenceFilter.attach(fd, ["disk"] if self.persists else [])
+
+    def _tell(self, message: ToStore) -> bool:
+        try:
+            return not self._store.closed and self._store.link.send(message)
+        except LinkClosed:
+            return False
+
+    def _alive(self) -> frozenset[int]:
+        """The store processes that are not yet gone."""
+        return frozenset(store.number for store in (self._store, *self._old))
+
+    def _give_up(self, why: str) -> None:
+        if not self.inert:
+            self.inert = why
+            _logger.error("encoder cache: off from now on: %s. Requests are served without it.", why)
+
+    # ---- fetches
+
+    def _ask(self, identifier: str, length: int, certain: bool) -> bool:
+        """Ask the store process for an entry, with a place for it where its length is known."""
+        if not length:
+            asked = self._tell(Fill(0, 0, 0, identifier))
+        else:
+            place = self.book.reserve_fill(identifier, length, self._store.number, certain)
+            if place is None:
+                return False
+            asked = self._tell(Fill(place.id, place.offset, place.length, identifier))
+            if not asked:
+                self.book.filled(place.id, None)
+        if asked:
+            self.counts["fetches"] += 1
+            self._fetches[identifier] = self._fetches.get(identifier, 0) + 1
+        return asked
+
+    def _not_filled(self, answer: NotFilled, now: float) -> None:
+        """A miss, or an entry of another length than guessed: then it is fetched once more."""
+        self.book.filled(answer.place, None)
+        plausible = 0 < answer.length <= self._engine.largest_entry_bytes
+        times = self._fetches.get(answer.identifier, 0)
+        if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True):
+            return
+        self._miss(answer.identifier, now)
+
+    def _miss(self, identifier: str, now: float) -> None:
+        self._fetches.pop(identifier, None)
+        self.counts["fetch_misses"] += 1
+        self._misses[identifier] = now + _MISS_REMEMBERED_S
+        while len(self._misses) > _MISSES_REMEMBERED:
+            self._misses.popitem(last=False)
+
+    # ---- the store process
+
+    def _responsive(self, now: float) -> bool:
+        unanswered = self._ping_sent > self._ping_answered
+        return not self._store.closed and not (unanswered and now - self._ping_sent > _SLOW_PONG_S)
+
+    def _look_after_store(self, now: float) -> None:
+        for old in [store for store in self._old if store.gone]:
+            self.book.store_gone(old.number)
+            old.close()
+            self._old.remove(old)
+        if self._store.closed:
+            self._replace_store(now, "ended")
+        elif self._ping_answered >= self._ping_sent:
+            if now - self._ping_sent >= _PING_INTERVAL_S and self._tell(Ping(self._ping + 1)):
+                self._ping += 1
+                self._ping_sent = now
+        elif now - self._ping_sent > self._config.store_timeout_s:
+            self._store.kill()
+            self._replace_store(now, f"did not answer for {now - self._ping_sent:.0f} s and was killed")
+        self._store.reap()
+
+    def _replace_store(self, now: float, why: str) -> None:
+        """Void what the store process held and start the next one. Its places wait until its process is gone."""
+        if self._store not in self._old:
+            for identifier in self.book.store_lost(self._store.number):
+                self._miss(identifier, now)
+            for identifier in list(self._fetches):
+                self._miss(identifier, now)
+            self._complaints.warn("store", f"the store process {why}. {self._store.last_words()}")
+            self._store.closed = True
+            self._old.append(self._store)
+            self._restart_at = now + _RESTART_PAUSE_S[min(self._failures, len(_RESTART_PAUSE_S) - 1)]
+            self._failures += 1
+        if now < self._restart_at:
+            return
+        try:
+            self._store = Incarnation(self._store.number + 1, self._arena_fd)
+        except OSError as error:
+            self._restart_at = now + _RESTART_PAUSE_S[-1]
+            self._complaints.warn("store", f"no store process can be started: {error}")
+            return
+        self._ping_sent = self._ping_answered = now
+        self._begin_store()
+
+    # ---- segments
+
+    def _grow(self) -> None:
+        """Have every rank take the next segment into use. Pages come into being only as entries are written."""
+        if self._segment is None and len(self._attached) == self._engine.ranks:
+            self._segment = self.book.next_segment()
+            self._segment_acks = 0
+            self._segment_untold = list(self._ranks) if self._segment is not None else []
+        if self._segment is not None:
+            try:
+                self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
+            except LinkClosed:
+                pass  # found and answered by the next drain
+
+
+def _write(place: Place) -> Write:
+    return Write(place.id, place.offset, place.length, place.identifier)

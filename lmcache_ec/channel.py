@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between the three parties, and the links that carry them.
+
+A link is one end of a connected AF_UNIX sequenced-packet socket: a message is sent whole or not at all, in order, and
+a send never waits. File descriptors travel beside a message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+_MESSAGE_BYTES = 128 * 1024
+"""The longest message. A kernel's default send buffer (208 KiB) holds it."""
+
+_FDS = 4
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes."""
+
+
+# ---- scheduler side -> store process
+
+
+class Start(Message, frozen=True):
+    """The first message to a store process. Its descriptors came with the command line."""
+
+    incarnation: int
+    engine: str
+    namespace: str
+    producer: str
+    disk: str
+    disk_bytes: int
+    drain_s: float
+
+
+class Fill(Message, frozen=True):
+    """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length."""
+
+    place: int
+    offset: int
+    length: int
+    identifier: str
+
+
+class Write(Message, frozen=True):
+    """Write a live entry through to the tiers."""
+
+    place: int
+    offset: int
+    length: int
+    identifier: str
+
+
+class Discard(Message, frozen=True):
+    """Delete an entry that cannot be what its identifier stands for here (rows, width or dtype differ)."""
+
+    identifier: str
+
+
+class Ping(Message, frozen=True):
+    number: int
+
+
+class Ledger(Message, frozen=True):
+    """The book's counts, for whoever asks the store process about the engine."""
+
+    counts: dict[str, int]
+
+
+# ---- store process -> scheduler side
+
+
+class Hello(Message, frozen=True):
+    """The store process is there. Descriptors: a pidfd of itself, and the presence filter once it serves.
+
+    `problem` says which tier could not be opened; it is then done without.
+    """
+
+    pid: int
+    problem: str
+
+
+class Filled(Message, frozen=True):
+    """The place holds the verified entry of shape (rows, width), read from `tier`."""
+
+    place: int
+    rows: int
+    width: int
+    dtype: str
+    tier: str
+
+
+class NotFilled(Message, frozen=True):
+    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none)."""
+
+    place: int
+    identifier: str
+    length: int
+
+
+class Sealed(Message, frozen=True):
+    place: int
+    ok: bool
+
+
+class Written(Message, frozen=True):
+    place: int
+    ok: bool
+
+
+class Pong(Message, frozen=True):
+    number: int
+
+
+class Notice(Message, frozen=True):
+    """A fault worth a line in the engine's log. `kind` is what it is rate-limited by."""
+
+    kind: str
+    text: str
+
+
+# ---- rank -> store process
+
+
+class Saved(Message, frozen=True):
+    """The saving rank has copied a payload into the place: seal it, and write it through if it is to persist."""
+
+    place: int
+    offset: int
+    length: int
+    identifier: str
+    rows: int
+    width: int
+    dtype: str
+    persist: bool
+
+
+# ---- scheduler side -> rank
+
+
+class Attach(Message, frozen=True):
+    """The arena (descriptor: its memory). The rank answers `Attached` once it has mapped it."""
+
+    arena: str
+    capacity: int
+
+
+class StoreLink(Message, frozen=True):
+    """The saving rank's end of the link to a store process (descriptor)."""
+
+    incarnation: int
+
+
+class Segment(Message, frozen=True):
+    """A segment comes into use: register it where the device wants that, then answer `SegmentReady`."""
+
+    offset: int
+    length: int
+
+
+# ---- rank -> scheduler side
+
+
+class Attached(Message, frozen=True):
+    rank: int
+
+
+class SegmentReady(Message, frozen=True):
+    offset: int
+
+
+class Report(Message, frozen=True):
+    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
+
+    step: int
+    outcomes: list[tuple[int, int, int]]
+
+
+ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
+ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
+ToRank = Attach | StoreLink | Segment
+AnyMessage = ToStore | ToScheduler | ToRank
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class LinkClosed(ConnectionError):
+    """The other end is gone, or sent what is no message."""
+
+
+class Link:
+    """One end of a link. Not thread-safe, except that one thread may send while another receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._socket = sock
+        self._buffer = bytearray(_MESSAGE_BYTES)
+        self._ancillary = socket.CMSG_SPACE(_FDS * 4)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: AnyMessage, fds: Sequence[int] = ()) -> bool:
+        """Send now, or not at all: False when the link is full. Raises LinkClosed when nobody is there."""
+        data = _encoder.encode(message)
+        if len(data) > _MESSAGE_BYTES:
+            raise ValueError(f"a message of {len(data)} bytes does not fit a link ({_MESSAGE_BYTES} bytes)")
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
+        try:
+            self._socket.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise LinkClosed(str(error)) from None
+        return True
+
+    def receive(self) -> tuple[AnyMessage, list[int]] | None:
+        """The next message and its descriptors, now owned by the caller; None if none waits. Raises LinkClosed."""
+        try:
+            size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], self._ancillary, socket.MSG_CMSG_CLOEXEC)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise LinkClosed(str(error)) from None
+        fds: list[int] = []
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        if not size:
+            raise LinkClosed("the other end is closed")
+        try:
+            return _decoder.decode(memoryview(self._buffer)[:size]), fds
+        except msgspec.DecodeError as error:
+            for fd in fds:
+                os.close(fd)
+            raise LinkClosed(f"not a message: {error}") from None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def pair() -> tuple[Link, socket.socket]:
+    """A new link: this process's end, and the other end's socket to hand over."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Link(ours), theirs
+
+
+def rank_address(engine: str, rank: int) -> str:
+    """The abstract socket name at which a rank waits for the scheduler side. `engine` names one engine on this host."""
+    return "\0lmcache-ec-" + hashlib.sha256(engine.encode()).hexdigest()[:32] + f"-{rank}"
+
+
+STATUS_PREFIX = "lmcache-ec-status-"
+
+
+def status_address(pid: int) -> str:
+    """An abstract socket name at which the store process `pid` answers with the engine's counts.
+
+    Made unique: processes of several containers may share a network namespace and have the same pid.
+    """
+    return f"\0{STATUS_PREFIX}{pid}-{secrets.token_hex(4)}"
+
+
+def same_user(sock: socket.socket) -> bool:
+    """Whether the peer of a connected AF_UNIX socket runs as this process's user."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return bool(uid == os.geteuid())

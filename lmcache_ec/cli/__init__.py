@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec`: what an operator asks of the cache on this host."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from lmcache_ec.cli.status import engines
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="The encoder cache on this host.")
+
+
+@app.callback()
+def _main() -> None:
+    pass
+
+
+@app.command()
+def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an engine.")) -> None:
+    """What each engine's cache holds and has counted, as of its last scheduling pass."""
+    found = engines()
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    if not found:
+        typer.echo("No engine with an encoder cache runs on this host under this user.")
+    for engine in found:
+        typer.echo(f"store process {engine['pid']}, namespace {engine['namespace']}")
+        for part in ("store", "book"):
+            for name, value in sorted(engine[part].items()):
+                typer.echo(f"  {part}.{name}: {value:,}")
+
+
+def main() -> None:
+    app()

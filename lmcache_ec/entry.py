@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry: the one byte layout of an encoder output, in memory, in files and on remote stores.
+
+A valid safetensors blob: 8 bytes of header length (little endian), a JSON header padded with spaces, the payload.
+
+    {"__metadata__":{"format":"lmcache-ec/1","digest":…,"identifier":…,"namespace":…,"created":…,"producer":…},
+     "ec":{"dtype":…,"shape":[rows,width],"data_offsets":[0,bytes]}}
+
+in one line without spaces, exactly so: the digest lies at a fixed place, and a header that says the same in other
+words is refused. The digest is xxh3_128 over the whole entry with its own 32 hex digits read as zeros, so that it
+covers every byte: length field, header, padding and payload. The payload starts on a 4096-byte boundary that depends
+on the identifier alone, so that the length of an entry is known before it is fetched.
+
+These functions run in the store process; `room`, `entry_length` and `payload` on any side. They keep no state.
+"""
+
+import enum
+import json
+import struct
+import time
+from dataclasses import dataclass
+
+import xxhash
+
+from lmcache_ec.key import EncoderCacheKey
+
+FORMAT = "lmcache-ec/1"
+MAX_PRODUCER_BYTES = 64
+
+_BLOCK = 4096
+_FIXED_ROOM = 1024  # length field, keys, namespace, numbers, and a producer of MAX_PRODUCER_BYTES control characters
+_LENGTH = struct.Struct("<Q")
+_DIGEST_AT = _LENGTH.size + len('{"__metadata__":{"format":"lmcache-ec/1","digest":"')
+_DIGEST_END = _DIGEST_AT + 32
+_NO_DIGEST = "0" * 32
+_MAX_COUNT = 2**63 - 1
+_DTYPE_BYTES = {
+    "BF16": 2,
+    "F16": 2,
+    "F32": 4,
+    "F64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "U8": 1,
+    "I8": 1,
+    "I16": 2,
+    "I32": 4,
+    "I64": 8,
+}
+
+
+class Reason(enum.StrEnum):
+    """What did not verify; the label under which it is counted."""
+
+    LENGTH = "length"
+    HEADER = "header"
+    FORMAT = "format"
+    IDENTIFIER = "identifier"
+    NAMESPACE = "namespace"
+    SHAPE = "shape"
+    DIGEST = "digest"
+
+
+class EntryError(ValueError):
+    """These bytes are not the entry that was asked for."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(f"{reason}: {text}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError for what cannot be."""
+
+    rows: int
+    width: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPE_BYTES:
+            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(_DTYPE_BYTES)} is accepted")
+        if not (0 <= self.rows <= _MAX_COUNT and 0 <= self.width <= _MAX_COUNT and self.nbytes <= _MAX_COUNT):
+            raise ValueError(f"shape [{self.rows}, {self.width}] of {self.dtype}: negative, or past 2**63 bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self.rows * self.width * _DTYPE_BYTES[self.dtype]
+
+
+def room(identifier: str) -> int:
+    """Bytes before the payload, the length field included; a multiple of 4096."""
+    size = len(identifier) if identifier.isascii() else len(identifier.encode())
+    return -(-(_FIXED_ROOM + 6 * size) // _BLOCK) * _BLOCK
+
+
+def entry_length(identifier: str, spec: TensorSpec) -> int:
+    """Bytes of the whole entry."""
+    return room(identifier) + spec.nbytes
+
+
+def payload(buffer: memoryview, identifier: str) -> memoryview:
+    """The tensor's bytes within the entry's `buffer`: a view, no copy."""
+    return buffer[room(identifier) :]
+
+
+def seal(buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: str) -> None:
+    """Write the header in front of the payload that `buffer` holds already; the entry is complete afterwards.
+
+    `buffer` is writable bytes of exactly `entry_length`. `producer` says who wrote it, for people, in at most 64
+    bytes of UTF-8. ValueError otherwise, with nothing written.
+    """
+    if len(buffer) != entry_length(key.identifier, spec):
+        raise ValueError(f"buffer of {len(buffer)} bytes for an entry of {entry_length(key.identifier, spec)}")
+    if len(producer.encode()) > MAX_PRODUCER_BYTES:
+        raise ValueError(f"producer {producer!r}: at most {MAX_PRODUCER_BYTES} bytes of UTF-8")
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    header = _header(key, spec, created, producer, _NO_DIGEST)
+    buffer[: len(header)] = header
+    buffer[_DIGEST_AT:_DIGEST_END] = _digest(buffer)
+
+
+def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
+    """What tensor `buffer` holds, if it is the sealed entry of `key` to the last bit; EntryError for all else."""
+    size = room(key.identifier)
+    if len(buffer) < size:
+        raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, the header alone takes {size}")
+    (given,) = _LENGTH.unpack_from(buffer)
+    if given != size - _LENGTH.size:
+        raise EntryError(Reason.HEADER, f"header of {given} bytes, expected {size - _LENGTH.size}")
+    header = bytes(buffer[:size])
+    try:
+        fields = json.loads(header[_LENGTH.size :])
+    except (ValueError, RecursionError) as error:
+        raise EntryError(Reason.HEADER, "not JSON") from error
+    metadata, spec = _metadata(fields, key), _spec(fields)
+    digest, created, producer = (metadata.get(name, "") for name in ("digest", "created", "producer"))
+    try:
+        expected = _header(key, spec, created, producer, digest)
+    except ValueError as error:
+        raise EntryError(Reason.HEADER, "a field of it does not fit") from error
+    if header != expected:
+        raise EntryError(Reason.HEADER, "not in the one form that is written")
+    if len(buffer) != size + spec.nbytes:
+        raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, its header says {size + spec.nbytes}")
+    if header[_DIGEST_AT:_DIGEST_END] != _digest(buffer):
+        raise EntryError(Reason.DIGEST, f"the bytes are not those that were sealed with {digest}")
+    return spec
+
+
+def _metadata(fields: object, key: EncoderCacheKey) -> dict[str, str]:
+    """The header's metadata, strings only, once it has named our format and `key`."""
+    metadata = fields.get("__metadata__") if isinstance(fields, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise EntryError(Reason.HEADER, "no metadata of strings")
+    if metadata.get("format") != FORMAT:
+        raise EntryError(Reason.FORMAT, f"not {FORMAT}")
+    if metadata.get("identifier") != key.identifier:
+        raise EntryError(Reason.IDENTIFIER, "another identifier than the one asked for")
+    if metadata.get("namespace") != key.namespace:
+        raise EntryError(Reason.NAMESPACE, "another namespace than the one asked for")
+    return metadata
+
+
+def _spec(fields: dict[str, object]) -> TensorSpec:
+    """The one tensor that the header declares, not yet held against the length of the entry."""
+    match fields.get("ec"):
+        case {"dtype": str(dtype), "shape": [rows, width]} if type(rows) is int and type(width) is int:
+            try:
+                return TensorSpec(rows, width, dtype)
+            except ValueError as error:
+                raise EntryError(Reason.SHAPE, "no such tensor can be") from error
+    raise EntryError(Reason.SHAPE, "no tensor `ec` of two dimensions")
+
+
+def _header(key: EncoderCacheKey, spec: TensorSpec, created: str, producer: str, digest: str) -> bytes:
+    """Length field, header and padding: exactly `room` bytes. ValueError if the header does not fit."""
+    metadata = {
+        "format": FORMAT,
+        "digest": digest,
+        "identifier": key.identifier,
+        "namespace": key.namespace,
+        "created": created,
+        "producer": producer,
+    }
+    tensor = {"dtype": spec.dtype, "shape": [spec.rows, spec.width], "data_offsets": [0, spec.nbytes]}
+    text = json.dumps({"__metadata__": metadata, "ec": tensor}, ensure_ascii=False, separators=(",", ":")).encode()
+    size = room(key.identifier) - _LENGTH.size
+    if len(text) > size:
+        raise ValueError(f"a header of {len(text)} bytes does not fit in {size}")
+    return _LENGTH.pack(size) + text.ljust(size)
+
+
+def _digest(buffer: memoryview) -> bytes:
+    """The 32 hex digits over a whole entry, whatever stands where they belong. The payload is not copied."""
+    state = xxhash.xxh3_128(buffer[:_DIGEST_AT])
+    state.update(_NO_DIGEST.encode())
+    state.update(buffer[_DIGEST_END:])
+    return state.hexdigest().encode()

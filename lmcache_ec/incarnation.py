@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One store process, as the scheduler side sees it: started, spoken to, killed, and known to be gone."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+
+from lmcache_ec.channel import pair
+
+_KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+"""What of the engine's environment a store process gets: enough to import itself and to name files. No secrets."""
+
+_LAST_WORDS_BYTES = 2000
+
+
+class Incarnation:
+    """A store process and the scheduler side's end of its link. Runs on the scheduler side's one thread.
+
+    The process detaches itself (see store.main), so that a signal to the engine's process tree does not reach it; its
+    pidfd, which it sends with its first message, is how it is killed and how its end is known.
+    """
+
+    def __init__(self, number: int, arena_fd: int) -> None:
+        """Start it. Returns at once (about a millisecond); raises OSError if the interpreter cannot be started."""
+        self.number = number
+        self.link, link_end = pair()
+        saver_end, self.saver_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._words = os.memfd_create("lmcache-ec-store-errors", os.MFD_CLOEXEC)
+        self._pidfd = -1
+        self.closed = False
+        fds = (arena_fd, link_end.fileno(), saver_end.fileno())
+        environment = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+        try:
+            self._starter = subprocess.Popen(
+                [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._words,
+                pass_fds=fds,
+                env=environment,
+            )
+        except OSError:
+            self.link.close()
+            self.saver_socket.close()
+            os.close(self._words)
+            raise
+        finally:
+            link_end.close()
+            saver_end.close()
+
+    def own(self, pidfd: int) -> None:
+        """Take the pidfd that came with its first message."""
+        self._pidfd = pidfd
+
+    @property
+    def gone(self) -> bool:
+        """Whether the *process* has ended, so that nothing of it can touch the arena any more.
+
+        Before its first message the end of its link says the same: nobody else holds that descriptor.
+        """
+        if self._pidfd < 0:
+            return self.closed
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        return bool(poller.poll(0))
+
+    def kill(self) -> None:
+        if self._pidfd >= 0:
+            try:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+    def last_words(self) -> str:
+        """The end of what it wrote to its standard error."""
+        size = os.fstat(self._words).st_size
+        return os.pread(self._words, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES)).decode(errors="replace")
+
+    def reap(self) -> None:
+        """Collect the short-lived process that started it, once that has ended. Never waits."""
+        self._starter.poll()
+
+    def close(self) -> None:
+        """Close the link and the descriptors. The process drains and ends by itself."""
+        self.link.close()
+        self.saver_socket.close()
+        os.close(self._words)
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self.reap()

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier is."""
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lmcache_ec.key import EncoderCacheKey
+
+
+class TierError(OSError):
+    """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One entry that a tier holds: digest of its key, length in bytes, and when it was last written or read (Unix)."""
+
+    digest: bytes
+    length: int
+    modified: float
+
+
+class Tier(abc.ABC):
+    """Moves whole entries into and out of buffers that it is given; knows no tensors and verifies nothing.
+
+    Runs in the store process only, on the tier's own threads, and may block there. Safe to call from several threads
+    at once, and beside other processes on the same store. An entry appears whole or not at all and is never replaced.
+    Every method but `close` raises TierError if the store fails or does not answer.
+    """
+
+    name: str
+
+    @abc.abstractmethod
+    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+        """The length in bytes of the entry that is stored, or None if there is none.
+
+        If that is the length of `buffer`, then `buffer` now holds the entry. Otherwise nothing useful is in it,
+        nothing was written past it, and the caller may ask again with a buffer of that length.
+        """
+
+    @abc.abstractmethod
+    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        """Store an entry: True if this call wrote it, False if one was there (which stays, whatever its bytes)."""
+
+    @abc.abstractmethod
+    def contains(self, key: EncoderCacheKey) -> int | None:
+        """The length in bytes of the entry that is stored, or None if there is none."""
+
+    @abc.abstractmethod
+    def delete(self, key: EncoderCacheKey) -> None:
+        """Remove an entry; none there is no error."""
+
+    @abc.abstractmethod
+    def list(self, namespace: str) -> Iterator[Listed]:
+        """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of the store. No other call is under way or follows; what was put stays."""
