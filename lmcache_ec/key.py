@@ -15,8 +15,8 @@ MAX_IDENTIFIER_BYTES = 4096
 MAX_NAMESPACE_CHARS = 80
 
 _SLUG_CHARS = 48
-_CONTENT_DIGEST = re.compile(r"[0-9a-f]{32,128}")
-_LORA_DIGEST = re.compile(r".+:[0-9a-f]{32,128}", re.DOTALL)
+_CONTENT_DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
+_LORA_DIGEST = re.compile(r".+:[0-9a-f]{64}(?:[0-9a-f]{64})?", re.DOTALL)
 _REQUEST_SCOPED = re.compile(r"(?:\A|:)renderer[0-9]+-mm-[0-9]+-|-(?:image|video|audio|vision_chunk)-[0-9]+\Z")
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]{0,79}")
 
@@ -48,7 +48,7 @@ def durability(identifier: str, *, persist_client_ids: bool) -> Durability:
       local. `<lora name>:<client uuid>` looks like a client's uuid, so with tower LoRA the caller leaves
       `persist_client_ids` off.
     """
-    if _CONTENT_DIGEST.fullmatch(identifier) and len(identifier) % 2 == 0:
+    if _CONTENT_DIGEST.fullmatch(identifier):
         return Durability.PERSISTENT
     try:
         size = len(identifier) if identifier.isascii() else len(identifier.encode())

@@ -91,9 +91,14 @@ def _scheduler_side(
         widths=widths,
         deadline_s=config.load_deadline_ms / 1000,
         start_timeout_s=config.start_timeout_s,
-        persist_client_ids=config.persist_client_ids,
+        # With tower LoRA an identifier is `<adapter>:<id>`, and the adapter's name says nothing about its weights.
+        persist_client_ids=config.persist_client_ids and not _adapts_towers(vllm_config),
     )
     return SchedulerSide(cache, policy, media, logger)
+
+
+def _adapts_towers(vllm_config: VllmConfig) -> bool:
+    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
 
 
 def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> WorkerSide | None:

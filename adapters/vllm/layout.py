@@ -38,6 +38,13 @@ def why_inert(vllm_config: VllmConfig) -> str:
     if vllm_config.model_config.is_encoder_decoder:
         # The V1 runner never loads for these, while a True from `has_cache_item` drops the encode.
         return "encoder-decoder models keep no encoder output that could be loaded"
+    media = vllm_config.model_config.multimodal_config
+    if media is None:
+        return "the model takes no media"
+    if not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
+        # vllm/renderers/base.py: `renderer<rank>-mm-<n>`, counted anew in each process, hashed where processor kwargs
+        # are given. Another image's entry would be taken for this one's.
+        return "with prefix caching and the multimodal processor cache both off, identifiers are mere counters"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, and all must decide alike"
     if getattr(parallel, "nnodes", 1) > 1:

@@ -166,13 +166,13 @@ class SchedulerSide:
     def _prepare(self, memo: Memo, computed: int) -> bool:
         """Lease what is there, start what can come; wait, fail the request, or let vLLM encode."""
         memo.computed = computed
-        if not (self.cache.ready or self.cache.inert) and not self._waited(memo, self._policy.start_timeout_s):
+        if self._starting():
             return False
         end = computed + self._policy.window
         wanted = [item for item in memo.items if item.start < end and item.end > computed]
         standings = [self._standing(memo, item) for item in wanted]
         if Standing.PENDING in standings:
-            if not self._waited(memo, self._policy.deadline_s):
+            if not self._waited(memo):
                 self.counts["deferred_passes"] += 1
                 return False
             self.counts["timeouts"] += 1
@@ -187,11 +187,19 @@ class SchedulerSide:
             memo.waiting_since = None
         return True
 
-    def _waited(self, memo: Memo, limit_s: float) -> bool:
+    def _starting(self) -> bool:
+        """Whether the first requests still have to wait until the ranks have mapped the arena."""
+        if self.cache.ready or self.cache.inert:
+            return False
+        if self._start_deadline is None:
+            self._start_deadline = self._now + self._policy.start_timeout_s
+        return self._now < self._start_deadline
+
+    def _waited(self, memo: Memo) -> bool:
         """Whether the request has waited for as long as it may, all its waits together."""
         if memo.waiting_since is None:
             memo.waiting_since = self._now
-        return memo.waited_s + self._now - memo.waiting_since >= limit_s
+        return memo.waited_s + self._now - memo.waiting_since >= self._policy.deadline_s
 
     def _standing(self, memo: Memo, item: Item) -> Standing:
         """An item that carries nothing to encode is in nobody's hands but ours until the request holds it: vLLM may

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every tier promises. A tier's tests subclass TierConformance and give it the fixture `tier`."""
+
+import hashlib
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import Tier
+
+MIB = 1 << 20
+
+
+def new_namespace() -> str:
+    return f"ns-{uuid.uuid4().hex}"
+
+
+def value(seed: str, length: int) -> memoryview:
+    """Bytes that tell a shifted, torn or swapped value from the right one."""
+    return memoryview(hashlib.shake_128(seed.encode()).digest(length))
+
+
+def fetch(tier: Tier, key: EncoderCacheKey) -> bytes | None:
+    """The entry as a caller gets it: told its length by a first try, if need be."""
+    buffer = memoryview(bytearray(1))
+    length = tier.get_into(key, buffer)
+    if length is None:
+        return None
+    if length != len(buffer):
+        buffer = memoryview(bytearray(length))
+        assert tier.get_into(key, buffer) == length
+    return bytes(buffer)
+
+
+class TierConformance:
+    """Needs a fixture `tier` with room for 64 MiB."""
+
+    @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 65_537, MIB, 9 * MIB + 13])
+    def test_what_was_put_comes_back_to_the_byte(self, tier: Tier, length: int) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert tier.put(key, value("a", length)) is True
+        buffer = memoryview(bytearray(length))
+        assert tier.get_into(key, buffer) == length
+        assert buffer == value("a", length)
+        assert tier.contains(key) == length
+
+    def test_what_was_never_put_is_a_miss(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert tier.get_into(key, memoryview(bytearray(8))) is None
+        assert tier.contains(key) is None
+        assert list(tier.list(key.namespace)) == []
+        tier.delete(key)
+
+    @pytest.mark.parametrize("asked", [0, 1, 9_999, 10_001, 300_000])
+    def test_a_buffer_of_another_length_is_told_the_length(self, tier: Tier, asked: int) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        tier.put(key, value("a", 10_000))
+        around = bytearray(b"\xaa") * (asked + 8192)
+        assert tier.get_into(key, memoryview(around)[4096 : 4096 + asked]) == 10_000
+        assert around[:4096] == around[4096 + asked :] == b"\xaa" * 4096
+
+    def test_an_entry_is_never_replaced(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert tier.put(key, value("first", 1000)) is True
+        assert tier.put(key, value("second", 1000)) is False
+        assert tier.put(key, value("longer", 2000)) is False
+        assert fetch(tier, key) == value("first", 1000)
+
+    def test_deleted_is_gone_and_can_be_put_again(self, tier: Tier) -> None:
+        key, other = (EncoderCacheKey(new_namespace(), "picture") for _ in range(2))
+        tier.put(key, value("a", 10))
+        tier.put(other, value("b", 10))
+        tier.delete(key)
+        assert fetch(tier, key) is None
+        assert fetch(tier, other) == value("b", 10)
+        assert tier.put(key, value("c", 20)) is True
+        assert fetch(tier, key) == value("c", 20)
+
+    @pytest.mark.parametrize("identifier", ["../../etc/passwd", "/", "\x00\n\r*?[", "ü😀", "x" * 4096, "a b%2F:{}#"])
+    def test_any_identifier_names_an_entry(self, tier: Tier, identifier: str) -> None:
+        key = EncoderCacheKey(new_namespace(), identifier)
+        tier.put(key, value("a", 100))
+        assert fetch(tier, key) == value("a", 100)
+        assert [found.digest for found in tier.list(key.namespace)] == [key.digest]
+
+    def test_a_list_has_each_entry_of_its_namespace_and_no_other(self, tier: Tier) -> None:
+        namespace = new_namespace()
+        keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(40)]
+        for number, key in enumerate(keys):
+            tier.put(key, value("a", number))
+        tier.put(EncoderCacheKey(namespace + "-2", "picture 1"), value("b", 7))
+        found = list(tier.list(namespace))
+        assert {one.digest: one.length for one in found} == {key.digest: number for number, key in enumerate(keys)}
+        assert len(found) == len(keys)
+
+    def test_values_of_one_key_are_never_mixed(self, tier: Tier) -> None:
+        """Writers of different bytes, a deleter and readers, all on one key at once."""
+        key, length, rounds = EncoderCacheKey(new_namespace(), "picture"), 300_000, 30
+        values = [bytes([number]) * length for number in range(1, 5)]
+
+        def write(number: int) -> int:
+            return sum(tier.put(key, memoryview(values[number])) for _ in range(rounds))
+
+        def read() -> set[bytes]:
+            seen, buffer = set(), memoryview(bytearray(length))
+            for _ in range(rounds):
+                if tier.get_into(key, buffer) == length:
+                    seen.add(bytes(buffer))
+            return seen
+
+        def remove() -> None:
+            for _ in range(rounds):
+                tier.delete(key)
+
+        with ThreadPoolExecutor(9) as threads:
+            removal = threads.submit(remove)
+            reads = [threads.submit(read) for _ in range(4)]
+            writes = [threads.submit(write, number) for number in range(4)]
+            removal.result()
+            assert set().union(*(one.result() for one in reads)) <= set(values)
+            assert sum(one.result() for one in writes) >= 1
+
+    def test_of_many_writers_at_once_one_wins(self, tier: Tier) -> None:
+        key, start = EncoderCacheKey(new_namespace(), "picture"), threading.Barrier(8)
+
+        def write(number: int) -> bool:
+            data = value(str(number), 50_000)
+            start.wait()
+            return tier.put(key, data)
+
+        with ThreadPoolExecutor(8) as threads:
+            won = list(threads.map(write, range(8)))
+        assert won.count(True) == 1
+        assert fetch(tier, key) == value(str(won.index(True)), 50_000)
+
+    def test_a_tier_is_a_dictionary(self, tier: Tier) -> None:
+        run_state_machine_as_test(
+            machine_over(tier), settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        )
+
+
+def machine_over(tier: Tier) -> Callable[[], RuleBasedStateMachine]:
+    """Drives a tier against a dictionary, each example in a namespace of its own."""
+    names = st.sampled_from(["a", "b", "c", "../d", "é"])
+
+    class TierMachine(RuleBasedStateMachine):
+        def __init__(self) -> None:
+            super().__init__()
+            self.namespace = new_namespace()
+            self.model: dict[str, bytes] = {}
+
+        def key(self, name: str) -> EncoderCacheKey:
+            return EncoderCacheKey(self.namespace, name)
+
+        @rule(name=names, data=st.binary(max_size=40))
+        def put(self, name: str, data: bytes) -> None:
+            assert tier.put(self.key(name), memoryview(data)) is (name not in self.model)
+            self.model.setdefault(name, data)
+
+        @rule(name=names)
+        def fetch(self, name: str) -> None:
+            assert fetch(tier, self.key(name)) == self.model.get(name)
+
+        @rule(name=names, length=st.integers(0, 50))
+        def get_into(self, name: str, length: int) -> None:
+            buffer, held = bytearray(length), self.model.get(name)
+            assert tier.get_into(self.key(name), memoryview(buffer)) == (None if held is None else len(held))
+            if held is not None and len(held) == length:
+                assert buffer == held
+
+        @rule(name=names)
+        def contains(self, name: str) -> None:
+            held = self.model.get(name)
+            assert tier.contains(self.key(name)) == (None if held is None else len(held))
+
+        @rule(name=names)
+        def delete(self, name: str) -> None:
+            tier.delete(self.key(name))
+            self.model.pop(name, None)
+
+        @invariant()
+        def the_list_is_complete(self) -> None:
+            expected = {self.key(name).digest: len(held) for name, held in self.model.items()}
+            assert {found.digest: found.length for found in tier.list(self.namespace)} == expected
+
+    return TierMachine

@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conformance import MIB, TierConformance, fetch, value
+
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import TierError
+from lmcache_ec.tiers.disk import DiskTier
+
+GIB = 1 << 30
+
+
+def key(identifier: str) -> EncoderCacheKey:
+    return EncoderCacheKey("ns", identifier)
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def temporaries(root: Path) -> list[Path]:
+    return [path for path in files(root) if path.parent.name == ".tmp"]
+
+
+def use_at(root: Path, identifier: str, when: float) -> None:
+    os.utime(root / key(identifier).object_name, (when, when))
+
+
+@contextmanager
+def any_user_but_root() -> Iterator[None]:
+    """Permissions say nothing to root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+class TestDiskTier(TierConformance):
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> DiskTier:
+        return DiskTier(tmp_path / "made" / "on" / "demand", GIB)
+
+
+class TestDiskTierWithoutHardLinks(TierConformance):
+    """As on a file system of the FAT family or some network mounts: published by rename."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskTier:
+        def link(*_: object) -> None:
+            raise OSError(errno.EPERM, "no hard links here")
+
+        monkeypatch.setattr(os, "link", link)
+        return DiskTier(tmp_path, GIB)
+
+    def test_of_many_writers_at_once_one_wins_however_slow_a_rename(
+        self, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rename = os.rename
+
+        def slow(*args: Path) -> None:
+            time.sleep(0.1)  # for the others to come as far, unless something holds them
+            rename(*args)
+
+        monkeypatch.setattr(os, "rename", slow)
+        self.test_of_many_writers_at_once_one_wins(tier)
+
+
+def test_the_name_of_a_file_is_the_keys_object_name_and_nothing_else_stays(tmp_path: Path) -> None:
+    DiskTier(tmp_path, GIB).put(key("a"), value("a", 100))
+    assert files(tmp_path) == [tmp_path / key("a").object_name]
+    assert (tmp_path / key("a").object_name).read_bytes() == value("a", 100)
+
+
+WRITER = """
+import sys; from pathlib import Path
+from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
+tier, data = DiskTier(Path(sys.argv[1]), 1 << 40), memoryview(b"x" * (4 << 20))
+print("ready", flush=True)
+for number in range(1 << 30):
+    tier.put(EncoderCacheKey("ns", str(number % 8)), data)
+    tier.delete(EncoderCacheKey("ns", str((number + 4) % 8)))
+"""
+
+
+def writer(root: Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(root)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_a_killed_writer_leaves_whole_entries_and_after_the_next_list_no_temporary(tmp_path: Path) -> None:
+    moments = random.Random(0)
+    for _ in range(30):
+        process = writer(tmp_path)
+        select.select([], [], [], moments.uniform(0, 0.02))  # any moment of a write
+        kill(process)
+        tier = DiskTier(tmp_path, GIB)
+        assert {found.length for found in tier.list("ns")} <= {4 * MIB}
+        assert temporaries(tmp_path) == []
+        for path in files(tmp_path):
+            assert path.stat().st_size == 4 * MIB
+
+
+MOMENTS = ["open", "flock", "write", "link", "unlink", "close"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("before", [True, False])
+def test_a_writer_may_die_at_any_call_of_a_write(tmp_path: Path, moment: str, before: bool) -> None:
+    code = f"""
+import fcntl, os, signal; from pathlib import Path
+from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
+tier = DiskTier(Path({str(tmp_path)!r}), 1 << 40)
+tier.put(EncoderCacheKey("ns", "whole"), memoryview(b"x" * 100))
+module = fcntl if {moment!r} == "flock" else os
+call = getattr(module, {moment!r})
+def last(*args, **kwargs):
+    if not {before}: call(*args, **kwargs)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(module, {moment!r}, last)
+tier.put(EncoderCacheKey("ns", "last"), memoryview(b"x" * 100))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    tier = DiskTier(tmp_path, GIB)
+    published = moment in ("unlink", "close") or (moment == "link" and not before)
+    assert {found.digest for found in tier.list("ns")} == {key("whole").digest} | (
+        {key("last").digest} if published else set()
+    )
+    assert temporaries(tmp_path) == []
+    assert tier.put(key("last"), value("a", 100)) is not published
+
+
+def test_a_living_neighbours_temporary_is_left_alone(tmp_path: Path) -> None:
+    """The neighbour is stopped in the middle of a write, then goes on."""
+    code = """
+import os, sys; from pathlib import Path
+from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
+write = os.write
+def slow(fd, data):
+    print("writing", flush=True); sys.stdin.read(); return write(fd, data)
+os.write = slow
+print(DiskTier(Path(sys.argv[1]), 1 << 40).put(EncoderCacheKey("ns", "a"), memoryview(b"x" * 100)))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as neighbour:
+        assert neighbour.stdout is not None
+        assert neighbour.stdout.readline() == "writing\n"
+        tier = DiskTier(tmp_path, GIB)
+        assert list(tier.list("ns")) == []
+        assert len(temporaries(tmp_path)) == 1
+        assert neighbour.communicate()[0] == "True\n"
+    assert fetch(tier, key("a")) == b"x" * 100
+
+
+def test_two_processes_on_one_folder_see_each_others_entries_and_never_a_torn_one(tmp_path: Path) -> None:
+    process = writer(tmp_path)
+    tier, buffer, hits = DiskTier(tmp_path, GIB), memoryview(bytearray(4 * MIB)), 0
+    while hits < 50:
+        length = tier.get_into(key(str(hits % 8)), buffer)
+        assert length in (None, len(buffer))
+        if length is not None:
+            assert buffer == b"x" * len(buffer)
+            buffer[:] = bytes(len(buffer))
+            hits += 1
+        assert process.poll() is None
+        for _ in tier.list("ns"):
+            pass
+        tier.put(key("8"), memoryview(b"mine"))
+    kill(process)
+
+
+def test_the_folder_never_holds_more_than_its_limit_and_the_least_recently_used_goes(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    for name in "abc":
+        tier.put(key(name), value(name, 300))
+    fetch(tier, key("a"))
+    tier.put(key("d"), value("d", 400))
+    assert {name for name in "abcd" if tier.contains(key(name))} == {"a", "c", "d"}
+    tier.put(key("e"), value("e", 1000))
+    assert [path.stat().st_size for path in files(tmp_path)] == [1000]
+
+
+def test_deleted_entries_make_room(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    for name in "ab":
+        tier.put(key(name), value(name, 500))
+    tier.delete(key("a"))
+    (tmp_path / key("b").object_name).unlink()
+    assert fetch(tier, key("b")) is None
+    for name in "cd":
+        tier.put(key(name), value(name, 500))
+    assert all(tier.contains(key(name)) for name in "cd")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_limit_and_the_order_of_use_survive_a_restart(tmp_path: Path, listed: bool) -> None:
+    first = DiskTier(tmp_path, 1000)
+    for when, name in enumerate("abc"):
+        first.put(key(name), value(name, 300))
+        use_at(tmp_path, name, 1_000_000 + when)
+    fetch(first, key("a"))  # now the latest on disk too
+    tier = DiskTier(tmp_path, 1000)
+    if listed:
+        assert len(list(tier.list("ns"))) == 3
+    tier.put(EncoderCacheKey("another-model", "d"), value("d", 300))
+    assert {name for name in "abc" if tier.contains(key(name))} == {"a", "c"}
+    tier.put(key("e"), value("e", 300))
+    assert {name for name in "abc" if tier.contains(key(name))} == {"a"}
+
+
+def test_a_list_notices_what_neighbours_wrote_and_deleted(tmp_path: Path) -> None:
+    tier, neighbour = DiskTier(tmp_path, 1000), DiskTier(tmp_path, 1000)
+    neighbour.put(key("old"), value("old", 400))
+    tier.put(key("new"), value("new", 400))
+    use_at(tmp_path, "old", 1_000_000)
+    neighbour.delete(key("new"))
+    assert [found.digest for found in tier.list("ns")] == [key("old").digest]
+    tier.put(key("c"), value("c", 600))  # `new` takes no room any more, so that `old` may stay
+    assert tier.contains(key("old")) == 400
+    tier.put(key("d"), value("d", 100))
+    assert tier.contains(key("old")) is None
+
+
+def test_an_entry_larger_than_the_tier_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key("a"), value("a", 1000))
+    with pytest.raises(TierError, match="1001 bytes does not fit: the disk tier may hold 1000"):
+        tier.put(key("b"), value("b", 1001))
+    assert tier.contains(key("a")) == 1000
+
+
+@pytest.mark.parametrize("call", ["write", "link", "open"])
+def test_a_full_disk_is_an_error_that_leaves_nothing_and_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    tier = DiskTier(tmp_path, 1000)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(TierError, match="No space left") as caught:
+            tier.put(key("a"), value("a", 1000))
+    assert caught.value.errno == errno.ENOSPC
+    assert files(tmp_path) == []
+    assert tier.put(key("a"), value("a", 1000)) is True  # what failed takes no room
+
+
+def test_short_writes_and_reads_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, readv = os.write, os.readv
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    monkeypatch.setattr(os, "readv", lambda fd, buffers: readv(fd, [buffers[0][:5]]))
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key("a"), value("a", 100))
+    assert fetch(tier, key("a")) == value("a", 100)
+
+
+def test_a_file_cut_short_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, readv = DiskTier(tmp_path, 1000), os.readv
+    tier.put(key("a"), value("a", 100))
+
+    def cut(fd: int, buffers: list[memoryview]) -> int:
+        os.truncate(tmp_path / key("a").object_name, 40)
+        return readv(fd, buffers)
+
+    monkeypatch.setattr(os, "readv", cut)
+    assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT, errno.ENOTDIR])
+def test_a_file_that_is_gone_when_it_is_opened_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key("a"), value("a", 100))
+
+    def gone(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", gone)
+    monkeypatch.setattr(os, "stat", gone)
+    assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
+    assert tier.contains(key("a")) is None
+
+
+def test_a_disk_that_fails_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key("a"), value("a", 100))
+
+    def broken(*_: object, **__: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for call in ("open", "readv", "stat", "unlink", "scandir"):
+        monkeypatch.setattr(os, call, broken)
+    for use in (lambda: fetch(tier, key("a")), lambda: tier.contains(key("a")), lambda: tier.delete(key("a"))):
+        with pytest.raises(TierError, match="Input/output error"):
+            use()
+    with pytest.raises(TierError, match="could not list"):
+        list(tier.list("ns"))
+
+
+def test_a_read_only_folder_is_read_and_writing_is_an_error() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        DiskTier(root, 1000).put(key("a"), value("a", 100))
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        with any_user_but_root():
+            tier = DiskTier(root, 1000)
+            assert fetch(tier, key("a")) == value("a", 100)
+            assert len(list(tier.list("ns"))) == 1
+            with pytest.raises(TierError, match="Permission denied"):
+                tier.put(key("b"), value("b", 100))
+            with pytest.raises(TierError, match="could not evict"):
+                tier.put(key("b"), value("b", 1000))
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755)
+
+
+def test_a_folder_that_cannot_be_made_is_loud_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/cache: cannot make this folder: Not a directory"):
+        DiskTier(tmp_path / "file" / "cache", 1000)
+    with pytest.raises(ValueError, match=r"file: cannot make this folder: File exists"):
+        DiskTier(tmp_path / "file", 1000)
+    with pytest.raises(ValueError, match="0 bytes given"):
+        DiskTier(tmp_path, 0)
+
+
+def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 100)
+    tier.put(key("a"), value("a", 100))
+    entry = tmp_path / key("a").object_name
+    strangers = [
+        tmp_path / "README",
+        tmp_path / "NOT OURS" / entry.relative_to(tmp_path / "ns"),
+        tmp_path / "ns" / "note.txt",
+        tmp_path / "ns" / "zz" / "zz" / entry.name,
+        entry.with_suffix(".bin"),
+    ]
+    for path in strangers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x" * 200)
+    fresh = DiskTier(tmp_path, 100)
+    assert [found.digest for found in fresh.list("ns")] == [key("a").digest]
+    fresh.put(key("b"), value("b", 100))
+    assert all(path.exists() for path in strangers)
+    assert not entry.exists()
+
+
+def test_many_threads_keep_the_limit(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 10_000)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: tier.put(key(str(number)), value(str(number), 500 + number)), range(300)))
+    assert 7_000 < sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
+    assert tier._stored == sum(path.stat().st_size for path in files(tmp_path))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+import hashlib
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lmcache_ec.key import Durability, EncoderCacheKey, check_namespace, durability, namespace_of
+
+DIGEST = hashlib.sha256(b"picture").hexdigest()
+MODALITIES = ["image", "video", "audio", "vision_chunk"]
+
+
+@pytest.mark.parametrize("digits", [64, 128])
+@pytest.mark.parametrize("persist", [False, True])
+def test_content_digests_may_go_to_any_tier(digits: int, persist: bool) -> None:
+    assert durability("a1" * (digits // 2), persist_client_ids=persist) is Durability.PERSISTENT
+
+
+@pytest.mark.parametrize("persist", [False, True])
+def test_a_lora_adapters_output_never_leaves_the_process(persist: bool) -> None:
+    assert durability(f"my-lora:{DIGEST}", persist_client_ids=persist) is Durability.LOCAL
+
+
+@given(st.integers(0, 9999), st.integers(1, 10**9), st.sampled_from([*MODALITIES, "tactile"]), st.integers(0, 999))
+def test_counters_that_restart_with_the_process_are_refused(rank: int, n: int, modality: str, i: int) -> None:
+    counter = f"renderer{rank}-mm-{n}-{modality}-{i}"
+    for identifier in (counter, f"lora:{counter}"):
+        assert durability(identifier, persist_client_ids=True) is Durability.REFUSED
+
+
+@pytest.mark.parametrize("modality", MODALITIES)
+def test_names_scoped_to_a_request_are_refused(modality: str) -> None:
+    assert durability(f"chatcmpl-8f3a-{modality}-0", persist_client_ids=True) is Durability.REFUSED
+
+
+@pytest.mark.parametrize("identifier", ["", "\ud800", f"lora\udfff:{DIGEST}", "x" * 4097, "é" * 2049])
+def test_what_cannot_be_stored_is_refused(identifier: str) -> None:
+    assert durability(identifier, persist_client_ids=True) is Durability.REFUSED
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    ["cat.png", "x" * 4096, DIGEST.upper(), DIGEST[:31], DIGEST + "\n", "a" * 32, "a" * 63, "ab" * 65, "https://host/cat.png"],
+)
+def test_client_ids_stay_local_unless_the_user_vouches_for_them(identifier: str) -> None:
+    assert durability(identifier, persist_client_ids=False) is Durability.LOCAL
+    assert durability(identifier, persist_client_ids=True) is Durability.PERSISTENT
+
+
+@given(st.text(), st.text())
+def test_object_names_are_distinct_and_stay_below_their_namespace(one: str, other: str) -> None:
+    names = [EncoderCacheKey("ns-1", identifier).object_name for identifier in (one, other)]
+    for name in names:
+        assert re.fullmatch(r"ns-1/([0-9a-f]{2})/([0-9a-f]{2})/\1\2[0-9a-f]{60}\.safetensors", name)
+    assert (names[0] == names[1]) == (one == other)
+
+
+@given(st.text(max_size=200), st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.booleans())))
+def test_a_namespace_is_one_safe_folder_name_whatever_the_model_is_called(model: str, facts: dict[str, object]) -> None:
+    name = namespace_of(model, facts)
+    assert check_namespace(name) == name
+    assert len(name) <= 48 + 1 + 16
+    assert namespace_of(model, dict(reversed(facts.items()))) == name
+
+
+def test_a_namespace_can_be_read_and_any_fact_changes_it() -> None:
+    facts = {"dtype": "bfloat16", "processor": {"min_pixels": 3136}, "revision": None}
+    name = namespace_of("Qwen/Qwen2.5-VL-7B-Instruct", facts)
+    assert name.startswith("qwen-qwen2.5-vl-7b-instruct-")
+    changed = [{**facts, "dtype": "float16"}, {**facts, "processor": {"min_pixels": 3137}}, {**facts, "salt": ""}]
+    assert len({name, *(namespace_of("Qwen/Qwen2.5-VL-7B-Instruct", other) for other in changed)}) == 4
+
+
+def test_every_process_computes_the_same_namespace() -> None:
+    code = "from lmcache_ec.key import namespace_of; print(namespace_of('m', {'b': [1, 'é'], 'a': {'y': 1, 'x': 2}}))"
+    ours = namespace_of("m", {"a": {"x": 2, "y": 1}, "b": (1, "é")})
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == ours
+
+
+@pytest.mark.parametrize("fact", [object(), {1, 2}, b"bytes", float("nan"), {"deep": [object]}])
+def test_facts_that_json_cannot_say_are_refused(fact: object) -> None:
+    with pytest.raises(TypeError, match="namespace facts must be plain JSON"):
+        namespace_of("m", {"fact": fact})
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", ".hidden", "a/b", "A", "a b", "a" * 81, "ä", "a\n", "a\0"])
+def test_unsafe_namespaces_are_refused_with_what_is_accepted(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(text)) + ".*are accepted"):
+        check_namespace(text)
+    with pytest.raises(ValueError, match="namespace"):
+        EncoderCacheKey(text, DIGEST)
