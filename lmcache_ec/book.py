@@ -489,16 +489,20 @@ class Book:
         """Evict at most twice `size` bytes around one of the least recently used entries, or nothing at all."""
         if size > self.segment_bytes:
             return None
-        steps = iter(range(_WINDOW_STEPS))
+        steps, best, least = iter(range(_WINDOW_STEPS)), None, 2 * size + 1
         for candidate, _ in zip(self._evictable, range(_EVICTION_CANDIDATES), strict=False):
             window = self._space.window(candidate.extent, size, self._evictable.__contains__, steps)
             if window is not None:
-                free = window[0]
-                for extent in window:
-                    if extent.place is not None:
-                        free = self._evict(extent.place)
-                return self._space.cut(free, size)
-        return None
+                owned = sum(extent.length for extent in window if extent.place is not None)
+                if owned < least:
+                    best, least = window, owned
+        if best is None:
+            return None
+        free = best[0]
+        for extent in best:
+            if extent.place is not None:
+                free = self._evict(extent.place)
+        return self._space.cut(free, size)
 
     def _evict(self, place: Place) -> Extent:
         self.counts.evictions += 1

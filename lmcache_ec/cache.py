@@ -152,7 +152,9 @@ class EncoderCache:
         presence = self._presence
         if presence is None:
             return False
-        if presence.all_complete and not presence.may_contain(EncoderCacheKey(self._engine.namespace, identifier).digest):
+        if presence.all_complete and not presence.may_contain(
+            EncoderCacheKey(self._engine.namespace, identifier).digest
+        ):
             self.counts["filtered"] += 1
             return False
         return self._ask(identifier, length, certain=False)

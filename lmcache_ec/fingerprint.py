@@ -43,7 +43,7 @@ class FingerprintError(ValueError):
 def checkpoint_fingerprint(folder: Path, *, weights_required: bool = False) -> str:
     """64 hex digits over the content of the checkpoint in `folder`, subfolders included, hidden ones left out.
 
-    Reads at most about 34 MiB of a weight file beyond its header (1 MiB and 4 KiB a tensor). Runs once, in the process
+    Reads at most about 33 MiB of a weight file beyond its header (1 MiB and 4 KiB a tensor). Runs once, in the process
     that builds the scheduler, before it serves. FingerprintError if something cannot be read, if there is nothing to
     read, or, with `weights_required`, if there is no weight file: a folder that only configures weights kept elsewhere
     does not say what they are.

@@ -154,11 +154,16 @@ class ECLMCacheConnector(ECConnectorBase):
             return otherwise
 
     def _give_up(self, where: str) -> None:
-        """Inert from now on. The worker side stays: what has been promised may still be loaded."""
+        """Inert from now on. A worker side stays to have vLLM encode what had been promised."""
         logger.exception("encoder cache: %s failed; requests are served without the cache from now on", where)
         side, self._scheduler = self._scheduler, None
-        if side is not None:
-            side.shutdown()
+        try:
+            if side is not None:
+                side.shutdown()
+            if self._worker is not None:
+                self._worker.abandon()
+        except Exception:
+            logger.exception("encoder cache: its end failed, too")
 
 
 def _log_through_vllm() -> None:

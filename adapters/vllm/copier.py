@@ -65,6 +65,7 @@ class DeviceCopier:
         self._device = device
         self._stream = cuda.Stream(device)
         self._held: list[torch.Tensor] = []
+        self._error: Exception | None = None
         self._steps: queue.SimpleQueue[tuple[Any, list[torch.Tensor], Done] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._finish_steps, name="lmcache-ec-copies", daemon=True)
         self._thread.start()
@@ -94,8 +95,11 @@ class DeviceCopier:
         self._held += (source, destination)
 
     def finish(self, done: Done) -> None:
-        self._steps.put((self._stream.record_event(), self._held, done))
-        self._held = []
+        """Raises the error of an earlier step, if one failed."""
+        held, self._held = self._held, []
+        if self._error is not None:
+            raise self._error
+        self._steps.put((self._stream.record_event(), held, done))
 
     def close(self) -> None:
         self._steps.put(None)
@@ -104,9 +108,13 @@ class DeviceCopier:
     def _finish_steps(self) -> None:
         while (step := self._steps.get()) is not None:
             event, held, done = step
-            event.synchronize()
-            held.clear()
-            done()
+            try:
+                if self._error is None:
+                    event.synchronize()
+                    held.clear()
+                    done()
+            except Exception as error:
+                self._error = error
 
 
 def copier_for(device: torch.device) -> Copier:

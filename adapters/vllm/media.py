@@ -26,7 +26,7 @@ class EncodableMedia:
     def encodable(self, feature: "MultiModalFeatureSpec") -> bool:
         """Whether the item holds more than metadata: pixels, samples, embeddings, or where they lie in shared memory.
 
-        A microsecond. It never raises: what it cannot read is nothing to encode.
+        Three microseconds. It never raises: what it cannot read is nothing to encode.
         """
         try:
             metadata = self._metadata.get(feature.modality, frozenset())

@@ -123,12 +123,16 @@ class WorkerSide:
         return view(memory, offset, order.spec)
 
     def finish_step(self) -> None:
-        """Report the step once its copies are over; hand finished saves to the store process first."""
+        """Report the step once its copies are over; hand finished saves to the store process first.
+
+        Raises what the device says if copies failed: then nothing more can be reported, see `abandon`.
+        """
         meta, rank = self._meta, self._rank
+        outcomes, copied = self._outcomes, self._copied
+        self._outcomes, self._copied, self._meta = [], [], None
         if meta is None or rank is None:
             return
-        outcomes, copied, step = self._outcomes, self._copied, meta.step
-        self._outcomes, self._copied, self._meta = [], [], None
+        step = meta.step
 
         def done() -> None:
             named = [(place, outcome, 0) for place, outcome in outcomes]
@@ -139,11 +143,18 @@ class WorkerSide:
 
         self._copier.finish(done)
 
+    def abandon(self) -> None:
+        """Leave the engine's arena for good: the scheduler side sees the link end and promises nothing more.
+
+        What it has promised cannot be loaded from now on, so vLLM encodes it.
+        """
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            rank.close()
+
     def shutdown(self) -> None:
         self._copier.close()
-        if self._rank is not None:
-            self._rank.close()
-            self._rank = None
+        self.abandon()
 
 
 def _saved(save: Save) -> Saved:

@@ -21,8 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_ec.adapters.vllm.media import EncodableMedia
 
+from lmcache_ec.adapters.vllm.media import EncodableMedia
 from tests.media import WORDINGS, Prompt
 from tests.models import model_path
 from tests.unit.test_namespace import connector, vllm_config

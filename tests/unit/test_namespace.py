@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lmcache_ec.adapters.vllm.namespace import NamespaceUnknown, canonical, engine_namespace
 
+from lmcache_ec.adapters.vllm.namespace import NamespaceUnknown, canonical, engine_namespace
 from lmcache_ec.config import EncoderCacheConfig
 from tests.models import ROOT, model_path
 
@@ -158,8 +158,9 @@ def test_the_users_part(own: str) -> None:
 def test_libraries_and_engine_count_by_version(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import PackageNotFoundError
 
-    import lmcache_ec.adapters.vllm.namespace as module
     import vllm.version
+
+    import lmcache_ec.adapters.vllm.namespace as module
 
     config, any_version = vllm_config(model_path(MODEL)), EncoderCacheConfig(key_by_engine_version=False)
     release, unkeyed = vllm.version.__version__, engine_namespace(config, any_version)

@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stand-ins for what surrounds the connector's delegates: vLLM's scheduler and runner, the scheduler's end of a rank's
+link, and CUDA's streams."""
+
+import gc
+import pickle
+import select
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lmcache_ec import arena
+from lmcache_ec.adapters.vllm.copier import HostCopier
+from lmcache_ec.adapters.vllm.scheduler import Policy, SchedulerSide
+from lmcache_ec.adapters.vllm.worker import WorkerSide
+from lmcache_ec.cache import EncoderCache, Engine
+from lmcache_ec.channel import Attach, Link, Segment, SegmentReady, StoreLink, rank_address
+from lmcache_ec.config import EncoderCacheConfig
+
+WIDTH = 8
+PATIENCE_S = 20.0
+SILENT = SimpleNamespace(warning=lambda *_: None)
+"""A logger that says nothing."""
+
+
+def until(condition: Callable[[], Any], what: str = "") -> None:
+    """Wait for what another thread or process has to do first."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what or "it never came"
+        time.sleep(0.001)
+
+
+# ---- what vLLM hands to a connector
+
+
+@dataclass(frozen=True)
+class Position:
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A multimodal input of a request; without `data` it is metadata alone."""
+
+    identifier: str
+    mm_position: Position
+    modality: str = "image"
+    data: Any = "pixels"
+
+
+@dataclass
+class Request:
+    request_id: str
+    mm_features: list[Feature]
+    num_preemptions: int = 0
+
+    def get_num_encoder_embeds(self, index: int) -> int:
+        return self.mm_features[index].mm_position.length
+
+
+def digest(name: str) -> str:
+    """An identifier that looks like a content digest, so that it may persist."""
+    return name.encode().hex().ljust(64, "0")
+
+
+def request(name: str, *identifiers: str, rows: int = 4, modality: str = "image", data: Any = "pixels") -> Request:
+    """Its items lie one after another, `rows` tokens each, ten tokens apart."""
+    positions = [Position(10 * number, rows) for number in range(len(identifiers))]
+    return Request(name, [Feature(i, p, modality, data) for i, p in zip(identifiers, positions, strict=True)])
+
+
+def scheduler_output(meta: Any = None, encodes: dict[str, list[int]] | None = None, tokens: int = 1) -> Any:
+    """The fields of vLLM's SchedulerOutput that a connector or the runners' EC code reads."""
+    return SimpleNamespace(
+        scheduled_encoder_inputs=encodes if encodes is not None else {},
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=tokens,
+        free_encoder_mm_hashes=[],
+        finished_req_ids=set(),
+        ec_connector_metadata=meta,
+    )
+
+
+def sent(output: Any) -> Any:
+    """What a worker process makes of it."""
+    return pickle.loads(pickle.dumps(output))
+
+
+class VllmScheduler:
+    """Asks the scheduler side what vLLM's scheduler asks, in its order. `cached` is vLLM's own encoder cache."""
+
+    def __init__(self, side: Any) -> None:
+        self.side = side
+        self.cached: set[str] = set()
+        self._output = scheduler_output(tokens=0)
+
+    def offer(self, request: Request, computed: int = 0, blocks: bool = True) -> str | None:
+        """Try to schedule a request: None if it was deferred, else `load` or `encode` or neither, item by item.
+
+        Without `blocks` the request is asked about and then finds no room in the KV cache.
+        """
+        if not self.side.ensure_cache_available(request, computed):
+            return None
+        answers = {}
+        for index, feature in enumerate(request.mm_features):
+            if feature.identifier not in self.cached and feature.identifier not in answers.values():
+                answers[index] = "load" if self.side.has_cache_item(feature.identifier) else "encode"
+        if blocks:
+            for how in ("encode", "load"):
+                for index in [index for index, answer in answers.items() if answer == how]:
+                    self.cached.add(request.mm_features[index].identifier)
+                    self.side.update_state_after_alloc(request, index)
+            if encodes := [index for index, answer in answers.items() if answer == "encode"]:
+                self._output.scheduled_encoder_inputs[request.request_id] = encodes
+            self._output.num_scheduled_tokens[request.request_id] = 1
+            self._output.total_num_scheduled_tokens += 1
+        return " ".join(answers.values())
+
+    def preempt(self, request: Request) -> None:
+        """Take a request out of the step that has just scheduled it."""
+        self._output.scheduled_encoder_inputs.pop(request.request_id, None)
+        self._output.num_scheduled_tokens.pop(request.request_id)
+        self._output.total_num_scheduled_tokens -= 1
+
+    def evict(self, *identifiers: str) -> None:
+        """vLLM needs the room in its own cache. The connector is told at the end of the pass."""
+        self.cached.difference_update(identifiers)
+        self._output.free_encoder_mm_hashes.extend(identifiers)
+
+    def end_pass(self, text: int = 0) -> Any:
+        """Close the pass. `text` tokens are scheduled for requests without media. Returns the step for the runner."""
+        output, self._output = self._output, scheduler_output(tokens=0)
+        output.total_num_scheduled_tokens += text
+        output.ec_connector_metadata = self.side.build_connector_meta(output)
+        return output
+
+
+def embedding(identifier: str, rows: int = 4) -> torch.Tensor:
+    """What the encoder of these tests makes of an item: always the same, and another for each item."""
+    generator = torch.Generator().manual_seed(sum(identifier.encode()) * 1000 + rows)
+    return torch.randn(rows, WIDTH, generator=generator)
+
+
+class Runner:
+    """One rank's model runner around a real worker side: loads, encodes, saves, in vLLM's order."""
+
+    def __init__(self, engine: str) -> None:
+        self.worker = WorkerSide(0, HostCopier(), list, SILENT)
+        self.worker.start(engine)
+        self.cache: dict[str, torch.Tensor] = {}
+        self.encoded: list[str] = []
+
+    def run(self, output: Any, *requests: Request) -> None:
+        """A step. Steps without tokens reach no hook, as on the V1 runner."""
+        output = sent(output)
+        for identifier in output.free_encoder_mm_hashes:
+            self.cache.pop(identifier, None)
+        if not output.total_num_scheduled_tokens:
+            return
+        self.worker.bind(output.ec_connector_metadata)
+        self.worker.retry_saves(self.cache)
+        self.worker.load(self.cache)
+        by_name = {request.request_id: request for request in requests}
+        for name, indices in output.scheduled_encoder_inputs.items():
+            for index in indices:
+                feature = by_name[name].mm_features[index]
+                self.encoded.append(feature.identifier)
+                self.cache[feature.identifier] = embedding(feature.identifier, feature.mm_position.length)
+                self.worker.save(self.cache, feature.identifier)
+        self.worker.finish_step()
+
+
+# ---- an engine's two sides
+
+
+NOTHING_HELD = ("places_reserved", "places_writing", "places_sealing", "places_filling", "pins", "leases", "orders")
+
+
+class Served:
+    """A real scheduler side over a real cache and store process, with a real worker side of one rank."""
+
+    def __init__(self, folder: Path | None, arena_bytes: int = 1 << 20, media: Any = None, **policy: Any) -> None:
+        name = uuid.uuid4().hex
+        self.runner = Runner(name)
+        config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
+        try:
+            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20))
+        except BaseException:
+            self.runner.worker.shutdown()
+            raise
+        defaults: dict[str, Any] = {
+            "producer": True,
+            "consumer": True,
+            "window": 1000,
+            "dtype": "F32",
+            "widths": {"image": WIDTH},
+            "deadline_s": 1.0,
+            "start_timeout_s": PATIENCE_S,
+            "persist_client_ids": False,
+        }
+        media = media or SimpleNamespace(encodable=lambda feature: feature.data is not None)
+        self.side = SchedulerSide(self.cache, Policy(**{**defaults, **policy}), media, SILENT)
+        self.vllm = VllmScheduler(self.side)
+
+    def ready(self) -> "Served":
+        until(lambda: (self.step(), self.cache.ready and self._scanned())[1], "the cache never became ready")
+        return self
+
+    def _scanned(self) -> bool:
+        presence = self.cache._presence
+        return presence is not None and presence.all_complete
+
+    def step(self, *requests: Request, text: int = 1) -> None:
+        """Close the pass and run it."""
+        self.runner.run(self.vllm.end_pass(text), *requests)
+
+    def schedule(self, request: Request, computed: int = 0) -> str:
+        """Pass after pass until the request is scheduled, then its step."""
+        answers: list[str | None] = []
+
+        def offered() -> bool:
+            answers.append(self.vllm.offer(request, computed))
+            self.step(request)
+            return answers[-1] is not None
+
+        until(offered, f"{request.request_id} is never scheduled")
+        return str(answers[-1])
+
+    def store(self, *identifiers: str, rows: int = 4) -> None:
+        """Have entries in the arena (and on disk, where they may) that vLLM's own cache does not hold."""
+        first = request(f"first-{uuid.uuid4().hex}", *identifiers, rows=rows)
+        self.schedule(first)
+        self.side.request_finished(first)
+        self.settle()
+        self.vllm.evict(*identifiers)
+        self.step()
+
+    def settle(self) -> dict[str, int]:
+        """Passes with text alone until nothing is on its way. Returns the counts."""
+        until(lambda: (self.step(), self.cache.book.settled)[1], str(self.side.snapshot()))
+        return self.side.snapshot()
+
+    def held(self) -> dict[str, int]:
+        """What is still held once nothing is on its way: empty, or a leak."""
+        counts = self.settle()
+        names = (*NOTHING_HELD, "fetches_under_way", "requests")
+        return {name: counts[name] for name in names if counts[name]}
+
+    def close(self) -> None:
+        self.side.shutdown()
+        self.runner.worker.shutdown()
+
+
+class SchedulerEnd:
+    """The scheduler's end of the links to an engine's ranks, and the store's end of the saving rank's link."""
+
+    def __init__(self, engine: str, ranks: int = 1, arena_id: str = "arena", capacity: int = 1 << 20) -> None:
+        fd = arena.create(capacity)
+        self.memory = arena.attach(fd)
+        store_end, saver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.store = Link(store_end)
+        self.links: list[Link] = []
+        for rank in range(ranks):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock.connect(rank_address(engine, rank))
+            self.links.append(Link(sock))
+            self.links[rank].send(Attach(arena_id, capacity), [fd])
+            if rank == 0:
+                self.links[rank].send(StoreLink(7), [saver_end.fileno()])
+            self.links[rank].send(Segment(0, capacity))
+            self.take(self.links[rank])
+            assert self.take(self.links[rank]) == SegmentReady(0)
+        saver_end.close()
+        arena.os.close(fd)
+
+    @staticmethod
+    def take(link: Link) -> Any:
+        """The next message; waits for it."""
+        poller = select.poll()
+        poller.register(link, select.POLLIN)
+        assert poller.poll(PATIENCE_S * 1000), "no message"
+        received = link.receive()
+        assert received is not None
+        return received[0]
+
+    def report(self, rank: int = 0) -> Any:
+        return self.take(self.links[rank])
+
+    def saved(self) -> Any:
+        return self.take(self.store)
+
+    def silent(self) -> bool:
+        """Whether neither a report nor a save waits here."""
+        return all(link.receive() is None for link in (*self.links, self.store))
+
+    def close(self) -> None:
+        for link in (*self.links, self.store):
+            link.close()
+
+
+class PreallocatedCache(MutableMapping[str, torch.Tensor]):
+    """An encoder cache that copies what it is given into rows of one buffer."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        self.buffer = torch.zeros(rows, width)
+        self._rows: dict[str, slice] = {}
+
+    def __setitem__(self, identifier: str, tensor: torch.Tensor) -> None:
+        start = max((rows.stop for rows in self._rows.values()), default=0)
+        if start + len(tensor) > len(self.buffer):
+            raise MemoryError("the encoder cache is full")
+        self._rows[identifier] = slice(start, start + len(tensor))
+        self.buffer[start : start + len(tensor)] = tensor
+
+    def __getitem__(self, identifier: str) -> torch.Tensor:
+        return self.buffer[self._rows[identifier]]
+
+    def __delitem__(self, identifier: str) -> None:
+        del self._rows[identifier]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+# ---- CUDA
+
+
+class Event:
+    """Passes when its stream gets to it. `awaited` is set while a thread waits in `synchronize`."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.awaited = threading.Event()
+        self.error: Exception | None = None
+
+    def synchronize(self) -> None:
+        self.awaited.set()
+        assert self.passed.wait(PATIENCE_S), "the stream was never run"
+        if self.error is not None:
+            raise self.error
+
+
+class Stream:
+    """Work in order, done only when the test runs it."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._work: deque[Callable[[], None] | Event] = deque()
+        self._barriers: set[Event] = set()
+        self.events: list[Event] = []
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def record_event(self) -> Event:
+        event = Event()
+        self.events.append(event)
+        self._work.append(event.passed.set)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self._work.append(event)
+
+    def run(self) -> bool:
+        """Do all that waits for no other stream. Whether nothing is left."""
+        while self._work:
+            work = self._work[0]
+            if isinstance(work, Event):
+                if not work.passed.is_set():
+                    return False
+            else:
+                work()
+            self._work.popleft()
+        return True
+
+
+@dataclass
+class Cuda:
+    """What the copier uses of torch.cuda, over host memory. `model` is the forward pass's stream."""
+
+    model: Stream = field(default_factory=Stream)
+    side: list[Stream] = field(default_factory=list)
+    recorded: list[tuple[int, Stream]] = field(default_factory=list)
+    registered: list[tuple[int, int]] = field(default_factory=list)
+    register_status: int = 0
+    _current: Stream | None = None
+
+    def Stream(self, device: torch.device) -> Stream:
+        self.side.append(Stream(device))
+        return self.side[-1]
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._current or self.model
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        self._current, before = stream, self._current
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def cudart(self) -> Any:
+        return SimpleNamespace(cudaHostRegister=self._register)
+
+    def _register(self, address: int, length: int, flags: int) -> int:
+        self.registered.append((address, length))
+        return self.register_status
+
+
+class OnDevice(TorchFunctionMode):
+    """Device tensors are host tensors here; an asynchronous copy is work for the current stream of `cuda`."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("device"), "type", "cpu") == "cuda":
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.copy_ and kwargs.get("non_blocking"):
+            destination, source = args
+            self._cuda.current_stream().submit(lambda: destination.copy_(source) and None)
+            return destination
+        if function is torch.Tensor.record_stream:
+            self._cuda.recorded.append((args[0].data_ptr(), args[1]))
+            return None
+        return function(*args, **kwargs)
+
+
+def collected(reference: Callable[[], Any]) -> bool:
+    """Whether nobody holds the object any more."""
+    gc.collect()
+    return reference() is None
