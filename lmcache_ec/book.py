@@ -299,6 +299,10 @@ class Book:
         place = next(iter(self._unwritten.values()), None)
         return None if place is None or self._over("dirty", place, self.capacity // 4) else place
 
+    def unwritten(self) -> list[Place]:
+        """All entries whose write-through is owed."""
+        return list(self._unwritten.values())
+
     def begin_write(self, place: Place, incarnation: int) -> None:
         """The owed write of a live entry was handed to the store process."""
         del self._unwritten[place.id]

@@ -109,7 +109,10 @@ class EncoderCache:
         self._revision = -1
         self._failures = 0
         self._restart_at = 0.0
+        self._lost = 0  # number of the last store process that was lost
+        self._closed = False
         self._ping = 0
+        self._ping_waits = False
         self._ping_sent = self._ping_answered = time.monotonic()
         self._old: list[Incarnation] = []
         self._arena_fd = arena.create(capacity)
@@ -145,19 +148,22 @@ class EncoderCache:
 
         Single-flight: while one is under way, the answer is True and nothing more is asked.
         """
-        if identifier in self._fetches or self.book.under_way(identifier):
+        if self.under_way(identifier, now):
             return True
-        if not self.persists or not self._responsive(now) or self._misses.get(identifier, 0.0) > now:
-            return False
         presence = self._presence
-        if presence is None:
+        if presence is None or not self.persists or not self._responsive(now):
             return False
-        if presence.all_complete and not presence.may_contain(
-            EncoderCacheKey(self._engine.namespace, identifier).digest
-        ):
+        if self._misses.get(identifier, 0.0) > now:
+            return False
+        key = EncoderCacheKey(self._engine.namespace, identifier)
+        if presence.all_complete and not presence.may_contain(key.digest):
             self.counts["filtered"] += 1
             return False
         return self._ask(identifier, length, certain=False)
+
+    def under_way(self, identifier: str, now: float) -> bool:
+        """Whether an entry is on its way into the arena: from a tier, or from an encode of this engine's."""
+        return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
 
     def discard(self, place: Place, now: float) -> None:
         """Delete an entry, here and in the tiers, that is not what its identifier stands for."""
@@ -181,7 +187,7 @@ class EncoderCache:
 
     def hand_ledger(self, counts: dict[str, int]) -> None:
         """Hand all counts, with the caller's, to the store process if the book has changed. It tells whoever asks."""
-        if self._revision == self.book.revision or self.inert:
+        if self._revision == self.book.revision or self.inert or not self._responsive(time.monotonic()):
             return
         if self._tell(Ledger({**self.snapshot(), **counts})):
             self._revision = self.book.revision
@@ -191,7 +197,12 @@ class EncoderCache:
         return {**self.book.snapshot(), **self.counts, "fetches_under_way": len(self._fetches)}
 
     def close(self) -> None:
-        """Give everything back. The store process finishes by itself what was handed over."""
+        """Give everything back. The store process finishes by itself what was handed over, and what was put off."""
+        if self._closed:
+            return
+        self._closed = True
+        for place in self.book.unwritten():
+            self._tell(_write(place))
         for link in self._ranks:
             link.close()
         for store in (self._store, *self._old):
@@ -254,6 +265,7 @@ class EncoderCache:
 
     def _first_words(self, message: object, fds: list[int], now: float) -> None:
         if isinstance(message, Hello) and message.problem:
+            self._store.own(fds[0])
             raise ConfigError(message.problem)
         self._from_store(message, fds, now)
 
@@ -351,6 +363,8 @@ class EncoderCache:
         times = self._fetches.get(answer.identifier, 0)
         if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True):
             return
+        if answer.length > self._engine.largest_entry_bytes:
+            self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
         self._miss(answer.identifier, now)
 
     def _miss(self, identifier: str, now: float) -> None:
@@ -373,18 +387,21 @@ class EncoderCache:
             self._old.remove(old)
         if self._store.closed:
             self._replace_store(now, "ended")
-        elif self._ping_answered >= self._ping_sent:
-            if now - self._ping_sent >= _PING_INTERVAL_S and self._tell(Ping(self._ping + 1)):
-                self._ping += 1
-                self._ping_sent = now
-        elif now - self._ping_sent > self._config.store_timeout_s:
+        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._config.store_timeout_s:
             self._store.kill()
             self._replace_store(now, f"did not answer for {now - self._ping_sent:.0f} s and was killed")
+        elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:
+            self._ping += 1
+            self._ping_sent = now
+            self._ping_waits = True
+        if self._ping_waits:  # a link that is full because nobody reads it counts as no answer
+            self._ping_waits = not self._tell(Ping(self._ping))
         self._store.reap()
 
     def _replace_store(self, now: float, why: str) -> None:
         """Void what the store process held and start the next one. Its places wait until its process is gone."""
-        if self._store not in self._old:
+        if self._lost != self._store.number:
+            self._lost = self._store.number
             for identifier in self.book.store_lost(self._store.number):
                 self._miss(identifier, now)
             for identifier in list(self._fetches):

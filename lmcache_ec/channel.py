@@ -230,6 +230,8 @@ class Link:
             size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], self._ancillary, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return None
+        except ConnectionResetError:
+            return self.receive()  # it went without reading all: told once, and before what it had sent
         except OSError as error:
             raise LinkClosed(str(error)) from None
         fds: list[int] = []
@@ -244,6 +246,10 @@ class Link:
             for fd in fds:
                 os.close(fd)
             raise LinkClosed(f"not a message: {error}") from None
+
+    def finish(self) -> None:
+        """Send nothing more: the other end finds this one closed once it has read what was sent."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._socket.close()

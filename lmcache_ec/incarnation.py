@@ -54,7 +54,9 @@ class Incarnation:
             saver_end.close()
 
     def own(self, pidfd: int) -> None:
-        """Take the pidfd that came with its first message."""
+        """Take the pidfd that came with its first message, or with the next one."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
         self._pidfd = pidfd
 
     @property
@@ -63,18 +65,23 @@ class Incarnation:
 
         Before its first message the end of its link says the same: nobody else holds that descriptor.
         """
-        if self._pidfd < 0:
-            return self.closed
         poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
+        if self._pidfd < 0:
+            poller.register(self.link, 0)  # 0: only its end
+        else:
+            poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(0))
 
     def kill(self) -> None:
-        if self._pidfd >= 0:
-            try:
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        """End it. Before its first message it can only be told that it is not needed, which it learns if it goes on."""
+        if self._pidfd < 0:
+            self._starter.kill()
+            self.link.finish()
+            return
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
     def last_words(self) -> str:
         """The end of what it wrote to its standard error."""
@@ -86,10 +93,11 @@ class Incarnation:
         self._starter.poll()
 
     def close(self) -> None:
-        """Close the link and the descriptors. The process drains and ends by itself."""
+        """Close the link and the descriptors; again does nothing. The process drains and ends by itself."""
         self.link.close()
         self.saver_socket.close()
-        os.close(self._words)
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+        for fd in (self._words, self._pidfd):
+            if fd >= 0:
+                os.close(fd)
+        self._words = self._pidfd = -1
         self.reap()

@@ -279,6 +279,8 @@ class Store:
                 length = lane.tier.contains(key)
             else:
                 length = lane.tier.get_into(key, self._at(fill.offset, fill.length))
+            if length is not None and length < entry.room(fill.identifier):
+                raise entry.EntryError(entry.Reason.LENGTH, f"{length} bytes are no entry")
             if length == fill.length and fill.place:
                 spec = entry.verify(self._at(fill.offset, fill.length), key)
                 self._count(f"{name}_hits")

@@ -82,6 +82,8 @@ def _scheduler_side(
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
         ),
     )
+    if cache.inert:
+        cache.close()
     logger.info("encoder cache: namespace %s, %s", namespace, summary(config))
     policy = Policy(
         producer=transfer.is_ec_producer,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_ec.book import Place
@@ -238,7 +239,7 @@ class SchedulerSide:
             return False
         if item.durability is Durability.PERSISTENT:
             return self.cache.fetch(item.identifier, self._length(item), self._now)
-        return self.cache.book.under_way(item.identifier)
+        return self.cache.under_way(item.identifier, self._now)
 
     def _fits(self, place: Place, item: Item) -> bool:
         """Whether an entry is what the request needs. A width nobody has told is learned from the first that fits."""
@@ -373,9 +374,9 @@ class SchedulerSide:
         return Save(place.id, place.offset, place.length, place.identifier, spec, place.persist)
 
     def _retries(self) -> list[Place]:
-        """Places for saves that were dropped once, of tensors that vLLM still holds."""
+        """Places for saves that were dropped once, of tensors that vLLM still holds. Ends with the first without room."""
         book, places = self.cache.book, []
-        for identifier, spec in list(book.unsaved.items())[:_RETRIES_A_PASS]:
+        for identifier, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
             if identifier in self._allocated:
                 continue  # not in the runner's cache before this step
             if identifier not in self._mirror:
@@ -383,8 +384,12 @@ class SchedulerSide:
                 continue
             how = durability(identifier, persist_client_ids=self._policy.persist_client_ids)
             place = book.reserve_save(identifier, spec, self._persists(how))
-            if place is not None:
-                places.append(place)
+            if place is None:
+                book.unsaved.pop(identifier)
+                if book.live(identifier) is None:
+                    book.remember(identifier, spec)  # behind the others, one of which may fit
+                break
+            places.append(place)
         return places
 
     # ---- the end of a request

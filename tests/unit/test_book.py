@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a place, taken through every transition, faults included, by a test that plays ranks and store process."""
+"""The life of a place, through every transition, faults included, by a test that plays ranks and store process."""
 
 import random
 from collections import deque
