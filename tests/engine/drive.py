@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that come, go and are aborted while the engine runs. What is here runs in the engine's own process.
+
+Time is counted in ticks: steps after which the engine had something to say. It is the same in every process layout,
+and where a request has to be caught in mid-prefill, another one that decodes beside it is the clock.
+"""
+
+from typing import Any
+
+import msgspec
+
+from tests.engine_env import Engine, Output, greedy, said
+from tests.media import Prompt
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A prompt with its time. With a `grid` it carries no pixels: only what sizes its images' place in the prompt."""
+
+    prompt: Prompt
+    max_tokens: int = 8
+    priority: int = 0
+    arrives: int = 0
+    aborted: int | None = None
+    uuids: tuple[str, ...] = ()
+    grid: tuple[int, int, int] | None = None
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a request ended: "length", "error" or "abort". `first` and `last` are the ticks of its tokens, -1: none."""
+
+    reason: str
+    output: Output
+    first: int
+    last: int
+
+
+class Played(msgspec.Struct):
+    endings: list[Ending]
+    preemptions: int
+    encodes: list[str] = []
+
+
+def play(engine: Engine, requests: list[Any], idle_pass_amid: bool = False) -> Any:
+    """All `requests` to their ends. `idle_pass_amid` needs ONE_PROCESS: see `schedule_amid_execution`."""
+    if idle_pass_amid:
+        schedule_amid_execution(engine)
+    before = preemptions(engine)
+    endings = Play(engine, msgspec.convert(requests, list[Request])).run()
+    return msgspec.to_builtins(Played(endings, preemptions(engine) - before))
+
+
+class Play:
+    def __init__(self, engine: Engine, requests: list[Request]) -> None:
+        self.engine = engine
+        self.llm = engine.llm.llm_engine
+        self.coming = {f"played-{index}": request for index, request in enumerate(requests)}
+        self.names = list(self.coming)
+        self.doomed = {name: request.aborted for name, request in self.coming.items() if request.aborted is not None}
+        self.first: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self.ends: dict[str, Any] = {}
+        self.tick = 0
+
+    def run(self) -> list[Ending]:
+        while self.coming or self.llm.has_unfinished_requests():
+            self.arrive()
+            self.abort()
+            if self.llm.has_unfinished_requests() and not self.take(self.llm.step()):
+                continue
+            self.tick += 1
+        return [self.ending(name) for name in self.names]
+
+    def arrive(self) -> None:
+        for name, request in list(self.coming.items()):
+            if request.arrives <= self.tick:
+                del self.coming[name]
+                prompt = rendered(self.engine, request)
+                self.llm.add_request(name, prompt, greedy(request.max_tokens), priority=request.priority)
+
+    def abort(self) -> None:
+        for name, tick in list(self.doomed.items()):
+            if tick <= self.tick and name not in self.coming:
+                del self.doomed[name]
+                self.llm.abort_request([name])
+
+    def take(self, outputs: list[Any]) -> bool:
+        for output in outputs:
+            name = output.request_id
+            self.last[name] = self.tick
+            self.first.setdefault(name, self.tick)
+            if output.finished:
+                self.ends[name] = output
+        return bool(outputs)
+
+    def ending(self, name: str) -> Ending:
+        output = self.ends.get(name)
+        reason = "abort" if output is None else output.outputs[0].finish_reason
+        whole = reason == "length"
+        return Ending(
+            reason,
+            said(output) if whole else Output([], []),
+            self.first.get(name, -1),
+            self.last.get(name, -1),
+        )
+
+
+def rendered(engine: Engine, request: Request) -> dict[str, Any]:
+    import torch
+
+    assert engine.wording is not None
+    prompt = engine.wording.render(request.prompt)
+    if request.uuids:
+        prompt["multi_modal_uuids"] = {"image": list(request.uuids)}
+    if request.grid:
+        grids = torch.tensor([request.grid] * len(request.prompt.images))
+        prompt["multi_modal_data"] = {"image": {"image_grid_thw": grids}}
+    return prompt
+
+
+def preemptions(engine: Engine) -> int:
+    return sum(int(metric.value) for metric in engine.llm.get_metrics() if metric.name == "vllm:num_preemptions")
+
+
+def schedule_amid_execution(engine: Engine) -> None:
+    """Have the scheduler make one more pass, which finds no token to schedule, before the next step is executed."""
+    executor = engine.llm.llm_engine.model_executor
+    execute = executor.execute_model
+
+    def schedule_and_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        executor.execute_model = execute
+        idle = engine.scheduler.schedule()
+        assert not idle.total_num_scheduled_tokens
+        return execute(scheduler_output, *args, **kwargs)
+
+    executor.execute_model = schedule_and_execute

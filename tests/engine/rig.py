@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The test's side of a real engine: it asks, compares with an engine that has no cache, and looks at what is left."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from lmcache_ec.cli.status import engines
+from tests.engine.drive import Played, Request
+from tests.engine_env import Layout, Output
+from tests.engine_runner import Call, EngineProcess, Forget, Generate
+from tests.media import Prompt
+
+DEADLINE_S = 60.0
+"""By when what happens beside the engine has happened, on a busy machine: a hang is a failure that says so."""
+
+ARENA = "/memfd:lmcache-ec-arena"
+NOTHING = Prompt(text="nothing to see")
+
+
+class Reference:
+    """Engines without a connector, one a model and each in one process, that say what the right outputs are."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engines: dict[str, EngineProcess] = {}
+        self._said: dict[tuple[str, Prompt, int], Output] = {}
+
+    def outputs(self, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[Output]:
+        unsaid = [prompt for prompt in dict.fromkeys(prompts) if (model, prompt, max_tokens) not in self._said]
+        if unsaid:
+            if model not in self._engines:
+                self._engines[model] = EngineProcess(model, Layout.ONE_PROCESS, folder=self._folder / model)
+            report = self._engines[model].do(Generate(tuple(unsaid), max_tokens))
+            self._said |= {(model, p, max_tokens): said for p, said in zip(unsaid, report.outputs, strict=True)}
+        return [self._said[model, prompt, max_tokens] for prompt in prompts]
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+
+class Rig:
+    """An engine under test with a folder of its own; its disk tier is `disk`. `restart` starts the next one on it."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        layout: Layout,
+        folder: Path,
+        reference: Reference,
+        *,
+        disk: Path | None = None,
+        keys: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        like: str = "",
+        **arguments: Any,
+    ) -> None:
+        """`keys` are of the connector's extra configuration; `like` is the model that the reference runs."""
+        self.disk = disk or folder / "disk"
+        self.layout = layout
+        self._model = str(model)
+        self._like = like or self._model
+        self._folder = folder
+        self._reference = reference
+        self._keys = {"local_disk": str(self.disk), **(keys or {})}
+        self._environment = environment
+        self._arguments = arguments
+        self.start()
+
+    def start(self) -> None:
+        self.name = f"engine-{uuid.uuid4()}"
+        connector = {
+            "ec_connector": "ECLMCacheConnector",
+            "ec_role": "ec_both",
+            "engine_id": self.name,
+            "ec_connector_extra_config": self._keys,
+        }
+        self.engine = EngineProcess(
+            self._model,
+            self.layout,
+            folder=self._folder,
+            connector=connector,
+            environment=self._environment,
+            guard=True,
+            **self._arguments,
+        )
+
+    def restart(self) -> None:
+        """Kill front end, EngineCore and workers, and start anew: what remains is what is on disk."""
+        self.engine.kill()
+        self.start()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.engine.__exit__(kind, error, at)
+
+    # ---- requests
+
+    def ask(self, *prompts: Prompt, max_tokens: int = 8, one_by_one: bool = False) -> int:
+        """All prompts at once, or one by one. Their outputs have to be right; returns how many items were encoded."""
+        report = self.engine.do(Generate(prompts, max_tokens, one_by_one))
+        self.compare(report.outputs, prompts, max_tokens)
+        return self.encodes(report.encodes)
+
+    def play(self, *requests: Request, compare: bool = True, **how: Any) -> Played:
+        """As `tests.engine.drive.play`. The outputs of requests that ran to their end have to be right."""
+        arguments = {"requests": msgspec.to_builtins(requests), **how}
+        report = self.engine.do(Call("tests.engine.drive:play", arguments))
+        played = msgspec.convert(report.value, Played)
+        played.encodes = report.encodes
+        for request, ending in zip(requests, played.endings, strict=True):
+            if compare and ending.reason == "length":
+                self.compare([ending.output], [request.prompt], request.max_tokens)
+        return played
+
+    def encodes(self, identifiers: Sequence[str]) -> int:
+        """How many items those are: each rank encodes, and all ranks the same."""
+        assert len(identifiers) % self.layout.ranks == 0, f"the ranks did not encode alike: {identifiers}"
+        return len(identifiers) // self.layout.ranks
+
+    def compare(self, outputs: Sequence[Output], prompts: Sequence[Prompt], max_tokens: int) -> None:
+        expected = self._reference.outputs(self._like, prompts, max_tokens)
+        for output, right, prompt in zip(outputs, expected, prompts, strict=True):
+            assert output.equals(right), f"{prompt}: {output}, without the cache {right}"
+
+    def forget(self) -> None:
+        """Empty vLLM's own encoder cache."""
+        self.engine.do(Forget())
+
+    # ---- what the cache holds and has counted
+
+    def status(self) -> dict[str, Any]:
+        """As the store process tells whoever asks. The second answer is later than all that was told it before."""
+        for _ in range(2):
+            [status] = [status for status in engines() if status["engine"].startswith(self.name)]
+        return status
+
+    def settle(self) -> None:
+        """Until the store process has nothing left to do; the next request's passes take in what it has said."""
+        wait_until("the store process is at rest", lambda: self.status()["jobs"] == 0)
+        assert self.ask(NOTHING) == 0
+
+    def counts(self) -> dict[str, int]:
+        self.settle()
+        book: dict[str, int] = self.status()["book"]
+        return book
+
+    def left_over(self) -> dict[str, int]:
+        """What is still held, and should not be, one text-only request after everything."""
+        held = ("reserved", "writing", "sealing", "filling", "orphaned")
+        names = [f"places_{state}" for state in held] + ["pins", "leases", "orders", "fetches_under_way", "requests"]
+        names += ["dirty_bytes", "filling_bytes", "leased_bytes", "unwritten"]
+        counts = self.counts()
+        return {name: counts[name] for name in names if counts[name]}
+
+    def files(self) -> list[Path]:
+        return sorted(self.disk.rglob("*.safetensors"))
+
+    def scanned(self) -> None:
+        wait_until("the folder is scanned", lambda: self.status()["scan_complete"])
+
+    # ---- what the kernel says
+
+    def processes(self) -> dict[str, int]:
+        """vLLM's processes by title, and the "store" process."""
+        return {**self.engine.processes(), "store": self.status()["pid"]}
+
+    def descriptors(self) -> dict[str, list[str]]:
+        """For each process the kinds and targets of its descriptors, sorted; see `described`."""
+        sockets = socket_kinds()
+        return {name: described(pid, sockets) for name, pid in self.processes().items()}
+
+    def threads(self) -> dict[str, int]:
+        return {name: len(os.listdir(f"/proc/{pid}/task")) for name, pid in self.processes().items()}
+
+    def arenas(self) -> dict[int, int]:
+        """Resident bytes of each arena, by inode, that any of the engine's processes has open or mapped."""
+        found: dict[int, int] = {}
+        for pid in self.processes().values():
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                if _target(link).startswith(ARENA):
+                    found[link.stat().st_ino] = link.stat().st_blocks * 512
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if ARENA in line:
+                    found.setdefault(int(line.split()[4]), 0)
+        return found
+
+
+def described(pid: int, sockets: Mapping[str, str]) -> list[str]:
+    """What a process holds open: paths as they are, a socket as its kind, others without their numbers."""
+    targets = [_target(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    return sorted(sockets.get(target, target.split(":[")[0]) for target in targets if target)
+
+
+def socket_kinds() -> dict[str, str]:
+    """"socket:[inode]" to its kind: "unix seqpacket" are the links of the cache, vLLM has none of these."""
+    found = {}
+    types = {"0001": "unix stream", "0002": "unix datagram", "0005": "unix seqpacket"}
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields = line.split()
+        found[f"socket:[{fields[6]}]"] = types[fields[4]]
+    for family in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            found[f"socket:[{line.split()[9]}]"] = family
+    return found
+
+
+def _target(link: Path) -> str:
+    """Empty if the descriptor was closed meanwhile."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""
+
+
+def wait_until(what: str, condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s until {what}"
+        time.sleep(0.01)

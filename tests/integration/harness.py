@@ -1,0 +1,482 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The core without a serving engine: what drives it as an engine would, in this process or in ones that can be killed.
+
+`Scheduler` plays the scheduler side over a real `EncoderCache`, `Worker` plays a rank over a real `Rank`, `Bench` ties
+both together in the test's process, and `Remote` runs either in a process of its own. Store process, arena, links and
+disk folder are always the real ones.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import safetensors
+
+from lmcache_ec.book import Outcome, Place
+from lmcache_ec.cache import EncoderCache, Engine
+from lmcache_ec.channel import Saved
+from lmcache_ec.cli.status import engines
+from lmcache_ec.config import EncoderCacheConfig
+from lmcache_ec.entry import TensorSpec, entry_length, room, verify
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.rank import Rank
+
+NAMESPACE = "bench-0123456789abcdef"
+DEADLINE_S = 8.0
+"""By when a condition has to hold that should hold at once: a hang is a failure that says what it waited for."""
+
+WIDTH = 64
+ROWS = 16
+MIB = 1 << 20
+LARGEST = 96 * MIB
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+def spec(rows: int = ROWS) -> TensorSpec:
+    """[rows, 64] in BF16: 128 bytes a row."""
+    return TensorSpec(rows, WIDTH, "BF16")
+
+
+def payload(identifier: str, rows: int = ROWS) -> bytes:
+    """What the encoder makes of `identifier`: always the same, and never what it makes of another one."""
+    return random.Random(identifier).randbytes(spec(rows).nbytes)
+
+
+def length(identifier: str, rows: int = ROWS) -> int:
+    return entry_length(identifier, spec(rows))
+
+
+def names(prefix: str, number: int) -> list[str]:
+    return [f"{prefix}-{index}" for index in range(number)]
+
+
+def wait_until(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {deadline_s} s until {what}"
+        time.sleep(0.001)
+
+
+# ---- the two sides
+
+
+@dataclass(frozen=True)
+class Step:
+    """The metadata of one step: orders by the fields that a rank needs, nothing of the book's."""
+
+    arena: str
+    number: int
+    saves: list[Saved] = field(default_factory=list)
+    loads: list[Saved] = field(default_factory=list)
+
+
+class Worker:
+    """A rank: copies between a dictionary, its encoder cache, and the arena."""
+
+    def __init__(self, engine: str, number: int = 0) -> None:
+        self.number = number
+        self.rank = Rank(engine, number, lambda memory, offset, length: None)
+
+    def copy(self, step: Step) -> tuple[list[tuple[int, Outcome]], dict[str, bytes]]:
+        """Copy what the step orders into and out of the arena: outcomes, and what was loaded."""
+        memory, attached = self.rank.memory, self.rank.arena_id == step.arena
+        outcomes, loaded = [], {}
+        for order in (*step.saves, *step.loads):
+            if memory is None or not attached:
+                outcomes.append((order.place, Outcome.FAILED))
+                continue
+            begin, end = order.offset + room(order.identifier), order.offset + order.length
+            if order in step.loads:
+                loaded[order.identifier] = memory[begin:end]
+            elif self.number == 0:
+                memory[begin:end] = payload(order.identifier, order.rows)
+            outcomes.append((order.place, Outcome.COPIED))
+        return outcomes, loaded
+
+    def hand_over(self, step: Step) -> dict[int, int]:
+        """The store process's incarnation that each save was handed to; 0: to none."""
+        return {save.place: self.rank.hand_over(save) for save in step.saves} if self.number == 0 else {}
+
+    def run(self, step: Step, report: bool = True) -> dict[str, bytes]:
+        """A whole step. Returns the payloads that were loaded."""
+        outcomes, loaded = self.copy(step)
+        handed = self.hand_over(step)
+        if report:
+            self.report(step, outcomes, handed)
+        return loaded
+
+    def report(self, step: Step, outcomes: Sequence[tuple[int, Outcome]], handed: dict[int, int]) -> None:
+        named = []
+        for place, outcome in outcomes:
+            lost = handed.get(place, -1) == 0
+            named.append((place, Outcome.FAILED if lost else outcome, handed.get(place, 0)))
+        self.rank.report(step.number, named)
+
+    def idle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.rank.close()
+
+
+class Scheduler:
+    """The scheduler side: reserves, fetches, pins and sends, as vLLM's passes would."""
+
+    def __init__(self, folder: Path | None, engine: str, ranks: int = 1, arena_bytes: int = 64 * MIB, **keys: Any):
+        before = own_arenas()
+        config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
+        self.engine = engine
+        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST))
+        [self.arena] = own_arenas() - before
+        self.steps = 0
+
+    # ---- steps
+
+    def save(self, identifiers: Iterable[str], rows: int = ROWS) -> Step:
+        """A step that encodes; those without a place are encoded all the same, and not saved."""
+        reserved = [self.cache.book.reserve_save(identifier, spec(rows), True) for identifier in identifiers]
+        return self._step([place for place in reserved if place is not None], [])
+
+    def load(self, identifiers: Iterable[str]) -> Step:
+        """A step that loads what is live; all of `identifiers` have to be."""
+        places = []
+        for identifier in identifiers:
+            place = self.cache.book.live(identifier)
+            assert place is not None, f"{identifier} is not live"
+            self.cache.book.pin(place)
+            places.append(place)
+        return self._step([], places)
+
+    def _step(self, saves: list[Place], loads: list[Place]) -> Step:
+        self.steps += 1
+        for place in saves:
+            self.cache.book.send_save(place, self.steps, 0)
+        for place in loads:
+            self.cache.book.send_load(place, self.steps)
+        return Step(self.cache.arena_id, self.steps, [_order(place) for place in saves], [_order(p) for p in loads])
+
+    # ---- time going by
+
+    def drain(self) -> None:
+        self.cache.drain(time.monotonic())
+        self.cache.hand_ledger({"steps": self.steps})
+
+    idle = drain
+
+    def until(self, what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+        """Scheduling passes without a request until `condition` holds."""
+
+        def met() -> object:
+            self.drain()
+            return condition()
+
+        wait_until(what, met, deadline_s)
+
+    def settle(self) -> None:
+        """Until nothing is on its way and nothing is held: no order, fill, save, write, pin or orphan."""
+        try:
+            self.until("it has settled", lambda: self.cache.book.settled and not any(held(self.snapshot()).values()))
+        except AssertionError:
+            raise AssertionError(f"not settled: {held(self.snapshot())}") from None
+
+    def ready(self) -> None:
+        self.until("the cache is ready", lambda: self.cache.ready)
+
+    def live(self, identifier: str) -> bool:
+        return self.cache.book.live(identifier) is not None
+
+    def fetch(self, identifier: str, rows: int = ROWS, size: int | None = None) -> bool:
+        """Look up and bring into the arena. Whether it is there at the end."""
+        if self.live(identifier):
+            return True
+        wanted = length(identifier, rows) if size is None else size
+        if not self.cache.fetch(identifier, wanted, time.monotonic()):
+            return False
+        self.until(f"{identifier} is fetched or missed", lambda: not self.snapshot()["fetches_under_way"])
+        return self.live(identifier)
+
+    def status(self) -> dict[str, Any]:
+        """What the store process tells whoever asks the host."""
+        [status] = [status for status in engines() if status["engine"] == self.engine]
+        return status
+
+    def scanned(self) -> None:
+        self.until("the folder is scanned", lambda: self.status()["scan_complete"])
+
+    def snapshot(self) -> dict[str, int]:
+        return self.cache.snapshot()
+
+    def unsaved(self) -> list[str]:
+        return list(self.cache.book.unsaved)
+
+    def serving(self) -> int:
+        """The process id of the store process, once one serves."""
+        pids: list[int] = []
+
+        def serves() -> bool:
+            pids[:] = store_processes(self.arena)
+            return len(pids) == 1 and os.getsid(pids[0]) == pids[0] and self.cache.ready and self._answers()
+
+        self.until("one store process serves", serves)
+        return pids[0]
+
+    def _answers(self) -> bool:
+        """A store process that was just started has answered as soon as it has sent its pidfd."""
+        descriptors = Path("/proc/self/fdinfo")
+        [pid] = store_processes(self.arena) or [0]
+        return any(f"\nPid:\t{pid}\n" in text for text in _texts(descriptors.iterdir()))
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+def _order(place: Place) -> Saved:
+    shape = place.spec or spec(0)
+    fields = (place.id, place.offset, place.length, place.identifier, shape.rows, shape.width, shape.dtype)
+    return Saved(*fields, place.dirty)  # over the budget of unwritten entries it is not written now
+
+
+def held(snapshot: dict[str, int]) -> dict[str, int]:
+    """What is to be zero when nothing is under way."""
+    states = ("reserved", "writing", "sealing", "filling", "orphaned")
+    keys = [*(f"places_{state}" for state in states), "pins", "leases", "orders", "dirty_bytes", "filling_bytes"]
+    return {key: snapshot[key] for key in (*keys, "leased_bytes", "fetches_under_way")}
+
+
+class Bench(Scheduler):
+    """A scheduler side and its ranks in this process; `workers` may be replaced by remote ones."""
+
+    def __init__(self, folder: Path | None, ranks: int = 1, engine: str = "", **keys: Any) -> None:
+        engine = engine or str(uuid.uuid4())
+        self.workers = [Worker(engine, number) for number in range(ranks)]
+        try:
+            super().__init__(folder, engine, ranks, **keys)
+            self.ready()
+        except BaseException:
+            for worker in self.workers:
+                worker.close()
+            raise
+
+    def encode(self, identifiers: Iterable[str], rows: int = ROWS) -> Step:
+        """One step that encodes and saves, up to the ranks' reports."""
+        step = self.save(identifiers, rows)
+        for worker in self.workers:
+            worker.run(step)
+        return step
+
+    def read(self, identifiers: Iterable[str]) -> dict[str, bytes]:
+        """One step that loads; what every rank got, which has to be the same."""
+        step = self.load(identifiers)
+        first, *others = [worker.run(step) for worker in self.workers]
+        assert all(other == first for other in others)
+        return first
+
+    def serves(self, identifier: str, rows: int = ROWS) -> bool:
+        """Look up and load; what is loaded has to be the encoder's own output. False for a miss."""
+        if not self.fetch(identifier, rows):
+            return False
+        assert self.read([identifier]) == {identifier: payload(identifier, rows)}
+        return True
+
+    def close(self) -> None:
+        super().close()
+        for worker in self.workers:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# ---- a side in a process of its own
+
+
+class Remote:
+    """A `Worker` or `Scheduler` in a child process. A call is answered before the next one."""
+
+    def __init__(self, side: type[Worker] | type[Scheduler], *arguments: Any, **keys: Any) -> None:
+        self._link, theirs = _spawn.Pipe()
+        self.process = _spawn.Process(target=_serve, args=(theirs, side, arguments, keys), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._answer()
+
+    def call(self, name: str, *arguments: Any, **keys: Any) -> Any:
+        self._link.send((name, arguments, keys))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._link.poll(DEADLINE_S), "no answer from the child process"
+        answer = self._link.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(DEADLINE_S)
+        self._link.close()
+
+
+def _serve(link: Any, side: type[Worker] | type[Scheduler], arguments: tuple[Any, ...], keys: dict[str, Any]) -> None:
+    served = side(*arguments, **keys)
+    link.send(None)
+    while True:
+        if link.poll(0.001):
+            name, arguments, keys = link.recv()
+            try:
+                link.send(getattr(served, name)(*arguments, **keys))
+            except Exception as error:
+                link.send(error)
+        served.idle()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process held by SIGSTOP; it goes on afterwards if it is still there."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until("it has stopped", lambda: process_state(pid) in "TZ")
+        yield
+    finally:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
+
+
+@contextmanager
+def stuck(path: Path) -> Iterator[Callable[[], None]]:
+    """Something at `path` that cannot be opened: to whoever tries, a file system that hangs, until it is released."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+
+    def release() -> None:
+        if path.is_fifo():
+            os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # lets both readers and writers through
+            path.unlink(missing_ok=True)  # whoever was let through may have removed it
+
+    try:
+        yield release
+    finally:
+        release()
+
+
+# ---- what the kernel says
+
+
+def process_state(pid: int) -> str:
+    """One letter, as ps shows it; Z (ended) too if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def own_arenas() -> set[int]:
+    """The inodes of the arenas that this process holds a descriptor of."""
+    return _arenas("self")
+
+
+def _arenas(pid: int | str) -> set[int]:
+    found = set()
+    for link, target in _descriptors(pid):
+        if target.startswith("/memfd:lmcache-ec-arena"):
+            try:
+                found.add(os.stat(link).st_ino)
+            except OSError:
+                pass
+    return found
+
+
+def arena_resident_bytes(arena: int) -> int:
+    for link, target in _descriptors("self"):
+        if target.startswith("/memfd:lmcache-ec-arena") and os.stat(link).st_ino == arena:
+            return os.stat(link).st_blocks * 512
+    raise AssertionError("no such arena here")
+
+
+def _descriptors(pid: int | str) -> list[tuple[Path, str]]:
+    found = []
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                found.append((link, os.readlink(link)))
+            except OSError:
+                pass
+    except OSError:
+        pass
+    return found
+
+
+def _texts(paths: Iterable[Path]) -> Iterator[str]:
+    for path in paths:
+        try:
+            yield path.read_text()
+        except OSError:
+            pass
+
+
+def store_processes(arena: int) -> list[int]:
+    """The store processes that hold this arena, that of every incarnation that has not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"lmcache_ec.store" in command and arena in _arenas(folder.name):
+            found.append(int(folder.name))
+    return found
+
+
+def abstract_sockets(*parts: str) -> list[str]:
+    """Names of abstract sockets of ours that contain one of `parts`."""
+    return [
+        name
+        for name in re.findall(r"@(lmcache-ec-\S+)", Path("/proc/net/unix").read_text())
+        if any(part in name for part in parts)
+    ]
+
+
+# ---- what is on disk
+
+
+def path_of(folder: Path, identifier: str) -> Path:
+    return folder / EncoderCacheKey(NAMESPACE, identifier).object_name
+
+
+def stored(folder: Path) -> set[str]:
+    """Identifiers of the entries on disk. Each file has to be a valid safetensors file of its own bytes."""
+    return {_read_file(path) for path in folder.rglob("*.safetensors")}
+
+
+def _read_file(path: Path) -> str:
+    data = path.read_bytes()
+    [(name, tensor)] = safetensors.deserialize(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    identifier: str = header["__metadata__"]["identifier"]
+    rows, width = tensor["shape"]
+    assert (name, width, tensor["dtype"]) == ("ec", WIDTH, "BF16")
+    assert path.name == Path(EncoderCacheKey(NAMESPACE, identifier).object_name).name
+    assert bytes(tensor["data"]) == payload(identifier, rows), f"{identifier}: another's bytes, or torn ones"
+    verify(memoryview(data), EncoderCacheKey(NAMESPACE, identifier))
+    return identifier
+
+
+def temporaries(folder: Path) -> list[Path]:
+    """Files that are no entries: what a writer left half written."""
+    return [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]

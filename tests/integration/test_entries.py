@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was encoded once is found again: in the arena, in the folder, by a new engine and by a neighbour."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lmcache_ec.config import ConfigError
+from tests.integration.harness import (
+    LARGEST,
+    NAMESPACE,
+    Bench,
+    length,
+    names,
+    own_arenas,
+    path_of,
+    payload,
+    store_processes,
+    stored,
+    stuck,
+    temporaries,
+)
+
+IMAGES = names("image", 8)
+
+
+def kept(folder: Path, identifiers: list[str]) -> None:
+    """An engine that encoded, stored and went."""
+    with Bench(folder) as bench:
+        bench.encode(identifiers)
+        bench.settle()
+
+
+def fetches(bench: Bench) -> int:
+    return bench.snapshot()["fetches"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_saved_is_loaded_from_the_arena_and_by_a_new_engine_from_disk(tmp_path: Path, ranks: int) -> None:
+    sizes = dict(zip(IMAGES, (0, 1, 16, 31, 32, 33, 1000, 8192), strict=True))
+    with Bench(tmp_path, ranks) as bench:
+        for identifier, rows in sizes.items():
+            bench.encode([identifier], rows)
+        bench.settle()
+        assert all(bench.serves(identifier, rows) for identifier, rows in sizes.items())
+        assert fetches(bench) == 0
+        bench.settle()
+    assert stored(tmp_path) == set(IMAGES)
+    with Bench(tmp_path, ranks) as bench:
+        assert all(bench.serves(identifier, rows) for identifier, rows in sizes.items())
+        bench.settle()
+        assert bench.snapshot()["loads_disk"] == len(sizes)
+    assert not temporaries(tmp_path)
+
+
+def test_an_entry_of_unknown_length_is_fetched_and_one_that_is_nowhere_is_a_miss(tmp_path: Path) -> None:
+    kept(tmp_path, IMAGES[:2])
+    with Bench(tmp_path) as bench:
+        assert bench.fetch(IMAGES[0], size=0)
+        assert bench.fetch(IMAGES[1], size=length(IMAGES[1], 5))  # a wrong guess is no miss
+        assert bench.read(IMAGES[:2]) == {identifier: payload(identifier) for identifier in IMAGES[:2]}
+        assert not bench.fetch(IMAGES[2], size=0)
+        bench.settle()
+
+
+# ---- the folder changes behind the engine's back
+
+
+def _truncated(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _emptied(path: Path, _: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _flipped(path: Path, _: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def _swapped(path: Path, other: Path) -> None:
+    shutil.copy(other, path)
+
+
+def _longer(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes() * 2)
+
+
+def _longer_than_any(path: Path, _: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(LARGEST + 1)
+
+
+def _deleted(path: Path, _: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "spoil", [_truncated, _emptied, _flipped, _swapped, _longer, _longer_than_any, _deleted], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
+def test_a_spoilt_file_is_a_miss_and_the_next_save_makes_up_for_it(
+    tmp_path: Path, spoil: Callable[[Path, Path], None], known: bool
+) -> None:
+    victim, other = IMAGES[:2]
+    kept(tmp_path, [victim, other])
+    with Bench(tmp_path) as bench:
+        spoil(path_of(tmp_path, victim), path_of(tmp_path, other))
+        assert not bench.fetch(victim, size=None if known else 0)
+        bench.settle()
+        assert bench.snapshot()["fetch_misses"] == 1
+        bench.until("the file is gone", lambda: not path_of(tmp_path, victim).exists())
+        bench.encode([victim])
+        bench.settle()
+        assert bench.serves(victim)
+        bench.settle()
+    assert stored(tmp_path) == {victim, other}
+    with Bench(tmp_path) as bench:
+        assert bench.serves(victim)
+
+
+# ---- the presence filter
+
+
+def test_a_first_seen_image_costs_no_message_once_the_folder_is_scanned(tmp_path: Path) -> None:
+    kept(tmp_path, IMAGES)
+    with Bench(tmp_path) as bench:
+        bench.scanned()
+        store = bench.status()["store"]
+        assert not any(bench.fetch(identifier) for identifier in names("first-seen", 100))
+        bench.settle()
+        assert (fetches(bench), bench.snapshot()["filtered"]) == (0, 100)
+        assert bench.status()["store"] == store
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        assert (fetches(bench), bench.snapshot()["fetch_misses"]) == (len(IMAGES), 0)
+
+
+def test_before_the_folder_is_scanned_everything_is_asked_and_found(tmp_path: Path) -> None:
+    kept(tmp_path, IMAGES)
+    with stuck(tmp_path / NAMESPACE / ".tmp" / "stuck"), Bench(tmp_path) as bench:
+        assert not bench.status()["scan_complete"]
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        assert not bench.fetch("nowhere")
+        assert fetches(bench) == len(IMAGES) + 1
+        bench.settle()
+
+
+# ---- neighbours
+
+
+def test_two_engines_share_a_folder_and_no_arena(tmp_path: Path) -> None:
+    both = IMAGES[:4]
+    with Bench(tmp_path) as one, Bench(tmp_path) as two:
+        assert one.arena != two.arena
+        assert not set(store_processes(one.arena)) & set(store_processes(two.arena))
+        one.encode([*both, "of one"])
+        two.encode([*both, "of two"])
+        one.settle()
+        two.settle()
+        assert one.serves("of one")
+        assert two.serves("of two")
+    assert stored(tmp_path) == {*both, "of one", "of two"}
+    with Bench(tmp_path) as one:
+        assert one.serves("of two")
+        assert one.serves("of one")
+
+
+# ---- the folder cannot be used
+
+
+def test_a_path_that_cannot_be_a_folder_is_named_at_start(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("in the way")
+    for path in (in_the_way, in_the_way / "below", Path("/proc/1/no-such-folder")):
+        before = own_arenas()
+        with pytest.raises(ConfigError, match=f"local_disk {path}"):
+            Bench(path)
+        assert own_arenas() == before
+
+
+def test_a_folder_that_refuses_every_write_costs_the_writes_and_nothing_else() -> None:
+    with Bench(Path("/proc")) as bench:
+        bench.encode(IMAGES)
+        bench.settle()
+        assert bench.snapshot()["writes_failed"] == len(IMAGES)
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        assert not bench.fetch("nowhere")
+        bench.settle()
+
+
+def test_without_a_folder_entries_live_in_the_arena_and_nothing_is_asked() -> None:
+    with Bench(None) as bench:
+        bench.encode(IMAGES)
+        bench.settle()
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        assert not bench.fetch("nowhere")
+        assert fetches(bench) == 0
+        bench.settle()
+
+
+def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
+    kept(tmp_path, IMAGES[:1])
+    (tmp_path / NAMESPACE).rename(tmp_path / "another-0123456789abcdef")
+    with Bench(tmp_path) as bench:
+        assert not bench.fetch(IMAGES[0])
+    # ... nor under this one: the entry itself says what it is of.
+    (tmp_path / "another-0123456789abcdef").rename(tmp_path / NAMESPACE)
+    with Bench(tmp_path) as bench:
+        assert bench.fetch(IMAGES[0])

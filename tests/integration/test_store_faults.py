@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store process held, hung, killed, or unable to start: misses and dropped saves, all made up for."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import count, pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import (
+    DEADLINE_S,
+    MIB,
+    NAMESPACE,
+    Bench,
+    Step,
+    length,
+    names,
+    path_of,
+    process_state,
+    stopped,
+    store_processes,
+    stored,
+    stuck,
+    temporaries,
+    wait_until,
+)
+
+
+def places(*steps: Step) -> list[tuple[int, int]]:
+    return sorted((save.offset, save.offset + save.length) for step in steps for save in step.saves)
+
+
+def apart(extents: list[tuple[int, int]]) -> bool:
+    return all(end <= begin for (_, end), (begin, _) in pairwise(extents))
+
+
+def stuck_writes(folder: Path) -> Path:
+    """Where a file that nobody gets open holds up the scan, and with it every write."""
+    return folder / NAMESPACE / ".tmp" / "stuck"
+
+
+def all_made_up_for(bench: Bench, folder: Path, expected: set[str]) -> None:
+    """Saves that were dropped are made again; then every entry is on disk, and a new engine finds them all."""
+    while owed := bench.unsaved():
+        bench.encode(owed)
+        bench.settle()
+    bench.until("all is on disk", lambda: not bench.snapshot()["unwritten"] and not bench.snapshot()["dirty_bytes"])
+    assert stored(folder) == expected
+    assert not temporaries(folder)
+    with Bench(folder) as successor:
+        assert all(successor.serves(identifier) for identifier in expected)
+        successor.settle()
+
+
+# ---- held by SIGSTOP
+
+
+def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
+    """The arena is small and wanted again: no place is reused before the store's answer, every file holds its own."""
+    saves = names("held", 50)
+    with Bench(tmp_path, arena_bytes=60 * 8192, store_timeout_s=60) as bench:
+        bench.encode(names("before", 20))
+        bench.settle()
+        pid = bench.serving()
+        with stopped(pid):
+            steps = [bench.encode([identifier]) for identifier in saves]
+            until = time.monotonic() + 2.0
+            wanted = count()
+
+            def held_long_enough() -> bool:
+                steps.append(bench.encode([f"wanted-{next(wanted) % 200}"]))
+                return time.monotonic() > until
+
+            bench.until("two seconds are over", held_long_enough)
+            assert bench.snapshot()["saves"] == 20
+            assert bench.snapshot()["places_sealing"] >= 50
+        assert apart(places(*steps))
+        bench.settle()
+        handed = {save.identifier for step in steps for save in step.saves}
+        assert handed >= set(saves)
+        bench.until("all is written", lambda: not bench.snapshot()["unwritten"])
+        assert {name for name in handed if bench.live(name)} <= stored(tmp_path)
+        for identifier in filter(bench.live, handed):
+            assert bench.serves(identifier)
+        while owed := bench.unsaved():  # the arena is far smaller than what was wanted of it
+            bench.encode(owed[:10])
+            bench.settle()
+        assert stored(tmp_path) >= handed
+
+
+def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(tmp_path: Path) -> None:
+    old, new, fresh = names("old", 20), names("new", 20), count()
+    with Bench(tmp_path) as bench:
+        bench.encode(old)
+        bench.settle()
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
+        with stopped(bench.serving()):
+            assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())  # nobody knows yet
+            bench.until("nothing is asked", lambda: not bench.cache.fetch(f"{next(fresh)}", 0, time.monotonic()))
+            asked = bench.snapshot()["fetches"]
+            assert not any(bench.cache.fetch(name, length(name), time.monotonic()) for name in old[1:])
+            steps = [bench.encode([name]) for name in new]
+            bench.until("all reports are in", lambda: not bench.cache.book.outstanding())
+            assert bench.snapshot()["fetches"] == asked
+            assert bench.snapshot()["places_sealing"] == len(new)
+            assert apart(places(*steps))
+            assert not any(map(bench.live, new))
+        bench.until("what was asked is answered", lambda: not bench.snapshot()["fetches_under_way"])
+        assert all(bench.serves(name) for name in old)
+        bench.until("what was handed over is sealed", lambda: all(map(bench.live, new)))
+        assert all(bench.serves(name) for name in new)
+        assert bench.snapshot()["store_losses"] == 0
+    with Bench(tmp_path) as bench:
+        bench.settle()
+        assert all(bench.serves(name) for name in [*old, *new])
+
+
+def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
+    old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
+    with Bench(tmp_path) as bench:
+        bench.encode(old)
+        bench.settle()
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=1) as bench:
+        pid = bench.serving()
+        bench.encode(unwritten)
+        bench.until("they are sealed", lambda: all(map(bench.live, unwritten)))
+        assert stored(tmp_path) == set(old)
+        with stopped(pid):
+            bench.encode(unsealed)
+            assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())
+            stuck_writes(tmp_path).unlink()  # the next one gets through
+            bench.until("it is replaced", lambda: store_processes(bench.arena) not in ([pid], []))
+            assert bench.serving() != pid
+        assert process_state(pid) == "Z"
+        bench.settle()
+        assert bench.snapshot()["store_losses"] == 1
+        assert set(bench.unsaved()) == set(unsealed)
+        assert not bench.live(old[0])
+        assert all(bench.serves(name) for name in [*unwritten, old[1]])
+        bench.until("the write is made up for", lambda: stored(tmp_path) == {*old, *unwritten})
+        all_made_up_for(bench, tmp_path, {*old, *unwritten, *unsealed})
+
+
+@pytest.mark.parametrize("call", ["fork", "setsid"])
+def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It hangs in its start, before or after it has detached itself, with saves handed over to it."""
+    code = f"import os\nhang = os.{call}\nos.{call} = lambda: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang()\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    folder = tmp_path / "disk"
+    with Bench(folder, arena_bytes=2 * MIB, store_timeout_s=1, drain_s=2) as bench:
+        old = bench.serving()
+        with monkeypatch.context() as broken:
+            broken.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+            os.kill(old, signal.SIGKILL)
+            bench.until("the next one hangs", lambda: "T" in map(process_state, store_processes(bench.arena)))
+            [hanging] = [pid for pid in store_processes(bench.arena) if process_state(pid) == "T"]
+        with stopped(hanging):
+            steps = [bench.encode(names("early", 40))]
+            assert len(steps[0].saves) == 40
+            bench.until("it is replaced", lambda: bench.workers[0].rank.incarnation == 3)
+
+            def reused() -> bool:
+                steps.append(bench.encode([f"other-{len(steps)}"]))
+                return bench.snapshot()["evictions"] > 300
+
+            bench.until("the next one serves, and the arena is used again and again", reused)
+            held = {place for place in places(steps[0]) if process_state(hanging) != "Z"}
+            assert all(apart(sorted([*held, place])) for place in set(places(*steps[1:])))
+        bench.until("the one that hung has ended", lambda: process_state(hanging) == "Z")
+        bench.settle()
+        assert bench.snapshot()["store_losses"] == 2
+        for name in filter(bench.live, {save.identifier for step in steps for save in step.saves}):
+            assert bench.serves(name)
+        bench.settle()
+        stored(folder)
+
+
+# ---- killed
+
+
+def test_killed_while_it_fills(tmp_path: Path) -> None:
+    old = names("old", 5)
+    with Bench(tmp_path) as bench:
+        bench.encode(old)
+        bench.settle()
+    path = path_of(tmp_path, old[0])
+    data = path.read_bytes()
+    with Bench(tmp_path) as bench:
+        bench.scanned()
+        path.unlink()
+        with stuck(path):
+            assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())
+            assert bench.cache.fetch(old[1], length(old[1]), time.monotonic())
+            bench.until("the other is filled", lambda: bench.live(old[1]))
+            assert bench.snapshot()["places_filling"] == 1
+            os.kill(bench.serving(), signal.SIGKILL)
+            bench.settle()
+        path.write_bytes(data)
+        assert (bench.snapshot()["fetch_misses"], bench.snapshot()["store_losses"]) == (1, 1)
+        assert bench.serves(old[2])
+        bench.until("it is asked for again", lambda: bench.fetch(old[0]))
+        all_made_up_for(bench, tmp_path, set(old))
+
+
+def test_killed_while_it_seals(tmp_path: Path) -> None:
+    saves = names("sealing", 5)
+    with Bench(tmp_path) as bench:
+        pid = bench.serving()
+        with stopped(pid):
+            bench.encode(saves)
+            bench.drain()
+            assert bench.snapshot()["places_sealing"] == len(saves)
+            os.kill(pid, signal.SIGKILL)
+        bench.settle()
+        assert set(bench.unsaved()) == set(saves)
+        assert bench.snapshot()["saves_dropped"] == len(saves)
+        all_made_up_for(bench, tmp_path, set(saves))
+
+
+def test_killed_while_it_writes(tmp_path: Path) -> None:
+    """A file half written is never served, is swept, and is written whole by the next one."""
+    rows = 32 * MIB // 128
+    with Bench(tmp_path, arena_bytes=128 * MIB) as bench:
+        pid = bench.serving()
+        bench.encode(["big"], rows)
+        wait_until("it is being written", lambda: any(path.stat().st_size for path in temporaries(tmp_path)))
+        os.kill(pid, signal.SIGKILL)
+        assert temporaries(tmp_path)
+        assert not stored(tmp_path)
+        bench.settle()
+        bench.until("the torn file is swept", lambda: path_of(tmp_path, "big").exists() and not temporaries(tmp_path))
+        assert bench.serves("big", rows)
+        bench.settle()
+    assert stored(tmp_path) == {"big"}
+
+
+def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path) -> None:
+    """Fifteen times, while it fills, seals and writes."""
+    dice = random.Random(2)
+    old, saved = names("old", 30), list[str]()
+    with Bench(tmp_path) as bench:
+        bench.encode(old)
+        bench.settle()
+    with Bench(tmp_path) as bench:
+        for number in range(15):
+            pid, losses = bench.serving(), bench.snapshot()["store_losses"]
+            fresh = names(f"round-{number}", 20)
+            for name in fresh:
+                bench.encode([name])
+            bench.cache.fetch(old[number], length(old[number]), time.monotonic())
+            moment = time.monotonic() + dice.random() * 0.02
+            while time.monotonic() < moment:
+                bench.drain()
+            os.kill(pid, signal.SIGKILL)
+            saved += fresh
+            bench.until("the loss is noticed", lambda n=losses: bench.snapshot()["store_losses"] == n + 1)
+            bench.settle()
+            stored(tmp_path)
+            assert all(bench.serves(name) for name in filter(bench.live, fresh))
+        bench.settle()
+        all_made_up_for(bench, tmp_path, {*old, *saved})
+
+
+@pytest.mark.parametrize("interpreter", ["/bin/false", "/no/such/interpreter"])
+def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
+) -> None:
+    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1, 0.2, 0.3))
+    with Bench(tmp_path) as bench:
+        bench.encode(["before"])
+        bench.settle()
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", interpreter)
+            os.kill(bench.serving(), signal.SIGKILL)
+            bench.until("it is gone", lambda: not store_processes(bench.arena))
+            bench.encode(["meanwhile"])
+            again = time.monotonic() + 0.5
+            bench.until("it was tried again and again", lambda: time.monotonic() > again)
+            assert bench.serves("before")
+            assert not bench.fetch("nowhere")
+            bench.settle()
+            losses = bench.snapshot()["store_losses"]
+            assert 1 <= losses <= 4
+        bench.serving()
+        bench.encode(["after"])
+        all_made_up_for(bench, tmp_path, {"before", "meanwhile", "after"})
+
+
+# ---- a disk that hangs
+
+
+def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_anothers_bytes(tmp_path: Path) -> None:
+    """Far more is encoded than may wait to be written, in an arena that is wanted again and again."""
+    with Bench(tmp_path, arena_bytes=60 * 8192) as bench:
+        with stuck(stuck_writes(tmp_path)):
+            for name in names("image", 200):
+                bench.encode([name])
+                bench.until("it is sealed", lambda n=name: bench.live(n))
+            assert bench.snapshot()["evictions"] > 100
+            assert bench.snapshot()["dirty_bytes"] <= 15 * 8192
+        bench.settle()
+        assert bench.unsaved()
+        while owed := bench.unsaved():
+            bench.encode(owed[:10])
+            bench.settle()
+        bench.until("all is written", lambda: not bench.snapshot()["unwritten"])
+        bench.settle()
+        assert stored(tmp_path) == set(names("image", 200))
+
+
+# ---- full links
+
+
+def in_time(work: Callable[[], None]) -> None:
+    """Run `work` while this thread watches that it comes to an end."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive(), "a call on the model's path waits"
+    if failures:
+        raise failures[0]
+
+
+def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_no_wait(tmp_path: Path) -> None:
+    """Both links to it are filled up. What was taken is done afterwards; what was not is known to be owed."""
+    many = names("image", 6000)
+    asked: list[bool] = []
+    writes = stuck(stuck_writes(tmp_path))
+    with writes as release, Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
+
+        def push() -> None:
+            asked.extend(bench.cache.fetch(f"nowhere-{name}", 0, time.monotonic()) for name in many)
+            for name in many:
+                bench.encode([name], 1)
+            bench.drain()
+
+        with stopped(bench.serving()):
+            in_time(push)
+            assert 200 < sum(asked) < len(many)
+            bench.until("all reports are in", lambda: not bench.cache.book.outstanding())
+            dropped = set(bench.unsaved())
+            taken = set(many) - dropped
+            assert 200 < len(taken) < len(many)
+            assert bench.snapshot()["places_sealing"] == len(taken)
+        release()
+        bench.settle()
+        assert set(filter(bench.live, many)) == taken
+        assert bench.snapshot()["fetch_misses"] == sum(asked)
+        bench.until("all that was taken is written", lambda: len(list(tmp_path.rglob("*.safetensors"))) == len(taken))
+        assert stored(tmp_path) == taken
+
+
+def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
+    """More reports and answers than a link holds: they come late, all, and in order."""
+    many = names("image", 2000)
+    with Bench(tmp_path) as bench:
+        bench.encode(["hot"])
+        bench.settle()
+
+        def push() -> None:
+            for name in many:
+                bench.encode([name], 1)
+            for _ in range(4000):
+                bench.read(["hot"])
+
+        in_time(push)
+        wait_until("all is on disk", lambda: len(list(tmp_path.rglob("*.safetensors"))) == 1 + len(many))
+        assert bench.snapshot()["saves"] == 1
+        bench.settle()
+        assert bench.snapshot()["saves"] == 1 + len(many)
+        assert bench.snapshot()["writes"] == 1 + len(many)
+        assert bench.snapshot()["loads_cpu"] == 4000
+        assert stored(tmp_path) == {"hot", *many}
