@@ -28,7 +28,7 @@ demo: $(READY)  ## Encode once, kill the engine, start again: a table of what wa
 	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
-	@$(BIN)/python -m pytest tests $(ARGS)
+	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)  ## Check style and types
 	@$(BIN)/ruff check .

@@ -205,7 +205,7 @@ def described(pid: int, sockets: Mapping[str, str]) -> list[str]:
 
 
 def socket_kinds() -> dict[str, str]:
-    """"socket:[inode]" to its kind: "unix seqpacket" are the links of the cache, vLLM has none of these."""
+    """ "socket:[inode]" to its kind: "unix seqpacket" are the links of the cache, vLLM has none of these."""
     found = {}
     types = {"0001": "unix stream", "0002": "unix datagram", "0005": "unix seqpacket"}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:

@@ -34,7 +34,9 @@ CLOCK = Request(Prompt(text="tick"), max_tokens=60, priority=-1)
 
 
 @pytest.fixture(scope="module", params=list(Layout), ids=lambda layout: layout.name.lower())
-def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Iterator[Rig]:
+def rig(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference
+) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("engine")
     with Rig(MODEL, request.param, folder, reference, keys=KEYS, **TIGHT) as rig:
         rig.scanned()

@@ -143,9 +143,9 @@ class Scheduler:
 
     # ---- steps
 
-    def save(self, identifiers: Iterable[str], rows: int = ROWS) -> Step:
+    def save(self, identifiers: Iterable[str], rows: int = ROWS, persist: bool = True) -> Step:
         """A step that encodes; those without a place are encoded all the same, and not saved."""
-        reserved = [self.cache.book.reserve_save(identifier, spec(rows), True) for identifier in identifiers]
+        reserved = [self.cache.book.reserve_save(identifier, spec(rows), persist) for identifier in identifiers]
         return self._step([place for place in reserved if place is not None], [])
 
     def load(self, identifiers: Iterable[str]) -> Step:
@@ -214,6 +214,9 @@ class Scheduler:
     def scanned(self) -> None:
         self.until("the folder is scanned", lambda: self.status()["scan_complete"])
 
+    def arena_inode(self) -> int:
+        return self.arena
+
     def snapshot(self) -> dict[str, int]:
         return self.cache.snapshot()
 
@@ -268,9 +271,9 @@ class Bench(Scheduler):
                 worker.close()
             raise
 
-    def encode(self, identifiers: Iterable[str], rows: int = ROWS) -> Step:
+    def encode(self, identifiers: Iterable[str], rows: int = ROWS, persist: bool = True) -> Step:
         """One step that encodes and saves, up to the ranks' reports."""
-        step = self.save(identifiers, rows)
+        step = self.save(identifiers, rows, persist)
         for worker in self.workers:
             worker.run(step)
         return step

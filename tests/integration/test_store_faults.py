@@ -22,6 +22,7 @@ from tests.integration.harness import (
     length,
     names,
     path_of,
+    payload,
     process_state,
     stopped,
     store_processes,
@@ -154,8 +155,9 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
     """It hangs in its start, before or after it has detached itself, with saves handed over to it."""
     code = f"import os\nhang = os.{call}\nos.{call} = lambda: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang()\n"
     (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1))
     folder = tmp_path / "disk"
-    with Bench(folder, arena_bytes=2 * MIB, store_timeout_s=1, drain_s=2) as bench:
+    with Bench(folder, arena_bytes=MIB, store_timeout_s=1, drain_s=2) as bench:
         old = bench.serving()
         with monkeypatch.context() as broken:
             broken.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
@@ -169,7 +171,7 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
 
             def reused() -> bool:
                 steps.append(bench.encode([f"other-{len(steps)}"]))
-                return bench.snapshot()["evictions"] > 300
+                return bench.snapshot()["evictions"] > 150
 
             bench.until("the next one serves, and the arena is used again and again", reused)
             held = {place for place in places(steps[0]) if process_state(hanging) != "Z"}
@@ -341,49 +343,46 @@ def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_n
     """Both links to it are filled up. What was taken is done afterwards; what was not is known to be owed."""
     many = names("image", 6000)
     asked: list[bool] = []
-    writes = stuck(stuck_writes(tmp_path))
-    with writes as release, Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
 
         def push() -> None:
             asked.extend(bench.cache.fetch(f"nowhere-{name}", 0, time.monotonic()) for name in many)
             for name in many:
-                bench.encode([name], 1)
+                bench.encode([name], 1, persist=False)
             bench.drain()
 
         with stopped(bench.serving()):
             in_time(push)
             assert 200 < sum(asked) < len(many)
             bench.until("all reports are in", lambda: not bench.cache.book.outstanding())
-            dropped = set(bench.unsaved())
-            taken = set(many) - dropped
+            taken = set(many) - set(bench.unsaved())
             assert 200 < len(taken) < len(many)
             assert bench.snapshot()["places_sealing"] == len(taken)
-        release()
         bench.settle()
         assert set(filter(bench.live, many)) == taken
         assert bench.snapshot()["fetch_misses"] == sum(asked)
-        bench.until("all that was taken is written", lambda: len(list(tmp_path.rglob("*.safetensors"))) == len(taken))
-        assert stored(tmp_path) == taken
+        some = sorted(taken)[::100]
+        assert bench.read(some) == {name: payload(name, 1) for name in some}
+        bench.settle()
 
 
 def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
     """More reports and answers than a link holds: they come late, all, and in order."""
-    many = names("image", 2000)
+    many = names("image", 5000)
     with Bench(tmp_path) as bench:
         bench.encode(["hot"])
         bench.settle()
 
         def push() -> None:
             for name in many:
-                bench.encode([name], 1)
-            for _ in range(4000):
+                bench.encode([name], 1, persist=False)
                 bench.read(["hot"])
 
         in_time(push)
-        wait_until("all is on disk", lambda: len(list(tmp_path.rglob("*.safetensors"))) == 1 + len(many))
+        wait_until("all is sealed", lambda: bench.status()["store"]["sealed"] == 1 + len(many))
         assert bench.snapshot()["saves"] == 1
         bench.settle()
         assert bench.snapshot()["saves"] == 1 + len(many)
-        assert bench.snapshot()["writes"] == 1 + len(many)
-        assert bench.snapshot()["loads_cpu"] == 4000
-        assert stored(tmp_path) == {"hot", *many}
+        assert bench.snapshot()["loads_cpu"] == len(many)
+        assert bench.read(many[::100]) == {name: payload(name, 1) for name in many[::100]}
+        bench.settle()

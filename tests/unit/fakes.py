@@ -360,11 +360,10 @@ class Stream:
     """Work in order, done only when the test runs it."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._work: deque[Callable[[], None] | Event] = deque()
-        self._barriers: set[Event] = set()
+        self._work: deque[Callable[[], object] | Event] = deque()
         self.events: list[Event] = []
 
-    def submit(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], object]) -> None:
         self._work.append(work)
 
     def record_event(self) -> Event:
@@ -435,11 +434,8 @@ class OnDevice(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if function is torch.Tensor.copy_ and kwargs.get("non_blocking"):
             destination, source = args
-            self._cuda.current_stream().submit(lambda: destination.copy_(source) and None)
+            self._cuda.current_stream().submit(lambda: destination.copy_(source))
             return destination
-        if function is torch.Tensor.record_stream:
-            self._cuda.recorded.append((args[0].data_ptr(), args[1]))
-            return None
         return function(*args, **kwargs)
 
 

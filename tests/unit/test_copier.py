@@ -20,8 +20,10 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
-def cuda() -> Iterator[Cuda]:
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda = Cuda()
+    recorded = cuda.recorded
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: recorded.append((self.data_ptr(), stream)))
     with OnDevice(cuda):
         yield cuda
 
@@ -76,7 +78,7 @@ def test_a_loaded_tensor_is_there_before_the_forward_pass_uses_it(cuda: Cuda, co
 
 def test_a_save_copies_what_the_model_has_produced_by_then(cuda: Cuda, copier: DeviceCopier) -> None:
     source, destination = torch.zeros(3, 4), torch.zeros(3, 4)
-    cuda.model.submit(lambda: source.fill_(7) and None)
+    cuda.model.submit(lambda: source.fill_(7))
     copier.save(source, destination)
     assert not side(cuda).run()
     cuda.model.run()

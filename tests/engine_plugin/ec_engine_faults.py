@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM plugin of the tests that makes a rank's copies late or fail. Off unless EC_TEST_FAULTS names a folder.
+
+Files in that folder are the faults, looked for at each copy:
+
+hold         saves and the reports behind them wait for its end on a thread, in order, while the engine goes on: what a
+             device's copy stream does, on a machine without one
+fail-<rank>  the next load of this rank raises; the file is gone then
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ec_engine_plugin import after_import
+
+FAULTS = "EC_TEST_FAULTS"
+_GLANCE_S = 0.002
+
+
+def break_copies() -> None:
+    """vllm.general_plugins entry point."""
+    if folder := os.environ.get(FAULTS):
+        after_import("lmcache_ec.adapters.vllm.worker", lambda module: give_faults(module, Path(folder)))
+
+
+def give_faults(module: ModuleType, folder: Path) -> None:
+    initialize = module.WorkerSide.__init__
+
+    def with_faults(self: Any, rank: int, copier: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, rank, FaultyCopier(copier, rank, folder), *args, **kwargs)
+
+    module.WorkerSide.__init__ = with_faults
+
+
+class FaultyCopier:
+    """Stands before a rank's own copier. Saves and reports pass through one thread, so that they keep their order."""
+
+    def __init__(self, copier: Any, rank: int, folder: Path) -> None:
+        self._copier = copier
+        self._hold = folder / "hold"
+        self._fail = folder / f"fail-{rank}"
+        self._late: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="late-copies", daemon=True)
+        self._thread.start()
+        self.register = copier.register
+
+    def load(self, source: Any) -> Any:
+        try:
+            self._fail.unlink()
+        except FileNotFoundError:
+            return self._copier.load(source)
+        raise RuntimeError("this load was made to fail")
+
+    def save(self, source: Any, destination: Any) -> None:
+        self._late.put(lambda: self._copier.save(source, destination))
+
+    def finish(self, done: Callable[[], None]) -> None:
+        self._late.put(lambda: self._copier.finish(done))
+
+    def close(self) -> None:
+        self._late.put(None)
+        self._thread.join()
+        self._copier.close()
+
+    def _run(self) -> None:
+        while (action := self._late.get()) is not None:
+            while self._hold.exists():
+                time.sleep(_GLANCE_S)
+            action()

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the model does without the cache is found out once for all tests here."""
+
+import msgspec
+import pytest
+
+from tests.engine_env import Layout, Output
+from tests.engine_runner import Call, EngineProcess
+from tests.faults.harness import MAX_TOKENS, MODEL, Truth
+
+PICTURES = 90
+
+
+@pytest.fixture(scope="session")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    folder = tmp_path_factory.mktemp("truth")
+    asked = {"first": 1, "last": PICTURES, "max_tokens": MAX_TOKENS, "folder": str(folder)}
+    with EngineProcess(MODEL, Layout.ONE_PROCESS, folder=folder / "engine") as engine:
+        revealed = engine.do(Call("tests.faults.inside:reveal", asked)).value
+    identifiers = {seed: identifier for seed, identifier, _ in revealed}
+    return Truth(folder, identifiers, {seed: msgspec.convert(said, Output) for seed, _, said in revealed})

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine under a fault: what the model does by itself, a served engine with its store process, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import safetensors
+
+from lmcache_ec.channel import rank_address, status_address
+from lmcache_ec.cli.status import engines
+from lmcache_ec.entry import TensorSpec, entry_length, room, seal, verify
+from lmcache_ec.key import EncoderCacheKey
+from tests.engine_env import Layout, Output
+from tests.engine_runner import EngineProcess, Forget, Generate, descendants
+from tests.integration.harness import process_state, stopped, temporaries
+from tests.media import Prompt
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Served", "Traces", "Truth", "eventually", "process_state", "stopped", "temporaries"]
+
+MODEL = "gemma3"
+NAMESPACE = "faults-0123456789abcdef"
+MAX_TOKENS = 4
+DEADLINE_S = 60.0
+"""By when a condition has to hold that should hold within a second or two: the machine may be busy."""
+
+NEAR = 1e-4
+"""How far two runs of the encoder may be apart: batches change the order of sums."""
+
+_QUIET = Prompt(text="nothing to see")
+
+
+def eventually(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s until {what}"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the model makes of each picture without the cache: output, identifier, and encoder output in `folder`."""
+
+    folder: Path
+    identifiers: dict[int, str]
+    outputs: dict[int, Output]
+
+    def tensor(self, identifier: str) -> np.ndarray[Any, Any]:
+        """float32 [rows, width]."""
+        import numpy as np
+
+        array: np.ndarray[Any, Any] = np.load(self.folder / f"{identifier}.npy")
+        return array
+
+    @property
+    def entry_bytes(self) -> int:
+        identifier = next(iter(self.identifiers.values()))
+        rows, width = self.tensor(identifier).shape
+        return entry_length(identifier, TensorSpec(rows, width, "F32"))
+
+    def names(self, seeds: Collection[int]) -> set[str]:
+        return {self.identifiers[seed] for seed in seeds}
+
+    def path(self, disk: Path, seed: int) -> Path:
+        return disk / EncoderCacheKey(NAMESPACE, self.identifiers[seed]).object_name
+
+    def store(self, disk: Path, seeds: Collection[int]) -> None:
+        """Entries of these pictures, as an earlier engine left them."""
+        for seed in seeds:
+            identifier = self.identifiers[seed]
+            tensor = self.tensor(identifier)
+            entry = bytearray(room(identifier)) + tensor.tobytes()
+            spec = TensorSpec(*tensor.shape, "F32")
+            seal(memoryview(entry), EncoderCacheKey(NAMESPACE, identifier), spec, "earlier")
+            self.path(disk, seed).parent.mkdir(parents=True, exist_ok=True)
+            self.path(disk, seed).write_bytes(entry)
+
+    def stored(self, disk: Path) -> set[str]:
+        """Identifiers of all files. Each has to verify, be named for what it holds, and hold its own picture's bytes."""
+        return {self._held_by(path) for path in disk.rglob("*.safetensors")}
+
+    def _held_by(self, path: Path) -> str:
+        import numpy as np
+
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        identifier: str = header["__metadata__"]["identifier"]
+        key = EncoderCacheKey(NAMESPACE, identifier)
+        verify(memoryview(data), key)
+        assert path.match(key.object_name), f"{path} holds {identifier}"
+        [(_, tensor)] = safetensors.deserialize(data)
+        found = np.frombuffer(tensor["data"], np.float32).reshape(tensor["shape"])
+        assert np.allclose(found, self.tensor(identifier), atol=NEAR, rtol=NEAR), f"{path} holds another's bytes"
+        return identifier
+
+
+class Served:
+    """An engine with the cache over the folder `disk`. Further `keys` are those of `ec:`; `engine` drives it."""
+
+    def __init__(
+        self,
+        truth: Truth,
+        folder: Path,
+        layout: Layout = Layout.ONE_PROCESS,
+        *,
+        model: str = MODEL,
+        disk: Path | None = None,
+        arena_entries: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        **keys: Any,
+    ) -> None:
+        self.truth = truth
+        self.folder = folder
+        self.disk = disk or folder / "disk"
+        self.id = str(uuid.uuid4())
+        self.faults = folder / "faults"
+        self.faults.mkdir(parents=True, exist_ok=True)
+        if arena_entries is not None:
+            keys["max_local_cpu_size"] = arena_entries * truth.entry_bytes / (1 << 30)
+        extra = {"local_disk": str(self.disk), "namespace": NAMESPACE, "load_deadline_ms": 60_000, **keys}
+        self.engine = EngineProcess(
+            model,
+            layout,
+            folder=folder,
+            connector={
+                "ec_connector": "ECLMCacheConnector",
+                "ec_role": "ec_both",
+                "engine_id": self.id,
+                "ec_connector_extra_config": extra,
+            },
+            environment={"EC_TEST_FAULTS": str(self.faults)},
+            **(arguments or {}),
+        )
+        self.layout = layout
+
+    # ---- requests
+
+    def ask(self, *seeds: int, together: bool = False) -> set[int]:
+        """A request for each picture; outputs have to be those without the cache. Returns which were encoded.
+
+        vLLM's own encoder cache is emptied before, so that each picture is either loaded or encoded, once on each rank.
+        """
+        self.engine.do(Forget())
+        prompts = tuple(Prompt(images=(seed,)) for seed in seeds)
+        report = self.engine.do(Generate(prompts, MAX_TOKENS, one_by_one=not together))
+        for seed, output in zip(seeds, report.outputs, strict=True):
+            assert output.equals(self.truth.outputs[seed]), f"picture {seed}: {output}"
+        by_name = {name: seed for seed, name in self.truth.identifiers.items()}
+        encoded = [by_name[identifier] for identifier in report.encodes]
+        assert len(encoded) == len(set(encoded)) * self.layout.ranks, f"not once on each rank: {encoded}"
+        return set(encoded)
+
+    def idle(self) -> None:
+        """A scheduling pass without a picture."""
+        self.engine.do(Generate((_QUIET,), 1))
+
+    # ---- what the store process says
+
+    def status(self) -> dict[str, Any] | None:
+        """None while no store process of this engine answers."""
+        found = [status for status in engines() if status["engine"].startswith(self.id)]
+        return max(found, key=lambda status: int(status["incarnation"]), default=None)
+
+    def until(self, what: str, condition: Callable[[dict[str, int], dict[str, int]], object]) -> None:
+        """Passes without a picture until `condition(book, store)` holds of the counts."""
+
+        def met() -> object:
+            self.idle()
+            status = self.status()
+            return status is not None and status["book"] and condition(status["book"], status["store"])
+
+        try:
+            eventually(what, met)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {self.status()}") from None
+
+    def settle(self) -> dict[str, int]:
+        """Until nothing is held or under way in the arena. Returns the book's counts."""
+        self.until("nothing is held", lambda book, _: not any(held(book).values()))
+        status = self.status()
+        assert status is not None
+        return dict(status["book"])
+
+    def ready(self) -> Self:
+        """Serving, and the folder scanned."""
+        eventually("the folder is scanned", lambda: (self.status() or {}).get("scan_complete"))
+        return self
+
+    def store_pid(self) -> int:
+        eventually("a store process answers", self.status)
+        status = self.status()
+        assert status is not None
+        return int(status["pid"])
+
+    def stored(self) -> set[str]:
+        return self.truth.stored(self.disk)
+
+    def log_lines(self, text: str) -> list[str]:
+        return [line for line in self.engine.log.read_text(errors="replace").splitlines() if text in line]
+
+    # ---- faults of the copies
+
+    @contextmanager
+    def copies_held(self) -> Iterator[None]:
+        (self.faults / "hold").touch()
+        try:
+            yield
+        finally:
+            (self.faults / "hold").unlink()
+
+    def fail_next_load(self, rank: int = 0) -> Path:
+        fault = self.faults / f"fail-{rank}"
+        fault.touch()
+        return fault
+
+    # ---- the end
+
+    def close(self) -> None:
+        """An orderly shutdown, after which nothing may be left."""
+        traces = Traces(self)
+        self.engine.close()
+        traces.assert_gone()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, at: object) -> None:
+        if self.engine.process.poll() is not None:
+            return
+        if error is None:
+            self.close()
+        else:
+            self.engine.kill()
+
+
+def held(book: Mapping[str, int]) -> dict[str, int]:
+    """What has to be zero when nothing is under way."""
+    states = [f"places_{state}" for state in ("reserved", "writing", "sealing", "filling", "orphaned")]
+    sizes = ["dirty_bytes", "filling_bytes", "leased_bytes"]
+    return {name: book[name] for name in (*states, *sizes, "pins", "leases", "orders", "fetches_under_way")}
+
+
+class Traces:
+    """All that could be left of an engine: taken while it runs, looked for after its end."""
+
+    def __init__(self, served: Served) -> None:
+        self.disk = served.disk
+        eventually("a store process answers", served.status)
+        status = served.status()
+        assert status is not None
+        self.store = int(status["pid"])
+        self.family = [served.engine.process.pid, *descendants(served.engine.process.pid)]
+        ranks = [rank_address(status["engine"], rank)[1:] for rank in range(served.layout.ranks)]
+        self._sockets = [*ranks, status_address(self.store)[1:].rpartition("-")[0] + "-"]
+        self._memory = {inode for pid in (*self.family, self.store) for inode in memory_files(pid)}
+        assert self._memory
+        assert len(self.sockets()) == len(self._sockets)
+
+    def sockets(self) -> list[str]:
+        names = re.findall(r"@(lmcache-ec-\S+)", Path("/proc/net/unix").read_text())
+        return sorted({name for name in names if name.startswith(tuple(self._sockets))})
+
+    def running(self) -> list[int]:
+        return [pid for pid in (*self.family, self.store) if process_state(pid) != "Z"]
+
+    def holders(self) -> list[int]:
+        """Processes, whichever, that still have this engine's arena or presence filter open or mapped."""
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        return [pid for pid in pids if memory_files(pid) & self._memory]
+
+    def assert_gone(self) -> None:
+        """Every process has ended by itself; no socket, no memory, no temporary is left."""
+        eventually(f"{self.running()} have ended", lambda: not self.running())
+        assert not self.sockets()
+        assert not self.holders()
+        assert not list(Path("/dev/shm").glob("lmcache*"))
+        assert not temporaries(self.disk)
+
+
+def memory_files(pid: int) -> set[int]:
+    """Inodes of the memory files of ours that a process has open or mapped."""
+    found = set()
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if os.readlink(link).startswith("/memfd:lmcache-ec"):
+                    found.add(os.stat(link).st_ino)
+            except OSError:
+                pass
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "/memfd:lmcache-ec" in line:
+                found.add(int(line.split()[4]))
+    except OSError:
+        pass  # it has ended
+    return found

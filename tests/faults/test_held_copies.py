@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies, seals and writes that are held while their places are wanted again: every file holds its own picture."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine_runner import Call
+from tests.faults.harness import NAMESPACE, Served, Truth
+from tests.integration.harness import stopped, stuck
+
+ROOM = 4
+"""Entries that fit the arena."""
+
+
+@pytest.fixture(scope="module")
+def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("small")
+    with Served(truth, folder, arena_entries=ROOM, store_timeout_s=600) as served:
+        yield served.ready()
+
+
+def test_a_place_whose_copy_is_held_is_nobody_elses_though_the_request_is_aborted(served: Served) -> None:
+    """The store process is stopped as well: it sees a place only after everybody has copied who believes to own it."""
+    before = served.settle()
+    with stopped(served.store_pid()):
+        with served.copies_held():
+            assert served.engine.do(Call("tests.faults.inside:abort_after_first_token", {"seed": 1})).value
+            wanted = range(2, 2 + 2 * ROOM)
+            assert served.ask(*wanted) == set(wanted)
+            assert served.ask(1) == {1}
+        assert served.ask(20) == {20}
+    after = served.settle()
+    assert after["saves"] - before["saves"] >= ROOM - 1
+    assert after["saves_dropped"] > before["saves_dropped"]
+    names = served.stored()
+    assert served.truth.names([1]) <= names <= served.truth.names([1, *wanted, 20])
+
+
+def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_saves(served: Served) -> None:
+    """Full of places that are not sealed yet: requests are served right, saves are dropped, counted and made up for."""
+    pictures = range(30, 30 + 3 * ROOM)
+    before = served.settle()
+    with stopped(served.store_pid()):
+        assert served.ask(*pictures) == set(pictures)
+        assert served.ask(*pictures, together=True) == set(pictures)
+    after = served.settle()
+    assert after["saves_dropped"] - before["saves_dropped"] >= len(pictures) - ROOM
+    assert after["pins"] == 0
+    for seed in pictures:
+        served.ask(seed)
+        served.until("its write is over", lambda book, _: not book["unwritten"] and not book["dirty_bytes"])
+    assert served.truth.names(pictures) <= served.stored()
+
+
+def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(
+    truth: Truth, tmp_path: Path
+) -> None:
+    """Entries beyond the budget of unwritten ones are evicted; nobody may still be about to write from their places."""
+    obstacle = tmp_path / "disk" / NAMESPACE / ".tmp" / "stuck"
+    pictures = range(1, 1 + 6 * ROOM)
+    with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:
+        with stuck(obstacle):
+            for seed in pictures:
+                assert served.ask(seed) == {seed}
+                served.until("it is sealed", lambda book, _: not book["places_sealing"] and not book["orders"])
+            status = served.status()
+            assert status is not None
+            assert status["book"]["evictions"] >= len(pictures) - ROOM
+            assert not served.stored()
+        served.settle()
+        assert served.stored()
+        status = served.status()
+        assert status is not None
+        assert not status["store"].get("disk_write_errors")
+
+

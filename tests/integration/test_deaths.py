@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's processes killed, or never all there: what was handed over lands, and nothing else is left."""
+
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_ec.channel import rank_address
+from lmcache_ec.rank import Rank
+from tests.integration.harness import (
+    MIB,
+    Bench,
+    Remote,
+    Scheduler,
+    Step,
+    Worker,
+    abstract_sockets,
+    length,
+    names,
+    path_of,
+    process_state,
+    stopped,
+    store_processes,
+    stored,
+    stuck,
+    temporaries,
+    wait_until,
+)
+
+IMAGES = names("image", 10)
+DRAIN_S = 5.0
+
+
+class Engine:
+    """A scheduler side and a rank, each in a process of its own that can be killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(uuid.uuid4())
+        self.rank = Remote(Worker, self.name)
+        self.scheduler = Remote(Scheduler, folder, self.name, drain_s=DRAIN_S)
+        self.scheduler.call("ready")
+        self.store: int = self.scheduler.call("serving")
+        self.arena: int = self.scheduler.call("arena_inode")
+
+    def copied(self, identifiers: list[str]) -> None:
+        """Encoded, copied into the arena and handed over; not yet reported."""
+        step: Step = self.scheduler.call("save", identifiers)
+        self.rank.call("run", step, report=False)
+
+    def kill(self, *victims: str) -> None:
+        """All at once, as far as one process can."""
+        pids = {"scheduler": self.scheduler.process.pid, "rank": self.rank.process.pid, "store": self.store}
+        for victim in victims:
+            os.kill(pids[victim] or 0, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.scheduler.kill()
+        self.rank.kill()
+
+    def gone(self) -> bool:
+        """Whether the host shows nothing of it: no process, no memory, no socket."""
+        processes = process_state(self.store) != "Z" or store_processes(self.arena)
+        address = rank_address(self.name, 0)[1:]
+        return not processes and not abstract_sockets(address, f"status-{self.store}-")
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    started = Engine(tmp_path)
+    yield started
+    started.end()
+
+
+@pytest.mark.parametrize(
+    "victims", [["scheduler"], ["rank"], ["scheduler", "rank"], ["rank", "scheduler"]], ids="+".join
+)
+def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_is_left(
+    engine: Engine, tmp_path: Path, victims: list[str]
+) -> None:
+    engine.copied(IMAGES)
+    engine.kill(*victims)
+    wait_until("the entries are on disk", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES), DRAIN_S)
+    if victims == ["scheduler"]:
+        wait_until("the store process has ended", lambda: process_state(engine.store) == "Z", DRAIN_S)
+    engine.end()
+    wait_until("nothing is left", engine.gone, DRAIN_S)
+    assert stored(tmp_path) == set(IMAGES)
+    assert not temporaries(tmp_path)
+    with Bench(tmp_path) as successor:
+        assert all(successor.serves(name) for name in IMAGES)
+
+
+def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: Engine, tmp_path: Path) -> None:
+    """Its links hold all that was handed over, beside answers that nobody took."""
+    engine.copied(IMAGES[:5])
+    wait_until("it has answered", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES[:5]))
+    with stopped(engine.store):
+        engine.copied(IMAGES[5:])
+        engine.kill("scheduler", "rank")
+        engine.end()
+    wait_until("nothing is left", engine.gone, DRAIN_S)
+    assert stored(tmp_path) == set(IMAGES)
+    assert not temporaries(tmp_path)
+
+
+def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engine: Engine, tmp_path: Path) -> None:
+    engine.copied([*IMAGES])
+    step = engine.scheduler.call("save", ["big"], 32 * MIB // 128)
+    engine.rank.call("run", step, report=False)
+    wait_until("a file is half written", lambda: any(path.stat().st_size > MIB for path in temporaries(tmp_path)))
+    engine.kill("store", "scheduler", "rank")
+    engine.end()
+    wait_until("nothing is left", engine.gone)
+    assert stored(tmp_path) == set(IMAGES)
+    with Bench(tmp_path) as successor:
+        successor.scanned()
+        assert not temporaries(tmp_path)
+        assert not successor.fetch("big", 32 * MIB // 128)
+        assert all(successor.serves(name) for name in IMAGES)
+
+
+def test_a_disk_that_hangs_keeps_the_store_process_no_longer_than_the_drain(tmp_path: Path) -> None:
+    name = str(uuid.uuid4())
+    with stuck(tmp_path / "bench-0123456789abcdef" / ".tmp" / "stuck"):
+        with Bench(tmp_path, engine=name, drain_s=0.5) as bench:
+            bench.encode(IMAGES)
+            bench.until("it is sealed", lambda: all(map(bench.live, IMAGES)))
+            pid, arena = bench.serving(), bench.arena
+        wait_until("it has ended all the same", lambda: process_state(pid) == "Z")
+        assert not store_processes(arena)
+        assert not stored(tmp_path)
+
+
+# ---- ranks that are not there
+
+
+def nothing_is_promised(bench: Scheduler) -> bool:
+    bench.drain()
+    wanted = [bench.cache.fetch(name, length(name), 0.0) or bench.live(name) for name in IMAGES]
+    return not any(wanted) and not bench.save(["another"]).saves
+
+
+def kept(folder: Path) -> None:
+    with Bench(folder) as bench:
+        bench.encode(IMAGES)
+        bench.settle()
+
+
+def test_a_rank_that_ends_makes_the_cache_inert_for_good(tmp_path: Path) -> None:
+    kept(tmp_path)
+    name = str(uuid.uuid4())
+    others = Remote(Worker, name, 1)
+    own = Worker(name, 0)
+    scheduler = Scheduler(tmp_path, name, ranks=2)
+    try:
+        scheduler.ready()
+        assert scheduler.fetch(IMAGES[0])
+        assert not scheduler.cache.inert
+        others.kill()
+        scheduler.until("the cache is inert", lambda: scheduler.cache.inert)
+        assert not scheduler.cache.fetch(IMAGES[1], length(IMAGES[1]), 0.0)
+        scheduler.drain()
+        assert scheduler.cache.inert
+    finally:
+        scheduler.close()
+        own.close()
+
+
+def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: Path) -> None:
+    kept(tmp_path)
+    scheduler = Scheduler(tmp_path, str(uuid.uuid4()))
+    try:
+        assert "rank 0" in scheduler.cache.inert
+        assert nothing_is_promised(scheduler)
+        assert not scheduler.cache.ready
+    finally:
+        scheduler.close()
+
+
+def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path: Path) -> None:
+    kept(tmp_path)
+    name = str(uuid.uuid4())
+    worker = Worker(name, 0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.bind(rank_address(name, 1))
+        silent.listen()
+        scheduler = Scheduler(tmp_path, name, ranks=2)
+        try:
+            wait_until("the other rank is there", lambda: worker.rank.arena_id)
+            assert nothing_is_promised(scheduler)
+            assert not scheduler.cache.ready
+        finally:
+            scheduler.close()
+            worker.close()
+
+
+def test_a_rank_copies_nothing_for_an_arena_that_is_not_its_own(tmp_path: Path) -> None:
+    with Bench(tmp_path) as bench, Bench(tmp_path) as other:
+        assert bench.cache.arena_id != other.cache.arena_id
+        step = bench.save(IMAGES)
+        other.workers[0].copy(step)
+        assert not other.workers[0].copy(step)[1]
+        bench.workers[0].run(Step("another arena", step.number, step.saves))
+        bench.until("it is reported", lambda: not bench.cache.book.outstanding())
+        bench.settle()
+        assert not any(map(bench.live, IMAGES))
+        assert set(bench.unsaved()) == set(IMAGES)
+    assert not stored(tmp_path)
+
+
+def test_an_address_serves_one_rank() -> None:
+    name = str(uuid.uuid4())
+    first = Worker(name)
+    with pytest.raises(OSError, match="in use"):
+        Rank(name, 0, lambda memory, offset, length: None)
+    first.close()
+    Worker(name).close()
