@@ -234,6 +234,7 @@ class EncoderCache:
 
     def _begin_store(self) -> None:
         """The first words to a new store process, and its link for the saving rank."""
+        self._revision = -1  # it has not been told the counts
         disk = self._config.local_disk
         self._tell(
             Start(
@@ -378,7 +379,7 @@ class EncoderCache:
 
     def _responsive(self, now: float) -> bool:
         unanswered = self._ping_sent > self._ping_answered
-        return not self._store.closed and not (unanswered and now - self._ping_sent > _SLOW_PONG_S)
+        return not self.inert and not self._store.closed and not (unanswered and now - self._ping_sent > _SLOW_PONG_S)
 
     def _look_after_store(self, now: float) -> None:
         for old in [store for store in self._old if store.gone]:

@@ -116,7 +116,7 @@ class Engine:
 
         hide_llvmlite_from_kernel_binding()
         self.layout = layout
-        self.wording = WORDINGS.get(str(model))
+        self.wording = WORDINGS.get(Path(model).name)
         arguments: dict[str, Any] = {
             "model": str(model_path(str(model)) if str(model) in MODELS else model),
             "dtype": "float32",
@@ -138,7 +138,7 @@ class Engine:
         self.llm = LLM(**{**arguments, **changes})
 
     def generate(self, prompts: Sequence[Prompt], max_tokens: int = 8) -> list[Output]:
-        """All prompts at once, greedily. The model has to be one of `tests.models`."""
+        """All prompts at once, greedily. The model, or its folder, has to be named like one of `tests.models`."""
         if self.wording is None:
             raise ValueError("only the models of tests.models have a wording; use .llm for others")
         outputs = self.llm.generate(

@@ -41,6 +41,7 @@ class ECLMCacheConnector(ECConnectorBase):
         _log_through_vllm()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._gave_up = False
         self._unavailable: set[str] = set()
         self._encodable: Callable[[Request], bool] | None = None
         if role == ECConnectorRole.SCHEDULER:
@@ -155,6 +156,9 @@ class ECLMCacheConnector(ECConnectorBase):
 
     def _give_up(self, where: str) -> None:
         """Inert from now on. A worker side stays to have vLLM encode what had been promised."""
+        if self._gave_up:
+            return
+        self._gave_up = True
         logger.exception("encoder cache: %s failed; requests are served without the cache from now on", where)
         side, self._scheduler = self._scheduler, None
         try:

@@ -95,10 +95,11 @@ class DeviceCopier:
         self._held += (source, destination)
 
     def finish(self, done: Done) -> None:
-        """Raises the error of an earlier step, if one failed."""
+        """Raises RuntimeError if an earlier step failed."""
         held, self._held = self._held, []
         if self._error is not None:
-            raise self._error
+            held.clear()
+            raise RuntimeError(f"copies of an earlier step failed: {self._error}") from self._error
         self._steps.put((self._stream.record_event(), held, done))
 
     def close(self) -> None:

@@ -268,11 +268,11 @@ class SchedulerSide:
             self._mirror &= self._allocated
         self._withdraw(identifier)
         memo = self._asked
-        item = next((item for item in memo.items if item.identifier == identifier), None) if memo is not None else None
-        if memo is None or item is None or not self._serves(item):
+        if memo is None:
             return False
+        items = [item for item in memo.items if item.identifier == identifier and item.end > memo.computed]
         place = memo.leases.get(identifier) or self.cache.book.live(identifier)
-        if place is None or not self._fits(place, item):
+        if place is None or not items or not all(self._serves(item) and self._fits(place, item) for item in items):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place
@@ -333,7 +333,7 @@ class SchedulerSide:
         self._allocated.clear()
         self._asked = None
         self._drained = False
-        self.cache.hand_ledger(self.counts)
+        self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
@@ -369,9 +369,11 @@ class SchedulerSide:
         return meta
 
     def _send_save(self, place: Place) -> Save:
+        """Only a dirty place is written as soon as it is sealed: of others, whose write is owed, nothing keeps the bytes
+        in place until the store process gets to it."""
         self.cache.book.send_save(place, self._step, SAVING_RANK)
         spec = place.spec or TensorSpec(0, 0, self._policy.dtype)
-        return Save(place.id, place.offset, place.length, place.identifier, spec, place.persist)
+        return Save(place.id, place.offset, place.length, place.identifier, spec, place.dirty)
 
     def _retries(self) -> list[Place]:
         """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
@@ -397,6 +399,7 @@ class SchedulerSide:
     def request_finished(self, request: Request) -> None:
         memo = self._memos.pop(request.request_id, None)
         if memo is not None:
+            self.cache.book.revision += 1  # the next pass hands on what was counted for it
             self._release(memo)
             if memo is self._asked:
                 self._asked = None

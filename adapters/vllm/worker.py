@@ -117,10 +117,11 @@ class WorkerSide:
         memory = rank.memory if rank is not None else None
         if rank is None or memory is None or rank.arena_id != meta.arena:
             raise ValueError("this rank is not attached to the engine's arena")
-        offset = order.offset + (room(order.identifier) if isinstance(order, Save) else 0)
-        if not within(offset, max(order.spec.nbytes, 1), len(memory)):
-            raise ValueError(f"{order.spec.nbytes} bytes at {offset} are not within the arena")
-        return view(memory, offset, order.spec)
+        head = room(order.identifier) if isinstance(order, Save) else 0
+        length = head + order.spec.nbytes
+        if not within(order.offset, max(length, 1), len(memory)):
+            raise ValueError(f"{length} bytes at {order.offset} are not within the arena")
+        return view(memory, order.offset + head, order.spec)
 
     def finish_step(self) -> None:
         """Report the step once its copies are over; hand finished saves to the store process first.
@@ -138,7 +139,7 @@ class WorkerSide:
             named = [(place, outcome, 0) for place, outcome in outcomes]
             for save in copied:
                 incarnation = rank.hand_over(_saved(save))
-                named.append((save.place, Outcome.COPIED if incarnation else Outcome.FAILED, incarnation))
+                named.append((save.place, Outcome.COPIED if incarnation else Outcome.ABSENT, incarnation))
             rank.report(step, named)
 
         self._copier.finish(done)

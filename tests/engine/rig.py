@@ -22,6 +22,7 @@ DEADLINE_S = 60.0
 
 ARENA = "/memfd:lmcache-ec-arena"
 NOTHING = Prompt(text="nothing to see")
+SEEN = Prompt(images=(1,), text="seen")
 
 
 class Reference:
@@ -59,10 +60,11 @@ class Rig:
         disk: Path | None = None,
         keys: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        connector: Mapping[str, str] | None = None,
         like: str = "",
         **arguments: Any,
     ) -> None:
-        """`keys` are of the connector's extra configuration; `like` is the model that the reference runs."""
+        """`keys` are of the extra configuration in `connector`; `like` is the model that the reference runs."""
         self.disk = disk or folder / "disk"
         self.layout = layout
         self._model = str(model)
@@ -71,6 +73,7 @@ class Rig:
         self._reference = reference
         self._keys = {"local_disk": str(self.disk), **(keys or {})}
         self._environment = environment
+        self._connector = dict(connector or {})
         self._arguments = arguments
         self.start()
 
@@ -81,6 +84,7 @@ class Rig:
             "ec_role": "ec_both",
             "engine_id": self.name,
             "ec_connector_extra_config": self._keys,
+            **self._connector,
         }
         self.engine = EngineProcess(
             self._model,
@@ -135,22 +139,40 @@ class Rig:
         for output, right, prompt in zip(outputs, expected, prompts, strict=True):
             assert output.equals(right), f"{prompt}: {output}, without the cache {right}"
 
-    def forget(self) -> None:
-        """Empty vLLM's own encoder cache."""
+    def forget(self, noticed: bool = False) -> None:
+        """Empty vLLM's own encoder cache. vLLM tells the connector nothing: it notices when it is asked about an item
+        that it took for cached, and has looked for none of these in the tiers before. `noticed`: it knows already.
+        """
+        if noticed:
+            self.ask(SEEN)
         self.engine.do(Forget())
+        if noticed:
+            self.ask(SEEN)
+            self.rest()
 
     # ---- what the cache holds and has counted
 
+    def statuses(self) -> list[dict[str, Any]]:
+        """Of all engines of this name: one a data-parallel rank, none where the cache is off."""
+        return [status for status in engines() if status["engine"].startswith(self.name)]
+
     def status(self) -> dict[str, Any]:
         """As the store process tells whoever asks. The second answer is later than all that was told it before."""
-        for _ in range(2):
-            [status] = [status for status in engines() if status["engine"].startswith(self.name)]
+        self.statuses()
+        [status] = self.statuses()
         return status
 
     def settle(self) -> None:
         """Until the store process has nothing left to do; the next request's passes take in what it has said."""
         wait_until("the store process is at rest", lambda: self.status()["jobs"] == 0)
         assert self.ask(NOTHING) == 0
+
+    def rest(self) -> None:
+        """Until vLLM's workers sleep. For a second after a step they spin: where there are no more cores than workers,
+        the store process gets no time meanwhile, and requests wait half a second for one that does not answer.
+        """
+        workers = [pid for name, pid in self.engine.processes().items() if "Worker" in name]
+        wait_until("the workers sleep", lambda: not any(_runs(pid) for pid in workers))
 
     def counts(self) -> dict[str, int]:
         self.settle()
@@ -215,6 +237,10 @@ def socket_kinds() -> dict[str, str]:
         for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
             found[f"socket:[{line.split()[9]}]"] = family
     return found
+
+
+def _runs(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "R"
 
 
 def _target(link: Path) -> str:

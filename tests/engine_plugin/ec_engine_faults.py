@@ -69,7 +69,10 @@ class FaultyCopier:
         self._copier.close()
 
     def _run(self) -> None:
-        while (action := self._late.get()) is not None:
-            while self._hold.exists():
-                time.sleep(_GLANCE_S)
-            action()
+        import torch
+
+        with torch.inference_mode():  # as in the forward pass, whose views of the arena these are
+            while (action := self._late.get()) is not None:
+                while self._hold.exists():
+                    time.sleep(_GLANCE_S)
+                action()

@@ -82,7 +82,8 @@ class Truth:
             identifier = self.identifiers[seed]
             tensor = self.tensor(identifier)
             entry = bytearray(room(identifier)) + tensor.tobytes()
-            spec = TensorSpec(*tensor.shape, "F32")
+            rows, width = tensor.shape
+            spec = TensorSpec(rows, width, "F32")
             seal(memoryview(entry), EncoderCacheKey(NAMESPACE, identifier), spec, "earlier")
             self.path(disk, seed).parent.mkdir(parents=True, exist_ok=True)
             self.path(disk, seed).write_bytes(entry)
@@ -100,7 +101,7 @@ class Truth:
         key = EncoderCacheKey(NAMESPACE, identifier)
         verify(memoryview(data), key)
         assert path.match(key.object_name), f"{path} holds {identifier}"
-        [(_, tensor)] = safetensors.deserialize(data)
+        [(_, tensor)] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
         found = np.frombuffer(tensor["data"], np.float32).reshape(tensor["shape"])
         assert np.allclose(found, self.tensor(identifier), atol=NEAR, rtol=NEAR), f"{path} holds another's bytes"
         return identifier
@@ -147,12 +148,13 @@ class Served:
 
     # ---- requests
 
-    def ask(self, *seeds: int, together: bool = False) -> set[int]:
+    def ask(self, *seeds: int, together: bool = False, forget: bool = True) -> set[int]:
         """A request for each picture; outputs have to be those without the cache. Returns which were encoded.
 
         vLLM's own encoder cache is emptied before, so that each picture is either loaded or encoded, once on each rank.
         """
-        self.engine.do(Forget())
+        if forget:
+            self.engine.do(Forget())
         prompts = tuple(Prompt(images=(seed,)) for seed in seeds)
         report = self.engine.do(Generate(prompts, MAX_TOKENS, one_by_one=not together))
         for seed, output in zip(seeds, report.outputs, strict=True):

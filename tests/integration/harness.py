@@ -104,14 +104,15 @@ class Worker:
             outcomes.append((order.place, Outcome.COPIED))
         return outcomes, loaded
 
-    def hand_over(self, step: Step) -> dict[int, int]:
-        """The store process's incarnation that each save was handed to; 0: to none."""
-        return {save.place: self.rank.hand_over(save) for save in step.saves} if self.number == 0 else {}
+    def hand_over(self, step: Step, outcomes: Sequence[tuple[int, Outcome]]) -> dict[int, int]:
+        """The store process's incarnation that each save that was copied was handed to; 0: to none."""
+        copied = {place for place, outcome in outcomes if outcome is Outcome.COPIED and self.number == 0}
+        return {save.place: self.rank.hand_over(save) for save in step.saves if save.place in copied}
 
     def run(self, step: Step, report: bool = True) -> dict[str, bytes]:
         """A whole step. Returns the payloads that were loaded."""
         outcomes, loaded = self.copy(step)
-        handed = self.hand_over(step)
+        handed = self.hand_over(step, outcomes)
         if report:
             self.report(step, outcomes, handed)
         return loaded
@@ -469,7 +470,7 @@ def stored(folder: Path) -> set[str]:
 
 def _read_file(path: Path) -> str:
     data = path.read_bytes()
-    [(name, tensor)] = safetensors.deserialize(data)
+    [(name, tensor)] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identifier: str = header["__metadata__"]["identifier"]
     rows, width = tensor["shape"]

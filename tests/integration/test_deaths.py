@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's processes killed, or never all there: what was handed over lands, and nothing else is left."""
 
+import mmap
 import os
 import signal
 import socket
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ec.channel import rank_address
+from lmcache_ec.channel import Attach, Attached, Link, Message, Segment, SegmentReady, StoreLink, rank_address
+from lmcache_ec.entry import room
 from lmcache_ec.rank import Rank
 from tests.integration.harness import (
     MIB,
@@ -23,6 +25,7 @@ from tests.integration.harness import (
     length,
     names,
     path_of,
+    payload,
     process_state,
     stopped,
     store_processes,
@@ -106,6 +109,54 @@ def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: E
     wait_until("nothing is left", engine.gone, DRAIN_S)
     assert stored(tmp_path) == set(IMAGES)
     assert not temporaries(tmp_path)
+
+
+def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_for(tmp_path: Path) -> None:
+    """Played over the bare links: a `Rank` lets go as soon as it notices."""
+    name = str(uuid.uuid4())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as address:
+        address.bind(rank_address(name, 0))
+        address.listen()
+        scheduler = Remote(Scheduler, tmp_path, name, drain_s=DRAIN_S)
+        link = Link(address.accept()[0])
+        received = dict(link_messages(link, Attach, StoreLink))
+        link.send(Attached(0))
+        link_messages(link, Segment)
+        link.send(SegmentReady(0))
+        scheduler.call("ready")
+        store: int = scheduler.call("serving")
+        step: Step = scheduler.call("save", IMAGES)
+        scheduler.kill()
+        with mmap.mmap(received[Attach], 0) as memory:
+            for save in step.saves:
+                memory[save.offset + room(save.identifier) : save.offset + save.length] = payload(save.identifier)
+        saver = Link(socket.socket(fileno=received[StoreLink]))
+        for save in step.saves:
+            assert saver.send(save)
+        wait_until(
+            "the entries are on disk", lambda: len(list(tmp_path.rglob("*.safetensors"))) == len(IMAGES), DRAIN_S
+        )
+        assert process_state(store) != "Z"
+        saver.close()
+        link.close()
+        os.close(received[Attach])
+    wait_until("the store process has ended", lambda: process_state(store) == "Z", DRAIN_S)
+    assert stored(tmp_path) == set(IMAGES)
+
+
+def link_messages(link: Link, *kinds: type[Message]) -> list[tuple[type[Message], int]]:
+    """Wait for one message of each kind, in this order: its kind and its descriptor."""
+    found: list[tuple[type[Message], int]] = []
+
+    def all_came() -> bool:
+        received = link.receive()
+        if received is not None:
+            assert type(received[0]) is kinds[len(found)]
+            found.append((type(received[0]), received[1][0] if received[1] else -1))
+        return len(found) == len(kinds)
+
+    wait_until(f"{kinds} have come", all_came)
+    return found
 
 
 def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engine: Engine, tmp_path: Path) -> None:
@@ -201,11 +252,8 @@ def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path
 
 def test_a_rank_copies_nothing_for_an_arena_that_is_not_its_own(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench, Bench(tmp_path) as other:
-        assert bench.cache.arena_id != other.cache.arena_id
         step = bench.save(IMAGES)
-        other.workers[0].copy(step)
-        assert not other.workers[0].copy(step)[1]
-        bench.workers[0].run(Step("another arena", step.number, step.saves))
+        bench.workers[0].run(Step(other.cache.arena_id, step.number, step.saves))
         bench.until("it is reported", lambda: not bench.cache.book.outstanding())
         bench.settle()
         assert not any(map(bench.live, IMAGES))

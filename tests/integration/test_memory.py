@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_ec.channel import rank_address
 from tests.integration.harness import (
     MIB,
     Bench,
@@ -67,17 +68,18 @@ def test_an_engine_that_ends_leaves_nothing_in_its_processes_nor_on_the_host(tmp
             bench.encode(names("image", 20))
             bench.settle()
             os.kill(bench.serving(), 9)  # a lost store process leaves nothing either
-            bench.serving()
+            sockets.append(f"status-{bench.serving()}-")
+            sockets.append(rank_address(bench.engine, 0)[1:-1])
+            assert len(set(abstract_sockets(*sockets))) == 3
             arenas.append(bench.arena)
             assert all(bench.serves(name) for name in names("image", 20))
 
-    arenas: list[int] = []
+    arenas, sockets = list[int](), list[str]()
     before = (descriptors(), mappings(), {thread.name for thread in threading.enumerate()})
-    sockets = set(abstract_sockets(""))
     engine()
     assert (descriptors(), mappings(), {thread.name for thread in threading.enumerate()}) == before
     wait_until("the store process has ended", lambda: not store_processes(arenas[0]))
-    assert set(abstract_sockets("")) <= sockets
+    wait_until("its sockets are gone", lambda: not abstract_sockets(*sockets))
 
 
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 
@@ -59,6 +61,10 @@ def all_made_up_for(bench: Bench, folder: Path, expected: set[str]) -> None:
         successor.settle()
 
 
+def noticed(bench: Bench, losses: int) -> bool:
+    return bench.snapshot()["store_losses"] > losses
+
+
 # ---- held by SIGSTOP
 
 
@@ -95,15 +101,18 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path)
         assert stored(tmp_path) >= handed
 
 
-def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(tmp_path: Path) -> None:
-    old, new, fresh = names("old", 20), names("new", 20), count()
+def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = names("old", 20), names("new", 20)
     with Bench(tmp_path) as bench:
         bench.encode(old)
         bench.settle()
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
-        with stopped(bench.serving()):
+        with stopped(bench.serving()), monkeypatch.context() as impatient:
+            impatient.setattr("lmcache_ec.cache._SLOW_PONG_S", 0.5)
             assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())  # nobody knows yet
-            bench.until("nothing is asked", lambda: not bench.cache.fetch(f"{next(fresh)}", 0, time.monotonic()))
+            bench.until("nobody waits", lambda: not bench.cache.fetch(old[0], length(old[0]), time.monotonic()))
             asked = bench.snapshot()["fetches"]
             assert not any(bench.cache.fetch(name, length(name), time.monotonic()) for name in old[1:])
             steps = [bench.encode([name]) for name in new]
@@ -127,7 +136,7 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_pat
     with Bench(tmp_path) as bench:
         bench.encode(old)
         bench.settle()
-    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=1) as bench:
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:
         pid = bench.serving()
         bench.encode(unwritten)
         bench.until("they are sealed", lambda: all(map(bench.live, unwritten)))
@@ -157,7 +166,7 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1))
     folder = tmp_path / "disk"
-    with Bench(folder, arena_bytes=MIB, store_timeout_s=1, drain_s=2) as bench:
+    with Bench(folder, arena_bytes=MIB, store_timeout_s=2, drain_s=2) as bench:
         old = bench.serving()
         with monkeypatch.context() as broken:
             broken.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
@@ -263,7 +272,7 @@ def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path) -> None:
                 bench.drain()
             os.kill(pid, signal.SIGKILL)
             saved += fresh
-            bench.until("the loss is noticed", lambda n=losses: bench.snapshot()["store_losses"] == n + 1)
+            bench.until("the loss is noticed", partial(noticed, bench, losses))
             bench.settle()
             stored(tmp_path)
             assert all(bench.serves(name) for name in filter(bench.live, fresh))
@@ -305,7 +314,7 @@ def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_
         with stuck(stuck_writes(tmp_path)):
             for name in names("image", 200):
                 bench.encode([name])
-                bench.until("it is sealed", lambda n=name: bench.live(n))
+                bench.until("it is sealed", partial(bench.live, name))
             assert bench.snapshot()["evictions"] > 100
             assert bench.snapshot()["dirty_bytes"] <= 15 * 8192
         bench.settle()
@@ -316,6 +325,26 @@ def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_
         bench.until("all is written", lambda: not bench.snapshot()["unwritten"])
         bench.settle()
         assert stored(tmp_path) == set(names("image", 200))
+
+
+def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path: Path) -> None:
+    """Although the store process finds the engine gone, with answers not taken, before it has read what it is to do."""
+    images = names("image", 40)
+    with (
+        stuck(stuck_writes(tmp_path)) as release,
+        ExitStack() as later,
+        Bench(tmp_path, arena_bytes=60 * 8192) as bench,
+    ):
+        bench.encode(images)
+        bench.until("all is sealed", lambda: all(map(bench.live, images)))
+        owed, arena, pid = bench.snapshot()["unwritten"], bench.arena, bench.serving()
+        assert owed >= 20
+        release()
+        wait_until("the others are written", lambda: bench.status()["jobs"] == 0)
+        assert len(stored(tmp_path)) == len(images) - owed
+        later.enter_context(stopped(pid))  # goes on once the engine has ended
+    wait_until("the store process has ended", lambda: not store_processes(arena))
+    assert stored(tmp_path) == set(images)
 
 
 # ---- full links

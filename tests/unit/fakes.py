@@ -114,9 +114,11 @@ class VllmScheduler:
         """
         if not self.side.ensure_cache_available(request, computed):
             return None
-        answers = {}
+        answers: dict[int, str] = {}
+        asked = set(self.cached)
         for index, feature in enumerate(request.mm_features):
-            if feature.identifier not in self.cached and feature.identifier not in answers.values():
+            if feature.identifier not in asked:
+                asked.add(feature.identifier)
                 answers[index] = "load" if self.side.has_cache_item(feature.identifier) else "encode"
         if blocks:
             for how in ("encode", "load"):
@@ -162,6 +164,7 @@ class Runner:
         self.worker.start(engine)
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []
+        self.encode: Callable[[str, int], torch.Tensor] = embedding
 
     def run(self, output: Any, *requests: Request) -> None:
         """A step. Steps without tokens reach no hook, as on the V1 runner."""
@@ -178,7 +181,7 @@ class Runner:
             for index in indices:
                 feature = by_name[name].mm_features[index]
                 self.encoded.append(feature.identifier)
-                self.cache[feature.identifier] = embedding(feature.identifier, feature.mm_position.length)
+                self.cache[feature.identifier] = self.encode(feature.identifier, feature.mm_position.length)
                 self.worker.save(self.cache, feature.identifier)
         self.worker.finish_step()
 
@@ -192,9 +195,12 @@ NOTHING_HELD = ("places_reserved", "places_writing", "places_sealing", "places_f
 class Served:
     """A real scheduler side over a real cache and store process, with a real worker side of one rank."""
 
-    def __init__(self, folder: Path | None, arena_bytes: int = 1 << 20, media: Any = None, **policy: Any) -> None:
-        name = uuid.uuid4().hex
-        self.runner = Runner(name)
+    def __init__(
+        self, folder: Path | None, arena_bytes: int = 1 << 20, runner: Any = None, name: str = "", **policy: Any
+    ) -> None:
+        """`runner` is another than a `Runner`; it serves the engine `name`."""
+        name = name or uuid.uuid4().hex
+        self.runner = runner or Runner(name)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
         try:
             self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20))
@@ -211,7 +217,7 @@ class Served:
             "start_timeout_s": PATIENCE_S,
             "persist_client_ids": False,
         }
-        media = media or SimpleNamespace(encodable=lambda feature: feature.data is not None)
+        media: Any = SimpleNamespace(encodable=lambda feature: feature.data is not None)
         self.side = SchedulerSide(self.cache, Policy(**{**defaults, **policy}), media, SILENT)
         self.vllm = VllmScheduler(self.side)
 

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models end to end: off, cold, repeated, and in a new process after the first was killed."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.engine.drive import Request
+from tests.engine.rig import ARENA, Reference, Rig, described, socket_kinds
+from tests.engine_env import Layout
+from tests.engine_runner import Generate
+from tests.media import Prompt
+
+OURS = {"unix seqpacket", f"{ARENA} (deleted)", "/memfd:lmcache-ec-presence (deleted)"}
+"""Links, arena and presence filter. Beside them the cache needs an eventfd, a pidfd and its store process's stderr."""
+
+PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 3)), Prompt(images=(2,), text="once more"))
+
+
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.name.lower())
+def test_gemma3(layout: Layout, tmp_path: Path, reference: Reference) -> None:
+    with Rig("gemma3", layout, tmp_path, reference) as rig:
+        assert rig.ask(*PROMPTS) == 3
+        rig.settle()
+        rig.forget()
+        assert rig.ask(*PROMPTS) == 0
+        assert rig.left_over() == {}
+        rig.restart()
+        assert rig.ask(*PROMPTS) == 0
+        assert rig.left_over() == {}
+        assert len(rig.files()) == 3
+        assert rig.engine.refused == []
+
+
+def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> None:
+    """vLLM would never load for it: the connector says that it is off, and does nothing."""
+    prompts = tuple(Prompt(audios=(number,), text="") for number in (1, 2))
+    with Rig("whisper", Layout.ONE_PROCESS, tmp_path, reference) as rig:
+        for _ in range(2):
+            rig.compare(rig.engine.do(Generate(prompts)).outputs, prompts, 8)
+        assert "encoder cache: off: encoder-decoder models" in rig.engine.last_words()
+        assert not rig.disk.exists()
+
+
+def test_switched_off(tmp_path: Path, reference: Reference) -> None:
+    """`ec.enabled: false`: outputs are right, and of the cache there is nothing: no arena, store process, link or
+    folder. Switched on, vLLM's processes have the links, the arena and no other socket or file more.
+    """
+    prompts = (Prompt(images=(1, 2)), Prompt(videos=(3,)))
+    unknown = Request(Prompt(images=(4,)), uuids=("never seen",), grid=(1, 8, 8))
+    opened = {}
+    for enabled in ("false", "true"):
+        by_path = {"ec_connector_module_path": "lmcache_ec.adapters.vllm.connector"}
+        environment = {"LMCACHE_EC_ENABLED": enabled}
+        folder = tmp_path / enabled
+        with Rig("qwen3vl", Layout.MULTI_PROCESS, folder, reference, environment=environment, connector=by_path) as rig:
+            assert rig.ask(*prompts) == 3
+            if enabled == "false":
+                assert rig.statuses() == []
+                assert not rig.disk.exists()
+                rig.forget()
+                assert rig.ask(*prompts) == 3
+                assert [ending.reason for ending in rig.play(unknown).endings] == ["error"]
+            sockets = socket_kinds()
+            opened[enabled] = {name: described(pid, sockets) for name, pid in rig.engine.processes().items()}
+            assert rig.ask(*prompts) == 0
+    assert opened["true"].keys() == opened["false"].keys()
+    assert not [target for targets in opened["false"].values() for target in targets if target in OURS]
+    for name, targets in opened["true"].items():
+        assert Counter(target for target in targets if target not in OURS) == Counter(opened["false"][name])

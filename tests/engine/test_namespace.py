@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that may encode otherwise finds nothing of what the one before it stored on the same disk."""
+
+import shutil
+from pathlib import Path
+
+from tests.engine.rig import Reference, Rig
+from tests.engine_env import Layout
+from tests.engine_runner import Generate
+from tests.media import Prompt
+from tests.models import model_path
+
+MODEL = "gemma3"
+PROMPT = Prompt(images=(1,))
+
+
+def overwrite_vision_tower(checkpoint: Path) -> None:
+    """Other weights of the same names and sizes in the same file, as a training run leaves them."""
+    from safetensors.torch import load_file, save_file
+
+    [file] = checkpoint.glob("*.safetensors")
+    weights = load_file(file)
+    for name in weights:
+        if "vision_tower" in name:
+            weights[name] = weights[name] * 1.5
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_overwritten_weights_and_another_epoch(tmp_path: Path, reference: Reference) -> None:
+    checkpoint = Path(shutil.copytree(model_path(MODEL), tmp_path / "current" / MODEL))
+    disk = tmp_path / "disk"
+    with Rig(checkpoint, Layout.ONE_PROCESS, tmp_path / "first", reference, disk=disk, like=MODEL) as rig:
+        assert rig.ask(PROMPT) == 1
+        rig.settle()
+        old = reference.outputs(MODEL, [PROMPT], 8)
+        overwrite_vision_tower(checkpoint)
+        rig.restart()
+        rig.scanned()
+        report = rig.engine.do(Generate((PROMPT,)))
+        assert rig.encodes(report.encodes) == 1
+        assert not report.outputs[0].equals(old[0])
+        assert len(rig.files()) >= 1
+    with Rig(MODEL, Layout.ONE_PROCESS, tmp_path / "next", reference, disk=disk, keys={"epoch": 1}) as rig:
+        assert rig.ask(PROMPT) == 1
+        rig.settle()
+        namespaces = {file.parents[2].name for file in rig.files()}
+        assert len(namespaces) == len(rig.files()) == 3

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deaths of an engine's processes right after a save was handed over: the entry is on disk, and nothing else is left.
+
+The store process is held from before the request until after the deaths, so that the whole write comes afterwards.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lmcache_ec.key import EncoderCacheKey
+from tests.engine_env import Layout
+from tests.engine_runner import Call
+from tests.faults.harness import NAMESPACE, Served, Traces, Truth, eventually
+from tests.integration.harness import process_state, stopped
+
+
+@pytest.fixture(scope="module")
+def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """An engine in vLLM's default layout. The last test that uses it kills a part of it."""
+    folder = tmp_path_factory.mktemp("parts")
+    with Served(truth, folder, Layout.MULTI_PROCESS, arena_entries=4, store_timeout_s=600) as served:
+        yield served.ready()
+
+
+def test_a_load_that_fails_in_the_worker_is_an_encode(served: Served) -> None:
+    served.ask(11)
+    served.settle()
+    fault = served.fail_next_load()
+    assert served.ask(11) == {11}
+    assert not fault.exists()
+    assert served.ask(11) == set()
+    assert served.settle()["loads_failed"] == 1
+
+
+def test_copies_held_in_another_process_hold_their_places(served: Served) -> None:
+    with stopped(served.store_pid()):
+        with served.copies_held():
+            assert served.engine.do(Call("tests.faults.inside:abort_after_first_token", {"seed": 1})).value
+            assert served.ask(*range(2, 10)) == set(range(2, 10))
+        assert served.ask(10) == {10}
+    served.settle()
+    assert served.truth.names([1]) <= served.stored()
+
+
+def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
+    """The others follow it: by vLLM's doing, and although the store process is held. The front end stays to be told."""
+    traces = Traces(served)
+    others = {name: pid for name, pid in served.engine.processes().items() if name.startswith("VLLM::")}
+    [victim] = [pid for name, pid in others.items() if name.startswith(title)]
+    with stopped(traces.store):
+        assert served.ask(seed) == {seed}
+        os.kill(victim, signal.SIGKILL)
+        eventually("the others have ended", lambda: all(process_state(pid) == "Z" for pid in others.values()))
+        served.engine.close()
+        eventually("the engine has ended", lambda: traces.running() == [traces.store])
+    traces.assert_gone()
+    assert served.truth.names([seed]) <= served.stored()
+
+
+def test_the_worker_is_killed(served: Served) -> None:
+    dies_and_leaves_its_entry(served, "VLLM::Worker", 20)
+
+
+def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
+    with Served(truth, tmp_path, Layout.MULTI_PROCESS) as served:
+        dies_and_leaves_its_entry(served, "VLLM::EngineCore", 20)
+
+
+def test_all_are_killed_at_once_then_with_the_store_process_too(truth: Truth, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with Served(truth, tmp_path / "first", Layout.MULTI_PROCESS, disk=disk) as served:
+        traces = Traces(served)
+        with stopped(traces.store):
+            assert served.ask(1, 2) == {1, 2}
+            served.engine.kill()
+            eventually("the engine has ended", lambda: traces.running() == [traces.store])
+        traces.assert_gone()
+    assert truth.stored(disk) == truth.names([1, 2])
+    half_written(truth, disk)
+    with Served(truth, tmp_path / "second", disk=disk) as served:
+        assert served.ready().ask(1, 2) == set()
+        traces = Traces(served)
+        with stopped(traces.store):
+            assert served.ask(3) == {3}
+            os.kill(traces.store, signal.SIGKILL)
+            served.engine.kill()
+        traces.assert_gone()
+    assert truth.stored(disk) <= truth.names([1, 2, 3])
+    with Served(truth, tmp_path / "third", disk=disk) as served:
+        assert served.ready().ask(1, 2, 3) <= {3}
+        assert served.ask(1, 2, 3) == set()
+
+
+def half_written(truth: Truth, disk: Path) -> None:
+    """What a store process leaves that is killed while it writes. Its name is no entry's, and the next one removes it."""
+    whole = truth.path(disk, 1).read_bytes()
+    workshop = disk / EncoderCacheKey(NAMESPACE, "").namespace / ".tmp"
+    workshop.mkdir(exist_ok=True)
+    (workshop / "1-half").write_bytes(whole[: len(whole) // 2])
+
+
+def test_ctrl_c_reaches_all_but_the_store_process(
+    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal sends SIGINT to its whole foreground process group."""
+
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", partial(subprocess.Popen, process_group=0, preexec_fn=heed))
+        served = Served(truth, tmp_path, Layout.MULTI_PROCESS)
+    with served:
+        traces = Traces(served)
+        group = served.engine.process.pid
+        assert {os.getpgid(pid) for pid in traces.family} == {group}
+        with stopped(traces.store):
+            assert served.ask(1) == {1}
+            os.killpg(group, signal.SIGINT)
+            eventually("the engine has ended", lambda: served.engine.process.poll() is not None)
+            eventually("all of it", lambda: traces.running() == [traces.store])
+        traces.assert_gone()
+    assert served.stored() == truth.names([1])
+
+
+def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:
+    """Both ranks encode then, or the encoder's collectives would hang."""
+    disk = tmp_path / "disk"
+    truth.store(disk, [1, 2])
+    with Served(truth, tmp_path, Layout.TP2) as served:
+        fault = served.ready().fail_next_load(rank=1)
+        assert served.ask(1) == {1}
+        assert not fault.exists()
+        assert served.ask(1, 2) == set()
+        assert served.settle()["loads_failed"] == 1
+        traces = Traces(served)
+        with stopped(traces.store):
+            assert served.ask(3) == {3}
+            served.engine.close()
+            eventually("the engine has ended", lambda: traces.running() == [traces.store])
+        traces.assert_gone()
+    assert truth.stored(disk) == truth.names([1, 2, 3])

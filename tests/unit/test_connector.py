@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The connector's shell, built from vLLM's own configuration: what may reach vLLM, and what must not."""
+
+import logging
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+
+from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
+from lmcache_ec.adapters.vllm.metadata import StepMetadata
+from lmcache_ec.config import ConfigError
+from tests.models import model_path
+from tests.unit.fakes import VllmScheduler, request, scheduler_output, sent, until
+from tests.unit.test_namespace import vllm_config
+
+Build = Callable[..., ECLMCacheConnector]
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, Any]:
+    transfer = {
+        "ec_connector": "ECLMCacheConnector",
+        "ec_connector_module_path": "lmcache_ec.adapters.vllm.connector",
+        "ec_role": "ec_both",
+    }
+    return {
+        model: vllm_config(model_path(model), ec_transfer_config=transfer, max_model_len=length)
+        for model, length in (("qwen3vl", 2048), ("whisper", 128))
+    }
+
+
+@pytest.fixture
+def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    built: list[ECLMCacheConnector] = []
+    engine = uuid.uuid4().hex
+    for name in ("LMCACHE_CONFIG_FILE", "LMCACHE_LOCAL_DISK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def connector(role: ECConnectorRole, model: str = "qwen3vl", **extra: Any) -> ECLMCacheConnector:
+        config = configs[model]
+        monkeypatch.setattr(config.ec_transfer_config, "ec_connector_extra_config", extra)
+        monkeypatch.setattr(config.ec_transfer_config, "engine_id", engine)
+        built.append(ECLMCacheConnector(config, role))
+        return built[-1]
+
+    yield connector
+    for each in built:
+        each.shutdown()
+
+
+def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConnector]:
+    """Worker first, as vLLM does; the scheduler side is ready."""
+    worker = build(ECConnectorRole.WORKER, **extra)
+    worker.start_worker_services()
+    scheduler = build(ECConnectorRole.SCHEDULER, **extra)
+    side = scheduler._scheduler
+    assert side is not None
+    until(lambda: (scheduler.build_connector_meta(scheduler_output()), side.cache.ready)[1])
+    return worker, scheduler
+
+
+def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
+    for role in ECConnectorRole:
+        with pytest.raises(ConfigError, match="max_local_cpu_size"):
+            build(role, max_local_cpu_sise=1)
+
+
+def test_switched_off_there_is_no_arena_no_process_and_no_folder(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "entries"
+    monkeypatch.setattr("lmcache_ec.arena.create", broken)
+    monkeypatch.setattr("lmcache_ec.incarnation.Incarnation.__init__", broken)
+    monkeypatch.setattr("lmcache_ec.rank.Rank.__init__", broken)
+    off: dict[str, Any] = {"enabled": False, "local_disk": str(folder)}
+    worker = build(ECConnectorRole.WORKER, **off)
+    worker.start_worker_services()
+    serves_without(worker, build(ECConnectorRole.SCHEDULER, **off))
+    assert not folder.exists()
+
+
+def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
+    """vLLM's V1 runner never loads for one, while a promise drops the encode."""
+    serves_without(build(ECConnectorRole.WORKER, model="whisper"), build(ECConnectorRole.SCHEDULER, model="whisper"))
+
+
+def serves_without(worker: ECLMCacheConnector, scheduler: ECLMCacheConnector) -> None:
+    """Every hook answers as no connector would, and metadata alone fails its request instead of the engine."""
+    media = request("media", "x", data={"pixel_values": SimpleNamespace(data="pixels")})
+    assert VllmScheduler(scheduler).offer(media) == "encode"
+    output = scheduler_output()
+    output.ec_connector_metadata = meta = scheduler.build_connector_meta(output)
+    assert meta == StepMetadata()
+    nothing = request("nothing", "y", data=None)
+    assert not scheduler.ensure_cache_available(nothing, 0)
+    assert scheduler.take_unavailable_requests() == {"nothing"}
+    assert scheduler.take_unavailable_requests() == set()
+    assert scheduler.request_finished(media) == (False, None)
+    cache: dict[str, Any] = {"x": None}
+    worker.bind_connector_metadata(meta)
+    worker.start_save_caches(encoder_cache=cache)
+    worker.start_load_caches(cache)
+    worker.save_caches(cache, "x")
+    assert worker.get_finished(set()) == (None, None)
+    assert cache == {"x": None}
+
+
+SCHEDULER_HOOKS: dict[str, Callable[[ECLMCacheConnector], Any]] = {
+    "ensure_cache_available": lambda c: c.ensure_cache_available(media_request(), 0),
+    "has_cache_item": lambda c: c.has_cache_item("x"),
+    "update_state_after_alloc": lambda c: c.update_state_after_alloc(media_request(), 0),
+    "build_connector_meta": lambda c: c.build_connector_meta(scheduler_output()),
+    "take_unavailable_requests": lambda c: c.take_unavailable_requests(),
+    "request_finished": lambda c: c.request_finished(media_request()),
+}
+WORKER_HOOKS: dict[str, tuple[str, Callable[[ECLMCacheConnector], Any]]] = {
+    "start_save_caches": ("retry_saves", lambda c: c.start_save_caches(encoder_cache={})),
+    "start_load_caches": ("load", lambda c: c.start_load_caches({})),
+    "save_caches": ("save", lambda c: c.save_caches({}, "x")),
+    "get_finished": ("finish_step", lambda c: c.get_finished(set())),
+}
+
+
+def media_request() -> Any:
+    return request("media", "x", data={"pixel_values": SimpleNamespace(data="pixels")})
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise LookupError("no such luck")
+
+
+def test_a_scheduler_hook_that_fails_says_so_and_the_engine_goes_on(
+    build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, hook in SCHEDULER_HOOKS.items():
+        caplog.clear()
+        worker, scheduler = both(build)
+        setattr(scheduler._scheduler, name, broken)
+        with caplog.at_level(logging.ERROR, "vllm.lmcache_ec"):
+            logging.getLogger("vllm.lmcache_ec").addHandler(caplog.handler)
+            answers = [hook(scheduler), hook(scheduler)]
+        assert answers[0] == answers[1], name
+        assert caplog.text.count("no such luck") == 1, name
+        serves_without(build(ECConnectorRole.WORKER, enabled=False), scheduler)
+        worker.shutdown()
+
+
+def test_a_worker_hook_that_fails_says_so_and_leaves_the_cache(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler side has to know: what is sent to this rank from now on is never copied."""
+    logging.getLogger("vllm.lmcache_ec").addHandler(caplog.handler)
+    for name, (method, hook) in WORKER_HOOKS.items():
+        worker, scheduler = both(build)
+        side = scheduler._scheduler
+        assert side is not None
+        setattr(worker._worker, method, broken)
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, "vllm.lmcache_ec"):
+            for _ in range(3):
+                hook(worker)
+        assert caplog.text.count("no such luck") == 1, name
+        until(lambda s=scheduler, side=side: (s.build_connector_meta(scheduler_output()), side.cache.inert)[1], name)
+        worker.shutdown()
+        scheduler.shutdown()
+
+
+def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Build) -> None:
+    """vLLM counts on it: the engine dies if the tensor never comes."""
+    worker, scheduler = both(build)
+    side = scheduler._scheduler
+    assert side is not None
+    place = SimpleNamespace(spec=None)
+    side._loads["x"] = (place, ("media", 0))  # type: ignore[assignment]
+    side.has_cache_item = broken  # type: ignore[method-assign]
+    assert not scheduler.has_cache_item("y")
+    output = scheduler_output()
+    output.num_scheduled_tokens["media"] = 1
+    output.ec_connector_metadata = scheduler.build_connector_meta(output)
+    output = sent(output)
+    worker.bind_connector_metadata(output.ec_connector_metadata)
+    worker.start_load_caches({})
+    worker.get_finished(set())
+    assert output.scheduled_encoder_inputs == {"media": [0]}
+
+
+def test_running_requests_outlive_a_failure_of_the_cache(build: Build) -> None:
+    """Whatever they needed is in the KV cache: only what is still to come can be missed."""
+    _, scheduler = both(build)
+    running = request("running", "x", data=None)
+    side = scheduler._scheduler
+    assert side is not None
+    side.ensure_cache_available = broken  # type: ignore[method-assign]
+    for computed in (4, 5, 50):
+        assert scheduler.ensure_cache_available(running, computed)
+    assert scheduler.take_unavailable_requests() == set()
+    assert not scheduler.ensure_cache_available(running, 0)
+    assert scheduler.take_unavailable_requests() == {"running"}
+
+
+def test_the_front_end_imports_the_class_without_the_cache() -> None:
+    """It asks only for class methods, and pays for the import at every start."""
+    probe = """
+import sys
+import vllm.distributed.ec_transfer.ec_connector.factory
+before = set(sys.modules)
+from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector as connector
+from lmcache_ec.adapters.vllm.plugin import register
+register(), register()
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+assert ECConnectorFactory._registry["ECLMCacheConnector"]() is connector
+assert connector.build_ec_connector_stats() is None
+print(*sorted(set(sys.modules) - before))
+"""
+    run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=200, check=True)
+    imported = run.stdout.splitlines()[-1].split()
+    ours = {name for name in imported if name.startswith("lmcache_ec")}
+    assert ours <= {
+        "lmcache_ec",
+        "lmcache_ec.adapters",
+        "lmcache_ec.adapters.vllm",
+        "lmcache_ec.adapters.vllm.connector",
+        "lmcache_ec.adapters.vllm.plugin",
+    }
+    assert not any(name.split(".")[0] in ("lmcache", "numba") for name in imported)

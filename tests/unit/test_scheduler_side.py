@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side over a real cache, store process and rank, asked what vLLM's scheduler asks, in its order.
+
+Every scenario ends with nothing held: no pin, lease, order, place on its way, fetch or remembered request.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lmcache_ec.adapters.vllm import scheduler as module
+from tests.unit.fakes import Feature, Position, Request, Served, digest, embedding, request, until
+
+PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
+X, Y, Z = digest("x"), digest("y"), digest("z")
+UUID, OTHER_UUID = "a client's own name", "another"
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Engines on one folder, one after another or side by side; each must hold nothing at the end."""
+    running: list[Served] = []
+
+    def start(**changes: Any) -> Served:
+        changes.setdefault("folder", tmp_path / "entries")
+        running.append(Served(**changes).ready())
+        return running[-1]
+
+    yield start
+    try:
+        for served in running:
+            if not served.cache.inert:
+                assert served.held() == {}
+    finally:
+        for served in running:
+            served.close()
+
+
+def finish(served: Served, *requests: Request) -> None:
+    for each in requests:
+        served.side.request_finished(each)
+
+
+def forget(served: Served, identifier: str) -> None:
+    """The arena has evicted an entry."""
+    place = served.cache.book.live(identifier)
+    assert place is not None
+    served.cache.book.forget(place)
+
+
+def count(served: Served, name: str) -> int:
+    return served.side.snapshot()[name]
+
+
+# ---- the common case
+
+
+def test_an_item_is_encoded_once_and_loaded_ever_after_also_by_the_next_engine(serve: Serve) -> None:
+    first = serve()
+    first.store(X, Y)
+    assert first.runner.encoded == [X, Y]
+    again = request("again", X, Y)
+    assert first.schedule(again) == "load load"
+    finish(first, again)
+
+    second = serve()
+    restarted = request("restarted", X, Y, Z)
+    assert second.schedule(restarted) == "load load encode"
+    finish(second, restarted)
+    assert second.runner.encoded == [Z]
+    for engine in (first, second):
+        for identifier in (X, Y):
+            assert torch.equal(engine.runner.cache[identifier], embedding(identifier))
+    assert count(second, "loads_disk") == 2
+
+
+def test_a_first_seen_item_waits_for_nothing(serve: Serve) -> None:
+    serve().store(X)
+    served = serve()
+    new = request("new", Y)
+    assert served.vllm.offer(new) == "encode"
+    served.step(new)
+    finish(served, new)
+    assert (count(served, "deferred_passes"), count(served, "fetches"), count(served, "filtered")) == (0, 0, 1)
+
+
+def test_two_requests_in_one_pass_share_a_load_and_a_save(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    one, two = request("one", X, Y), request("two", Y, X)
+    assert (served.vllm.offer(one), served.vllm.offer(two)) == ("load encode", "")
+    output = served.vllm.end_pass()
+    assert [load.identifier for load in output.ec_connector_metadata.loads] == [X]
+    assert list(output.ec_connector_metadata.saves) == [Y]
+    served.runner.run(output, one, two)
+    finish(served, one, two)
+
+
+# ---- promises
+
+
+def test_a_promise_that_finds_no_room_in_the_kv_cache_lasts_for_its_pass_alone(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    waiting = request("waiting", X)
+    for _ in range(20):
+        assert served.vllm.offer(waiting, blocks=False) == "load"
+        served.step()
+        assert (count(served, "pins"), count(served, "leases")) == (1, 1)  # the lease of the request that waits
+    assert served.schedule(waiting) == "load"
+    finish(served, waiting)
+
+
+def test_an_aborted_request_gives_its_leases_back(serve: Serve) -> None:
+    served = serve()
+    served.store(X, Y)
+    aborted = request("aborted", X, Y)
+    served.vllm.offer(aborted, blocks=False)
+    served.step()
+    assert count(served, "leases") == 2
+    finish(served, aborted)
+    assert (count(served, "leases"), count(served, "pins")) == (0, 0)
+
+
+def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
+    """A client gives one name to pictures of different sizes. The engine dies of too few rows, errs with too many."""
+    served = serve()
+    for name, rows in (("small", 4), ("large", 9), ("small again", 4)):
+        asking = request(name, UUID, rows=rows)
+        assert served.schedule(asking) == "encode"
+        finish(served, asking)
+        assert len(served.runner.cache[UUID]) == rows
+        served.settle()
+        served.vllm.evict(UUID)
+        served.step()
+
+
+def test_a_name_given_twice_in_one_prompt_is_not_promised_for_the_wrong_one(serve: Serve) -> None:
+    """vLLM asks by name alone, so a promise has to fit every item of that name."""
+    served = serve()
+    twice = Request("twice", [Feature(UUID, Position(0, 4)), Feature(UUID, Position(10, 9))])
+    served.store(UUID)
+    served.vllm.offer(twice, blocks=False)
+    served.step()
+    assert served.side.ensure_cache_available(twice, 8)  # the prefix cache has the first one by now
+    assert not served.side.has_cache_item(UUID)
+    served.step()
+    finish(served, twice)
+
+
+# ---- vLLM's own encoder cache
+
+
+def test_what_vllm_holds_is_neither_fetched_nor_waited_for(serve: Serve) -> None:
+    served = serve()
+    first, second = request("first", X), request("second", X)
+    served.schedule(first)
+    served.settle()
+    forget(served, X)
+    assert served.vllm.offer(second) == ""
+    served.step()
+    finish(served, first, second)
+    assert (count(served, "fetches"), count(served, "deferred_passes")) == (0, 0)
+
+
+def test_a_question_about_what_vllm_held_means_that_it_has_emptied_its_cache(serve: Serve) -> None:
+    served = serve()
+    first = request("first", X, Y)
+    served.schedule(first)
+    served.settle()
+    served.vllm.cached.clear()
+    again = request("again", X)
+    assert served.vllm.offer(again) == "load"
+    served.step(again)
+    forget(served, Y)
+    other = request("other", Y)
+    assert served.schedule(other) == "load"  # fetched, though it was never told to be freed
+    finish(served, first, again, other)
+    assert count(served, "mirror_resets") == 1
+
+
+def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve) -> None:
+    """vLLM makes room for one request, and the next in the same pass wants what had to go: told only at its end."""
+    served = serve()
+    first = request("first", X, Y)
+    served.schedule(first)
+    served.settle()
+    forget(served, Y)
+    served.vllm.evict(X)
+    again, other = request("again", X), request("other", Y)
+    assert served.vllm.offer(again) == "load"
+    served.step(again)
+    assert served.vllm.offer(other) == ""
+    served.step(other)
+    assert X in served.side._mirror
+    finish(served, first, again, other)
+    assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
+
+
+# ---- steps that do not come
+
+
+def test_a_step_without_tokens_drops_reservations_and_keeps_loads(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    new, stored = request("new", Y), request("stored", X)
+    assert (served.vllm.offer(new), served.vllm.offer(stored)) == ("encode", "load")
+    for each in (new, stored):
+        served.vllm.preempt(each)
+    output = served.vllm.end_pass()
+    assert output.ec_connector_metadata.step == 0
+    assert (count(served, "places_reserved"), count(served, "pins")) == (0, 1)
+    served.runner.run(output)
+    served.vllm.cached.discard(Y)
+    served.step(text=1)  # vLLM believes that it holds the item: any request may use it from now on
+    assert torch.equal(served.runner.cache[X], embedding(X))
+    finish(served, new, stored)
+
+
+def test_a_load_put_off_that_vllm_no_longer_wants_is_dropped(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    stored = request("stored", X)
+    served.vllm.offer(stored)
+    served.vllm.preempt(stored)
+    served.runner.run(served.vllm.end_pass())
+    served.vllm.evict(X)
+    output = served.vllm.end_pass(text=1)
+    assert output.ec_connector_metadata.loads == []
+    served.runner.run(output)
+    finish(served, stored)
+
+
+def test_an_encode_taken_back_by_a_preemption_leaves_no_place(serve: Serve) -> None:
+    served = serve()
+    new = request("new", X)
+    served.vllm.offer(new)
+    served.vllm.preempt(new)
+    output = served.vllm.end_pass(text=1)
+    assert output.ec_connector_metadata.saves == {}
+    served.runner.run(output)
+    finish(served, new)
+    assert count(served, "used_bytes") == 0
+
+
+# ---- saves
+
+
+def test_a_save_that_found_no_room_is_made_up_for_while_vllm_holds_the_item(serve: Serve) -> None:
+    served = serve(arena_bytes=2 * PLACE_BYTES)
+    requests = [request(name, digest(name)) for name in ("a", "b", "late")]
+    outputs = []
+    for each in requests:
+        served.vllm.offer(each)
+        outputs.append(served.vllm.end_pass())
+    assert count(served, "unsaved") == 1
+    for output in outputs:
+        served.runner.run(output, *requests)
+    until(lambda: (served.settle(), count(served, "unsaved") == 0)[1])
+    finish(served, *requests)
+    next_engine = serve()
+    restarted = request("restarted", *(digest(name) for name in ("a", "b", "late")))
+    assert next_engine.schedule(restarted) == "load load load"
+    finish(next_engine, restarted)
+
+
+def test_a_save_that_found_no_room_is_forgotten_when_vllm_frees_the_item(serve: Serve) -> None:
+    served = serve(arena_bytes=PLACE_BYTES)
+    one, two = request("one", X), request("two", Y)
+    served.vllm.offer(one)
+    first = served.vllm.end_pass()
+    served.vllm.offer(two)
+    second = served.vllm.end_pass()
+    served.vllm.evict(Y)
+    for output in (first, second):
+        served.runner.run(output, one, two)
+    served.settle()
+    finish(served, one, two)
+    assert (count(served, "unsaved"), count(served, "saves")) == (0, 1)
+
+
+def test_a_save_dropped_for_an_item_that_came_back_in_the_pass_of_its_eviction_is_made_up_for(serve: Serve) -> None:
+    served = serve(arena_bytes=PLACE_BYTES)
+    one, two = request("one", X), request("two", Y)
+    for each in (one, two):
+        served.schedule(each)
+        served.settle()
+    blocking = request("blocking", Z)
+    served.vllm.offer(blocking)
+    blocked = served.vllm.end_pass()  # the one place is on its way, until this step has run
+    served.vllm.evict(X)
+    again = request("again", UUID, X)
+    served.vllm.offer(again)
+    output = served.vllm.end_pass()
+    for each in (blocked, output):
+        served.runner.run(each, blocking, again)
+    assert X in served.cache.book.unsaved
+    finish(served, one, two, blocking, again)
+    served.vllm.evict(UUID)
+    served.settle()
+
+
+def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve) -> None:
+    served = serve()
+    served.runner.encode = lambda identifier, rows: torch.ones(rows, 3)
+    odd = request("odd", X)
+    served.schedule(odd)
+    steps = []
+    for _ in range(5):
+        output = served.vllm.end_pass(text=1)
+        steps.append(len(output.ec_connector_metadata.retries))
+        served.runner.run(output)
+        until(lambda: (served.cache.drain(0.0), not served.cache.book.outstanding())[1])
+    finish(served, odd)
+    assert sum(steps) <= 1
+    served.vllm.evict(X)
+
+
+# ---- what is never cached, and by whom
+
+
+@pytest.mark.parametrize(
+    "kind", [{"modality": "prompt_embeds"}, {"identifier": "renderer0-mm-1-image-0"}], ids=["prompt_embeds", "counter"]
+)
+def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
+    served = serve()
+    identifier = kind.pop("identifier", X)
+    for name in ("first", "second"):
+        asking = request(name, identifier, **kind)  # type: ignore[arg-type]
+        assert served.vllm.offer(asking) == "encode"
+        output = served.vllm.end_pass()
+        assert output.ec_connector_metadata.saves == {}
+        served.runner.run(output, asking)
+        finish(served, asking)
+        served.vllm.evict(identifier)
+        served.step()
+    assert count(served, "used_bytes") == 0
+
+
+def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
+    producer = serve(consumer=False)
+    producer.store(X)
+    again = request("again", X)
+    assert producer.schedule(again) == "encode"
+    finish(producer, again)
+    consumer = serve(producer=False, widths={})  # nobody tells a consumer how wide the rows are
+    asking = request("asking", X, Y)
+    assert consumer.schedule(asking) == "load encode"
+    finish(consumer, asking)
+    consumer.settle()
+    assert torch.equal(consumer.runner.cache[X], embedding(X))
+    assert (count(consumer, "saves"), count(consumer, "saves_dropped")) == (0, 0)
+
+
+# ---- requests that carry nothing to encode
+
+
+def metadata_only(name: str, *identifiers: str, rows: int = 4) -> Request:
+    return request(name, *identifiers, rows=rows, data=None)
+
+
+def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alone(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    known, unknown, other = metadata_only("known", X), metadata_only("unknown", X, Y), request("other", Z)
+    assert served.vllm.offer(unknown) is None
+    assert served.side.take_unavailable_requests() == {"unknown"}
+    assert served.side.take_unavailable_requests() == set()
+    finish(served, unknown)
+    assert (served.vllm.offer(known), served.vllm.offer(other)) == ("load", "encode")
+    served.step(known, other)
+    assert served.side.take_unavailable_requests() == set()
+    finish(served, known, other)
+
+
+@pytest.mark.parametrize("inert", [False, True], ids=["working", "inert"])
+def test_a_running_request_is_never_failed_over_an_item_that_vllm_holds_for_it(serve: Serve, inert: bool) -> None:
+    served = serve()
+    served.store(X)
+    running = metadata_only("running", X)
+    served.schedule(running)
+    served.settle()
+    forget(served, X)
+    served.vllm.evict()
+    if inert:
+        served.runner.worker.abandon()
+        until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+    for computed in (2, 4, 5):  # within the item, and past it
+        assert served.vllm.offer(running, computed) == ""
+        served.vllm.end_pass()
+    assert served.side.take_unavailable_requests() == set()
+    waiting = metadata_only("waiting", Y)
+    assert served.vllm.offer(waiting) is None
+    assert served.side.take_unavailable_requests() == {"waiting"}
+    finish(served, running, waiting)
+
+
+def test_a_preempted_request_no_longer_holds_its_item(serve: Serve) -> None:
+    """It resumes where the prefix cache ends, within the item, which vLLM and the arena may have evicted since."""
+    served = serve(folder=None)
+    served.store(X)
+    preempted = metadata_only("preempted", X)
+    served.schedule(preempted)
+    assert served.vllm.offer(preempted, 2) == ""
+    preempted.num_preemptions += 1
+    served.step(preempted)
+    served.settle()
+    served.vllm.evict(X)
+    served.step()
+    forget(served, X)
+    assert served.vllm.offer(preempted, 2) is None
+    assert served.side.take_unavailable_requests() == {"preempted"}
+    finish(served, preempted)
+
+
+# ---- waiting
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = module.time.monotonic()
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+def test_a_request_waits_for_its_deadline_in_total_and_no_longer(serve: Serve, clock: Clock) -> None:
+    """Both items are being saved, in a step that has not run yet, when vLLM needs their room."""
+    served = serve(window=5, deadline_s=1.0)
+    writers = [request("first writer", UUID), request("second writer", OTHER_UUID)]
+    steps = []
+    for writer in writers:
+        served.vllm.offer(writer)
+        steps.append(served.vllm.end_pass())
+    served.vllm.evict(UUID, OTHER_UUID)
+    steps.append(served.vllm.end_pass())
+    patient = request("patient", UUID, OTHER_UUID)
+
+    def offer(computed: int, wait_s: float) -> bool:
+        clock.now += wait_s
+        scheduled = served.side.ensure_cache_available(patient, computed)
+        served.vllm.end_pass(text=1)
+        return scheduled
+
+    assert not offer(0, 0.0)
+    assert not offer(0, 0.6)
+    served.runner.run(steps[0], *writers)
+    until(lambda: offer(0, 0.0), "the first item never arrived")
+    assert not offer(8, 10.0)  # time between its waits does not count
+    assert not offer(8, 0.3)
+    assert offer(8, 0.2)
+    assert count(served, "timeouts") == 1
+    for step in steps[1:]:
+        served.runner.run(step, *writers)
+    finish(served, patient, *writers)
+
+
+def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
+    """Leases end at half the arena; what is over is encoded or loaded as it comes, and nobody waits for ever."""
+    images = [digest(f"image {number}") for number in range(50)]
+    writer = serve()
+    writer.store(*images)
+    served = serve(arena_bytes=20 * PLACE_BYTES)
+    leased = []
+    big, rival = request("big", *images), request("rival", *reversed(images))
+    for each in (big, rival):
+        answers = served.schedule(each).split()
+        leased.append(count(served, "leased_bytes"))
+        assert len(answers) == len(images) or each is rival
+        for identifier in images:
+            assert torch.equal(served.runner.cache[identifier], embedding(identifier))
+    assert max(leased) <= 10 * PLACE_BYTES
+    assert 0 < count(served, "loads_disk") < len(images)
+    finish(served, big, rival)
+    served.vllm.evict(*images)
+
+
+def test_first_requests_wait_for_the_ranks_and_then_no_longer(clock: Clock) -> None:
+    served = Served(None, start_timeout_s=3.0)
+    try:
+        served.cache._attached.clear()
+        served.cache._from_rank = lambda *_: None  # type: ignore[method-assign]
+        served.cache._rank_takers = []
+        early = metadata_only("early", X)
+        assert served.vllm.offer(early) is None
+        assert served.side.take_unavailable_requests() == set()
+        clock.now += 3.0
+        late = request("late", Y)
+        served.vllm.end_pass()
+        assert served.vllm.offer(late) == "encode"
+        assert served.vllm.offer(early) is None
+        assert served.side.take_unavailable_requests() == {"early"}
+    finally:
+        served.close()
+
+
+# ---- the cache gone
+
+
+def test_without_its_rank_the_cache_is_inert_and_everything_is_encoded(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    leased = request("leased", X)
+    served.vllm.offer(leased, blocks=False)
+    served.vllm.end_pass()
+    served.runner.worker.abandon()
+    until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+    asking = request("asking", X, Y)
+    assert served.vllm.offer(asking) == "encode encode"
+    output = served.vllm.end_pass()
+    served.runner.run(output, asking)
+    assert sorted(served.runner.cache) == sorted([X, Y])
+    finish(served, leased, asking)
+    assert (count(served, "leases"), count(served, "pins"), count(served, "places_reserved")) == (0, 0, 0)
+
+
+def test_what_was_promised_before_the_cache_became_inert_is_encoded_after_all(serve: Serve) -> None:
+    """vLLM counts on it, whatever becomes of the cache: the engine dies if the tensor never comes."""
+    served = serve()
+    served.store(X)
+    stored = request("stored", X)
+    served.vllm.offer(stored)
+    served.vllm.preempt(stored)
+    served.runner.run(served.vllm.end_pass())  # put off
+    served.runner.worker.abandon()
+    until(lambda: (served.cache.drain(module.time.monotonic()), served.cache.inert)[1])
+    assert served.vllm.offer(stored) == ""
+    served.runner.run(served.vllm.end_pass(), stored)
+    assert torch.equal(served.runner.cache[X], embedding(X))
+    finish(served, stored)
