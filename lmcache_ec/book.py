@@ -51,7 +51,10 @@ class State(enum.Enum):
 
 
 class Outcome(enum.IntEnum):
-    """What a rank reports of a place that a step sent it."""
+    """What a rank reports of a place that a step sent it.
+
+    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
+    """
 
     COPIED = 0
     ABSENT = 1
@@ -378,7 +381,8 @@ class Book:
     def _copied(self, place: Place, outcome: int, incarnation: int, alive: frozenset[int]) -> None:
         if outcome != Outcome.COPIED:
             self.counts.saves_void += 1
-            self._owe(place)
+            if outcome == Outcome.ABSENT:
+                self._owe(place)
             self._void(place)
             return
         self._move(place, State.SEALING)

@@ -46,7 +46,8 @@ class Standing(enum.Enum):
 class Item:
     """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
 
-    `held_at` is how many tokens were computed when vLLM gave it room; asked again with more, the request holds it.
+    `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
+    more tokens and no preemption since, the request holds it.
     """
 
     identifier: str
@@ -57,7 +58,7 @@ class Item:
     durability: Durability
     encodable: bool
     missed: bool = False
-    held_at: int | None = None
+    held_at: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -68,6 +69,7 @@ class Memo:
     items: list[Item]
     end: int
     computed: int = 0
+    preemptions: int = 0
     leases: dict[str, Place] = field(default_factory=dict)
     waiting_since: float | None = None
     waited_s: float = 0.0
@@ -129,7 +131,8 @@ class SchedulerSide:
             if memo.leases:
                 self._release(memo)
             return True
-        return self._prepare(memo, num_computed_tokens)
+        memo.computed, memo.preemptions = num_computed_tokens, request.num_preemptions
+        return self._prepare(memo)
 
     def take_unavailable_requests(self) -> set[str]:
         """Requests with an item that carries nothing to encode and that the cache does not hold. Told once."""
@@ -164,13 +167,12 @@ class SchedulerSide:
         self._memos[request.request_id] = memo
         return memo
 
-    def _prepare(self, memo: Memo, computed: int) -> bool:
+    def _prepare(self, memo: Memo) -> bool:
         """Lease what is there, start what can come; wait, fail the request, or let vLLM encode."""
-        memo.computed = computed
         if self._starting():
             return False
-        end = computed + self._policy.window
-        wanted = [item for item in memo.items if item.start < end and item.end > computed]
+        end = memo.computed + self._policy.window
+        wanted = [item for item in memo.items if item.start < end and item.end > memo.computed]
         standings = [self._standing(memo, item) for item in wanted]
         if Standing.PENDING in standings:
             if not self._waited(memo):
@@ -206,7 +208,7 @@ class SchedulerSide:
         """An item that carries nothing to encode is in nobody's hands but ours until the request holds it: vLLM may
         evict its own copy before that, so only a lease will do."""
         identifier = item.identifier
-        if item.held_at is not None and memo.computed > item.held_at:
+        if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
             return Standing.SETTLED
         if identifier in memo.leases or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
@@ -286,7 +288,7 @@ class SchedulerSide:
         self._allocated.add(identifier)
         memo = self._memos.get(request.request_id)
         if memo is not None:
-            memo.items[index].held_at = memo.computed
+            memo.items[index].held_at = (memo.computed, memo.preemptions)
         place = self._promises.pop(identifier, None)
         if place is not None:
             if identifier in self._loads:
@@ -323,7 +325,7 @@ class SchedulerSide:
         for identifier in list(self._promises):
             self._withdraw(identifier)
         self._follow_frees(scheduler_output.free_encoder_mm_hashes)
-        if scheduler_output.total_num_scheduled_tokens and not self.cache.inert:
+        if scheduler_output.total_num_scheduled_tokens and (self._loads or not self.cache.inert):
             meta = self._orders(scheduler_output)
         else:
             meta = StepMetadata()
@@ -338,14 +340,16 @@ class SchedulerSide:
 
     def _follow_frees(self, freed: list[str]) -> None:
         for identifier in freed:
+            if identifier in self._allocated:
+                continue  # evicted early in this pass, and given room again later
             self._mirror.discard(identifier)
             self.cache.book.unsaved.pop(identifier, None)
-            if identifier in self._loads and identifier not in self._allocated:
+            if identifier in self._loads:
                 self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
-        retries = self._retries() if book.unsaved else []
+        retries = self._retries() if book.unsaved and not self.cache.inert else []
         if not (self._loads or self._saves or retries or book.outstanding()):
             return StepMetadata()
         self._step += 1
@@ -369,8 +373,8 @@ class SchedulerSide:
         return meta
 
     def _send_save(self, place: Place) -> Save:
-        """Only a dirty place is written as soon as it is sealed: of others, whose write is owed, nothing keeps the bytes
-        in place until the store process gets to it."""
+        """Only a dirty place is written as soon as it is sealed: nothing keeps the bytes of others, whose write is
+        owed, in place until the store process gets to it."""
         self.cache.book.send_save(place, self._step, SAVING_RANK)
         spec = place.spec or TensorSpec(0, 0, self._policy.dtype)
         return Save(place.id, place.offset, place.length, place.identifier, spec, place.dirty)

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -44,7 +43,7 @@ class Reference:
 
     def close(self) -> None:
         for engine in self._engines.values():
-            engine.close()
+            engine.kill()
 
 
 class Rig:
@@ -101,14 +100,13 @@ class Rig:
         self.engine.kill()
         self.start()
 
-    def close(self) -> None:
-        self.engine.close()
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.engine.__exit__(kind, error, at)
+    def __exit__(self, *_: object) -> None:
+        """An orderly shutdown takes vLLM some seconds more, and is for `rig.engine.close` to test."""
+        if self.engine.process.returncode is None:
+            self.engine.kill()
 
     # ---- requests
 
@@ -165,7 +163,7 @@ class Rig:
     def settle(self) -> None:
         """Until the store process has nothing left to do; the next request's passes take in what it has said."""
         wait_until("the store process is at rest", lambda: self.status()["jobs"] == 0)
-        assert self.ask(NOTHING) == 0
+        self.ask(NOTHING)
 
     def rest(self) -> None:
         """Until vLLM's workers sleep. For a second after a step they spin: where there are no more cores than workers,

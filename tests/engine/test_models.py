@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.drive import Request
-from tests.engine.rig import ARENA, Reference, Rig, described, socket_kinds
+from tests.engine.rig import ARENA, Reference, Rig, described, socket_kinds, wait_until
 from tests.engine_env import Layout
 from tests.engine_runner import Generate
 from tests.media import Prompt
@@ -31,6 +31,8 @@ def test_gemma3(layout: Layout, tmp_path: Path, reference: Reference) -> None:
         assert rig.left_over() == {}
         assert len(rig.files()) == 3
         assert rig.engine.refused == []
+        rig.engine.close()
+        wait_until("the store process has ended", lambda: not rig.statuses())
 
 
 def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> None:
@@ -53,8 +55,9 @@ def test_switched_off(tmp_path: Path, reference: Reference) -> None:
     for enabled in ("false", "true"):
         by_path = {"ec_connector_module_path": "lmcache_ec.adapters.vllm.connector"}
         environment = {"LMCACHE_EC_ENABLED": enabled}
-        folder = tmp_path / enabled
-        with Rig("qwen3vl", Layout.MULTI_PROCESS, folder, reference, environment=environment, connector=by_path) as rig:
+        with Rig(
+            "qwen3vl", Layout.MULTI_PROCESS, tmp_path, reference, environment=environment, connector=by_path
+        ) as rig:
             assert rig.ask(*prompts) == 3
             if enabled == "false":
                 assert rig.statuses() == []
