@@ -28,8 +28,9 @@ _PLAUSIBLE_WIDTH_FACTOR = 16
 
 def build_scheduler_side(
     vllm_config: VllmConfig, logger: logging.Logger
-) -> tuple[SchedulerSide | None, Callable[[Request], bool]]:
-    """The scheduler side, or None where this engine is served without; and whether a request is all encodable.
+) -> tuple[SchedulerSide | None, Callable[[Request, int], bool]]:
+    """The scheduler side, or None where this engine is served without; and whether all is encodable of a request that
+    its computed tokens do not cover.
 
     Raises ConfigError for a configuration that cannot be meant.
     """
@@ -38,8 +39,9 @@ def build_scheduler_side(
     config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
     media = EncodableMedia(vllm_config.model_config)
 
-    def encodable(request: Request) -> bool:
-        return all(media.encodable(feature) for feature in request.mm_features)
+    def encodable(request: Request, computed: int) -> bool:
+        spans = ((feature, feature.mm_position) for feature in request.mm_features)
+        return all(span.offset + span.length <= computed or media.encodable(feature) for feature, span in spans)
 
     if not config.enabled:
         logger.info("encoder cache: off (ec.enabled is false)")

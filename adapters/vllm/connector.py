@@ -40,10 +40,11 @@ class ECLMCacheConnector(ECConnectorBase):
         super().__init__(vllm_config=vllm_config, role=role)
         _log_through_vllm()
         self._scheduler: SchedulerSide | None = None
+        self._failed: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._gave_up = False
         self._unavailable: set[str] = set()
-        self._encodable: Callable[[Request], bool] | None = None
+        self._encodable: Callable[[Request, int], bool] | None = None
         if role == ECConnectorRole.SCHEDULER:
             self._scheduler, self._encodable = build_scheduler_side(vllm_config, logger)
         else:
@@ -57,7 +58,7 @@ class ECLMCacheConnector(ECConnectorBase):
                 return self._scheduler.ensure_cache_available(request, num_computed_tokens)
             except Exception:
                 self._give_up("ensure_cache_available")
-        return self._only_encodable(request)
+        return self._only_encodable(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:
         side = self._scheduler
@@ -72,9 +73,11 @@ class ECLMCacheConnector(ECConnectorBase):
         from .metadata import StepMetadata
 
         side = self._scheduler
-        if side is None:
-            return StepMetadata()
-        return self._guarded(lambda: side.build_connector_meta(scheduler_output), StepMetadata())
+        meta = StepMetadata()
+        if side is not None:
+            meta = self._guarded(lambda: side.build_connector_meta(scheduler_output), meta)
+        failed = self._failed
+        return meta if failed is None else self._guarded(lambda: failed.give_up(scheduler_output), meta)
 
     def take_unavailable_requests(self) -> set[str]:
         taken, self._unavailable = self._unavailable, set()
@@ -140,9 +143,9 @@ class ECLMCacheConnector(ECConnectorBase):
                 self._guarded(side.shutdown, None)
         self._worker = self._scheduler = None
 
-    def _only_encodable(self, request: Request) -> bool:
+    def _only_encodable(self, request: Request, num_computed_tokens: int) -> bool:
         """Without a cache, a request that carries nothing to encode fails alone: vLLM would end the engine over it."""
-        if self._encodable is None or self._encodable(request):
+        if self._encodable is None or self._encodable(request, num_computed_tokens):
             return True
         self._unavailable.add(request.request_id)
         return False
@@ -160,7 +163,8 @@ class ECLMCacheConnector(ECConnectorBase):
             return
         self._gave_up = True
         logger.exception("encoder cache: %s failed; requests are served without the cache from now on", where)
-        side, self._scheduler = self._scheduler, None
+        side = self._failed = self._scheduler
+        self._scheduler = None
         try:
             if side is not None:
                 side.shutdown()

@@ -112,6 +112,7 @@ class SchedulerSide:
         self._step = 0
         self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
         self._allocated: set[str] = set()  # ... of it, since this pass
+        self._missing: set[str] = set()  # asked about in this pass, though the mirror has it
         self._promises: dict[str, Place] = {}
         self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
@@ -265,9 +266,7 @@ class SchedulerSide:
         if not self._drained:
             self._begin_pass()
         if identifier in self._mirror and identifier not in self._allocated:
-            # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
-            self.counts["mirror_resets"] += 1
-            self._mirror &= self._allocated
+            self._missing.add(identifier)
         self._withdraw(identifier)
         memo = self._asked
         if memo is None:
@@ -339,6 +338,11 @@ class SchedulerSide:
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
+        if self._missing.difference(freed):
+            # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
+            self.counts["mirror_resets"] += 1
+            self._mirror &= self._allocated
+        self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
                 continue  # evicted early in this pass, and given room again later
@@ -369,6 +373,19 @@ class SchedulerSide:
                 meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
                 book.send_load(place, self._step)
         self._saves.clear()
+        self._loads.clear()
+        return meta
+
+    def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
+        """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
+        so vLLM encodes what it was promised."""
+        if not self._loads or not scheduler_output.total_num_scheduled_tokens:
+            return StepMetadata()
+        self._step += 1
+        scheduled, nothing = scheduler_output.num_scheduled_tokens, TensorSpec(0, 0, self._policy.dtype)
+        meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
+        for identifier, (_, item) in self._loads.items():
+            meta.loads.append(Load(0, 0, identifier, nothing, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta
 

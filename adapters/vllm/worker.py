@@ -98,6 +98,8 @@ class WorkerSide:
             for order in self._meta.retries:
                 if order.identifier in cache:
                     self._save(self._meta, order, cache)
+                else:  # vLLM has emptied its cache meanwhile: there is nothing to try again
+                    self._outcomes.append((order.place, Outcome.FAILED))
 
     def _save(self, meta: StepMetadata, save: Save, cache: EncoderTensors) -> None:
         try:

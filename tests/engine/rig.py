@@ -160,10 +160,11 @@ class Rig:
         [status] = self.statuses()
         return status
 
-    def settle(self) -> None:
-        """Until the store process has nothing left to do; the next request's passes take in what it has said."""
+    def settle(self) -> bool:
+        """Until the store process has nothing left to do; the next request's passes take in what it has said. False."""
         wait_until("the store process is at rest", lambda: self.status()["jobs"] == 0)
         self.ask(NOTHING)
+        return False
 
     def rest(self) -> None:
         """Until vLLM's workers sleep. For a second after a step they spin: where there are no more cores than workers,

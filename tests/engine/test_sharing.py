@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two engines on one host share a disk folder, and nothing else."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
-from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
+from tests.engine import data_parallel
+from tests.engine.rig import Reference, Rig, wait_until
+from tests.engine_env import Layout, Output, engine_environment, read_encodes
 from tests.engine_runner import Generate
 from tests.media import Prompt
+from tests.models import ROOT
 
 MODEL = "gemma3"
 
@@ -34,3 +39,30 @@ def test_two_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Refe
         assert one.ask(stored, both, later) == 1
         assert one.left_over() == {}
         assert len(one.files()) == 3
+
+
+def test_data_parallel_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Reference) -> None:
+    """They share an `engine_id`, and each has a name, a store process and an arena of its own."""
+    log, disk = tmp_path / "encodes", tmp_path / "disk"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.data_parallel", str(disk)],
+        cwd=ROOT,
+        env=engine_environment(Layout.MULTI_PROCESS, encode_log=log),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = reference.outputs(data_parallel.MODEL, data_parallel.PROMPTS, data_parallel.MAX_TOKENS)
+    for output, right in zip(found["outputs"], [*expected, *expected], strict=True):
+        assert Output(*output).equals(right)
+    one, two = found["engines"]
+    assert {one["engine"].rpartition("/")[2], two["engine"].rpartition("/")[2]} == {"0", "1"}
+    assert one["namespace"] == two["namespace"]
+    assert one["pid"] != two["pid"]
+    (arena,), (other,) = found["arenas"]
+    assert arena != other
+    assert len(read_encodes(log)) == 4
+    wait_until("both images are on disk", lambda: len(list(disk.rglob("*.safetensors"))) == 2)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,3 @@ def metadata_only(engine: Engine, identifier: str) -> list[Any]:
     [output] = engine.llm.generate([prompt], greedy(4), use_tqdm=False)
     [completion] = output.outputs
     return [str(completion.finish_reason), len(completion.token_ids)]
-
-
-def process_id(engine: Engine) -> int:
-    return os.getpid()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_runner import Call
+from tests.engine_runner import Call, Forget
 from tests.faults.harness import NAMESPACE, Served, Truth
 from tests.integration.harness import stopped, stuck
 
@@ -69,3 +69,13 @@ def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_byte
         status = served.status()
         assert status is not None
         assert not status["store"].get("disk_write_errors")
+
+
+def test_saves_owed_of_tensors_that_vllm_has_given_up_are_let_go(truth: Truth, tmp_path: Path) -> None:
+    """vLLM's cache was emptied: there is nothing left to copy, and no pass may try again or evict for it."""
+    with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:
+        with stopped(served.store_pid()):
+            served.ask(*range(1, 1 + 3 * ROOM), together=True)
+        served.engine.do(Forget())
+        served.until("nothing is owed", lambda book, _: not book["unsaved"])
+        served.settle()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ec.key import EncoderCacheKey
 from tests.engine_env import Layout
 from tests.engine_runner import Call
 from tests.faults.harness import NAMESPACE, Served, Traces, Truth, eventually
@@ -98,9 +97,9 @@ def test_all_are_killed_at_once_then_with_the_store_process_too(truth: Truth, tm
 
 
 def half_written(truth: Truth, disk: Path) -> None:
-    """What a store process leaves that is killed while it writes. Its name is no entry's, and the next one removes it."""
+    """What a store process leaves that is killed while it writes: no entry by its name, and the next one removes it."""
     whole = truth.path(disk, 1).read_bytes()
-    workshop = disk / EncoderCacheKey(NAMESPACE, "").namespace / ".tmp"
+    workshop = disk / NAMESPACE / ".tmp"
     workshop.mkdir(exist_ok=True)
     (workshop / "1-half").write_bytes(whole[: len(whole) // 2])
 

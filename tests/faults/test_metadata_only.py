@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that carries placeholder metadata only, and names nothing stored: it fails alone, whatever the store does."""
+"""A request that carries only metadata and names nothing stored: it fails alone, whatever the store process does."""
 
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from tests.engine_runner import Call, Generate
 from tests.faults.harness import Served, Truth
@@ -18,10 +17,8 @@ def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp
         [expected] = served.engine.do(picture).outputs
 
         def fails_alone(identifier: str) -> None:
-            outcome: list[Any] = served.engine.do(
-                Call("tests.faults.inside:metadata_only", {"identifier": identifier})
-            ).value
-            assert outcome == ["error", 0]
+            outcome = served.engine.do(Call("tests.faults.inside:metadata_only", {"identifier": identifier}))
+            assert outcome.value == ["error", 0]
             served.engine.do(Generate((Prompt(images=(2,)),), 4))
             [output] = served.engine.do(picture).outputs
             assert output.equals(expected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store process held, killed, or at odds with its disk, under an engine that goes on: nobody else's bytes, no loss."""
+"""The store process held, killed, or at odds with its disk, under an engine that goes on: no loss, no mix-up."""
 
 import os
 import resource

@@ -44,7 +44,17 @@ def test_what_cannot_be_stored_is_refused(identifier: str) -> None:
 
 @pytest.mark.parametrize(
     "identifier",
-    ["cat.png", "x" * 4096, DIGEST.upper(), DIGEST[:31], DIGEST + "\n", "a" * 32, "a" * 63, "ab" * 65, "https://host/cat.png"],
+    [
+        "cat.png",
+        "x" * 4096,
+        DIGEST.upper(),
+        DIGEST[:31],
+        DIGEST + "\n",
+        "a" * 32,
+        "a" * 63,
+        "ab" * 65,
+        "https://host/cat.png",
+    ],
 )
 def test_client_ids_stay_local_unless_the_user_vouches_for_them(identifier: str) -> None:
     assert durability(identifier, persist_client_ids=False) is Durability.LOCAL

@@ -185,6 +185,23 @@ def test_a_question_about_what_vllm_held_means_that_it_has_emptied_its_cache(ser
     assert count(served, "mirror_resets") == 1
 
 
+def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve) -> None:
+    """vLLM makes room for one request, and the next in the same pass wants what had to go: told only at its end."""
+    served = serve()
+    first = request("first", X, Y)
+    served.schedule(first)
+    served.settle()
+    forget(served, Y)
+    served.vllm.evict(X)
+    again, other = request("again", X), request("other", Y)
+    assert served.vllm.offer(again) == "load"
+    served.step(again)
+    assert served.vllm.offer(other) == ""
+    served.step(other)
+    finish(served, first, again, other)
+    assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
+
+
 # ---- steps that do not come
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two data-parallel engines of one front end, as a process of its own: `python -m tests.engine.data_parallel DISK`.
+
+Both get the same two images at once. Prints, as its last line, a JSON object: what each said, and each engine's status
+and arenas.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from lmcache_ec.cli.status import engines
+from tests.engine_env import greedy, hide_llvmlite_from_kernel_binding, said
+from tests.media import WORDINGS, Prompt
+from tests.models import model_path
+
+MODEL = "gemma3"
+NAME = "data-parallel"
+PROMPTS = (Prompt(images=(1,)), Prompt(images=(2,)))
+MAX_TOKENS = 8
+
+
+async def serve(disk: str) -> dict[str, Any]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    hide_llvmlite_from_kernel_binding()
+    wording = WORDINGS[MODEL]
+    arguments = AsyncEngineArgs(
+        model=str(model_path(MODEL)),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=8,
+        enforce_eager=True,
+        skip_mm_profiling=True,
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+        mm_processor_cache_gb=0.05,
+        limit_mm_per_prompt=wording.limits,
+        data_parallel_size=2,
+        ec_transfer_config={
+            "ec_connector": "ECLMCacheConnector",
+            "ec_role": "ec_both",
+            "engine_id": f"{NAME}-{os.getpid()}",
+            "ec_connector_extra_config": {"local_disk": disk},
+        },
+    )
+    llm = AsyncLLM.from_engine_args(arguments)
+
+    async def ask(prompt: Prompt, rank: int) -> tuple[list[int], list[float]]:
+        name = f"{rank}-{prompt.images}"
+        rendered: Any = wording.render(prompt)
+        async for output in llm.generate(rendered, greedy(MAX_TOKENS), name, data_parallel_rank=rank):
+            last = said(output)
+        return last.tokens, last.logprobs
+
+    outputs = await asyncio.gather(*(ask(prompt, rank) for rank in range(2) for prompt in PROMPTS))
+    own = [status for status in engines() if status["engine"].startswith(f"{NAME}-{os.getpid()}")]
+    found = {"outputs": outputs, "engines": own, "arenas": [arenas(status["pid"]) for status in own]}
+    llm.shutdown()
+    return found
+
+
+def arenas(pid: int) -> list[int]:
+    """By inode. A mapping holds a descriptor of its own."""
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return list({link.stat().st_ino for link in links if "lmcache-ec-arena" in os.readlink(link)})
+
+
+if __name__ == "__main__":
+    print(json.dumps(asyncio.run(serve(sys.argv[1]))))
