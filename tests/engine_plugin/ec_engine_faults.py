@@ -39,13 +39,16 @@ def give_faults(module: ModuleType, folder: Path) -> None:
 
 
 class FaultyCopier:
-    """Stands before a rank's own copier. Saves and reports pass through one thread, so that they keep their order."""
+    """Stands before a rank's own copier. What comes while something is held is held behind it, so that the order stays.
+
+    Called from the forward pass, like any copier; a thread of its own carries out what was held.
+    """
 
     def __init__(self, copier: Any, rank: int, folder: Path) -> None:
         self._copier = copier
         self._hold = folder / "hold"
         self._fail = folder / f"fail-{rank}"
-        self._late: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._late: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="late-copies", daemon=True)
         self._thread.start()
         self.register = copier.register
@@ -58,15 +61,21 @@ class FaultyCopier:
         raise RuntimeError("this load was made to fail")
 
     def save(self, source: Any, destination: Any) -> None:
-        self._late.put(lambda: self._copier.save(source, destination))
+        self._do(lambda: self._copier.save(source, destination))
 
     def finish(self, done: Callable[[], None]) -> None:
-        self._late.put(lambda: self._copier.finish(done))
+        self._do(lambda: self._copier.finish(done))
 
     def close(self) -> None:
         self._late.put(None)
         self._thread.join()
         self._copier.close()
+
+    def _do(self, action: Callable[[], object]) -> None:
+        if self._late.unfinished_tasks or self._hold.exists():
+            self._late.put(action)
+        else:
+            action()
 
     def _run(self) -> None:
         import torch
@@ -76,3 +85,4 @@ class FaultyCopier:
                 while self._hold.exists():
                     time.sleep(_GLANCE_S)
                 action()
+                self._late.task_done()

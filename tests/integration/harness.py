@@ -121,7 +121,7 @@ class Worker:
         named = []
         for place, outcome in outcomes:
             lost = handed.get(place, -1) == 0
-            named.append((place, Outcome.FAILED if lost else outcome, handed.get(place, 0)))
+            named.append((place, Outcome.ABSENT if lost else outcome, handed.get(place, 0)))
         self.rank.report(step.number, named)
 
     def idle(self) -> None:

@@ -274,7 +274,7 @@ def test_only_the_first_rank_saves() -> None:
 def test_an_earlier_output_is_saved_while_it_is_still_there(rig: Rig) -> None:
     kept, gone = save_of("kept"), save_of("gone", 8192, place=PLACE + 1)
     step(rig.workers[0], StepMetadata("arena", 1, retries=[kept, gone]), {"kept": embedding("kept")})
-    assert rig.end.report() == Report(1, [(PLACE, COPIED, STORE)])
+    assert rig.end.report() == Report(1, [(PLACE + 1, FAILED, 0), (PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(kept), embedding("kept"))
 
 
