@@ -20,15 +20,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint env clean
+.PHONY: help demo test test-all lint env clean
 help:  ## Say what there is
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
 demo: $(READY)  ## Encode once, kill the engine, start again: a table of what was encoded, loaded and how fast (MODEL=)
 	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-all: $(READY)  ## Run the slow ones too
+	@$(BIN)/python -m pytest tests -m "" $(ARGS)
 
 lint: $(READY)  ## Check style and types
 	@$(BIN)/ruff check .
