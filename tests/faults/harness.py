@@ -36,6 +36,9 @@ MAX_TOKENS = 4
 DEADLINE_S = 60.0
 """By when a condition has to hold that should hold within a second or two: the machine may be busy."""
 
+PATIENCE = {"load_deadline_ms": 60_000, "start_timeout_s": 60}
+"""On a busy machine a load has to be a load all the same."""
+
 NEAR = 1e-4
 """How far two runs of the encoder may be apart: batches change the order of sums."""
 
@@ -130,7 +133,7 @@ class Served:
         self.faults.mkdir(parents=True, exist_ok=True)
         if arena_entries is not None:
             keys["max_local_cpu_size"] = arena_entries * truth.entry_bytes / (1 << 30)
-        extra = {"local_disk": str(self.disk), "namespace": NAMESPACE, "load_deadline_ms": 60_000, **keys}
+        extra = {"local_disk": str(self.disk), "namespace": NAMESPACE, **PATIENCE, **keys}
         self.engine = EngineProcess(
             model,
             layout,
@@ -265,6 +268,7 @@ class Traces:
         self.store = int(status["pid"])
         self.family = [served.engine.process.pid, *descendants(served.engine.process.pid)]
         ranks = [rank_address(status["engine"], rank)[1:] for rank in range(served.layout.ranks)]
+        self._started = {pid: started(pid) for pid in (*self.family, self.store)}
         self._sockets = [*ranks, status_address(self.store)[1:].rpartition("-")[0] + "-"]
         self._memory = {inode for pid in (*self.family, self.store) for inode in memory_files(pid)}
         assert self._memory
@@ -275,7 +279,7 @@ class Traces:
         return sorted({name for name in names if name.startswith(tuple(self._sockets))})
 
     def running(self) -> list[int]:
-        return [pid for pid in (*self.family, self.store) if process_state(pid) != "Z"]
+        return [pid for pid, when in self._started.items() if process_state(pid) != "Z" and started(pid) == when]
 
     def holders(self) -> list[int]:
         """Processes, whichever, that still have this engine's arena or presence filter open or mapped."""
@@ -289,6 +293,14 @@ class Traces:
         eventually("sockets and memory are gone", lambda: not self.sockets() and not self.holders())
         assert not list(Path("/dev/shm").glob("lmcache*"))
         assert not temporaries(self.disk)
+
+
+def started(pid: int) -> str:
+    """When the process began, in ticks: identities of processes are used again."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
 
 
 def memory_files(pid: int) -> set[int]:
