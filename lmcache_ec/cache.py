@@ -347,8 +347,10 @@ class EncoderCache:
             asked = self._tell(Fill(0, 0, 0, identifier))
         else:
             place = self.book.reserve_fill(identifier, length, self._store.number, certain)
-            if place is None:
+            if place is None and certain:
                 return False
+            if place is None:
+                return self._ask(identifier, 0, certain)  # once it is known to be there, room may be made for it
             asked = self._tell(Fill(place.id, place.offset, place.length, identifier))
             if not asked:
                 self.book.filled(place.id, None)

@@ -183,21 +183,27 @@ class Store:
         self._selector.modify(self._link, wanted, self._from_scheduler)
 
     def _tell_status(self) -> None:
-        connection, _ = self._status.accept()
-        with connection:
-            if same_user(connection) and self._start is not None:
-                status = {
-                    "pid": os.getpid(),
-                    "engine": self._start.engine,
-                    "namespace": self._start.namespace,
-                    "incarnation": self._start.incarnation,
-                    "scan_complete": self._presence is not None and self._presence.all_complete,
-                    "jobs": self._jobs,
-                    "store": dict(self._counts),
-                    "book": self._ledger,
-                }
-                connection.setblocking(False)
-                connection.sendall(json.dumps(status).encode())
+        """Whoever asked may have given up meanwhile, or not read: that must not end this process."""
+        try:
+            connection, _ = self._status.accept()
+            with connection:
+                if same_user(connection) and self._start is not None:
+                    connection.setblocking(False)
+                    connection.sendall(json.dumps(self._status_of(self._start)).encode())
+        except OSError:
+            pass
+
+    def _status_of(self, start: Start) -> dict[str, object]:
+        return {
+            "pid": os.getpid(),
+            "engine": start.engine,
+            "namespace": start.namespace,
+            "incarnation": start.incarnation,
+            "scan_complete": self._presence is not None and self._presence.all_complete,
+            "jobs": self._jobs,
+            "store": dict(self._counts),
+            "book": self._ledger,
+        }
 
     # ---- threads
 

@@ -10,6 +10,8 @@ from tests.engine_runner import Call, Forget
 from tests.faults.harness import NAMESPACE, Served, Truth
 from tests.integration.harness import stopped, stuck
 
+pytestmark = pytest.mark.slow
+
 ROOM = 4
 """Entries that fit the arena."""
 

@@ -14,6 +14,8 @@ import pytest
 from tests.faults.harness import NAMESPACE, Served, Truth, eventually
 from tests.integration.harness import process_state, stopped, stuck, temporaries
 
+pytestmark = pytest.mark.slow
+
 KNOWN = range(1, 7)
 """Pictures that an earlier engine left on disk."""
 
@@ -39,6 +41,7 @@ def test_a_stopped_store_process_costs_a_bounded_wait_and_all_is_back_when_it_go
         assert served.ask(first) == {first}  # asked for, waited for, encoded
         assert served.ask(others[0]) == {others[0]}
         assert served.ask(first, others[0]) == {first, others[0]}
+        assert served.status() is None  # whoever asks gives up, which the store process finds out when it goes on
     served.settle()
     assert served.ask(*others[1:]) == set()
     assert served.ask(first, others[0]) == set()

@@ -75,6 +75,8 @@ class Life(RuleBasedStateMachine):
         for place, who in self.touched.items():
             assert not who or place.state is not State.FREE, (place, who)
             assert not who or place.extent.place is place
+        for place in (*self.promised, *self.leases):
+            assert place.state is State.LIVE
 
     @invariant()
     def every_byte_is_counted_once(self) -> None:
@@ -132,7 +134,7 @@ class Life(RuleBasedStateMachine):
         if place is not None:
             self.book.pin(place)
             self.promised.append(place)
-            self.touch(place, "promise")
+            self.touched.setdefault(place, set())
 
     @precondition(lambda self: self.promised)
     @rule()
