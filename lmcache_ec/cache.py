@@ -151,7 +151,7 @@ class EncoderCache:
         if self.under_way(identifier, now):
             return True
         presence = self._presence
-        if presence is None or not self.persists or not self._responsive(now):
+        if presence is None or not self.ready or not self.persists or not self._responsive(now):
             return False
         if self._misses.get(identifier, 0.0) > now:
             return False
