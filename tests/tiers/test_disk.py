@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conformance import MIB, TierConformance, fetch, value
+from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import TierError
