@@ -180,6 +180,7 @@ class EncoderCache:
             self._drain(link, take, now)
         self._drain(self._store.link, self._from_store, now)
         self._look_after_store(now)
+        self._introduce_saver()
         self._grow()
         while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
             self.book.begin_write(place, self._store.number)
@@ -247,12 +248,18 @@ class EncoderCache:
                 drain_s=self._config.drain_s,
             )
         )
-        if self._ranks:
-            try:
-                self._ranks[0].send(StoreLink(self._store.number), [self._store.saver_socket.fileno()])
-            except LinkClosed:
-                pass  # found and answered by the next drain
-        self._store.saver_socket.close()
+        self._introduce_saver()
+
+    def _introduce_saver(self) -> None:
+        """Hand the saving rank its end of the store process's link, now or when its own link has room."""
+        socket_ = self._store.saver_socket
+        if socket_.fileno() < 0 or not self._ranks:
+            return
+        try:
+            if self._ranks[0].send(StoreLink(self._store.number), [socket_.fileno()]):
+                socket_.close()
+        except LinkClosed:
+            pass  # found and answered by the next drain
 
     def _await_hello(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s

@@ -134,6 +134,7 @@ class Rank:
             sock.close()
             return
         self._link = Link(sock)
+        self._listener.close()  # one scheduler side, once
 
     def _take(self, message: object, fds: list[int]) -> None:
         match message:

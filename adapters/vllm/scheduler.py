@@ -406,11 +406,12 @@ class SchedulerSide:
                 del book.unsaved[identifier]
                 continue
             how = durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-            place = book.reserve_save(identifier, spec, self._persists(how))
+            place = book.reserve_save(identifier, spec, self._persists(how), retry=True)
             if place is None:
-                book.unsaved.pop(identifier)
                 if book.live(identifier) is None:
-                    book.remember(identifier, spec)  # behind the others, one of which may fit
+                    book.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                else:
+                    del book.unsaved[identifier]
                 break
             places.append(place)
         return places
