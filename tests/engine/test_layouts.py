@@ -17,8 +17,6 @@ from tests.engine_env import Layout
 from tests.engine_runner import Generate
 from tests.media import Prompt
 
-pytestmark = pytest.mark.slow
-
 MODEL = "qwen3vl"
 TIGHT: dict[str, Any] = {
     "max_num_batched_tokens": 48,
