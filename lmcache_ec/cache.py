@@ -246,6 +246,8 @@ class EncoderCache:
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
                 drain_s=self._config.drain_s,
+                deadline_s=self._config.load_deadline_ms / 1000,
+                remotes=[],
             )
         )
         self._introduce_saver()
@@ -318,18 +320,18 @@ class EncoderCache:
                 self._ping_answered = now
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
-            case Hello(problem=problem):
+            case Hello(problem=problem, tiers=tiers):
                 self._store.own(fds[0])
                 self._failures = 0
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
-                    self._adopt_presence(fds[1])
+                    self._adopt_presence(fds[1], tiers)
 
-    def _adopt_presence(self, fd: int) -> None:
+    def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:
             self._presence.close()
-        self._presence = PresenceFilter.attach(fd, ["disk"] if self.persists else [])
+        self._presence = PresenceFilter.attach(fd, tiers)
 
     def _tell(self, message: ToStore) -> bool:
         try:

@@ -30,7 +30,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Start(Message, frozen=True):
-    """The first message to a store process. Its descriptors came with the command line."""
+    """The first message to a store process. Its descriptors came with the command line.
+
+    `remotes` may hold credentials: it is for opening them, and for nothing else.
+    """
 
     incarnation: int
     engine: str
@@ -39,6 +42,16 @@ class Start(Message, frozen=True):
     disk: str
     disk_bytes: int
     drain_s: float
+    deadline_s: float
+    remotes: list[Remote]
+
+
+class Remote(Message, frozen=True):
+    """A remote tier: its address, and how it is treated (see `lane.Habits`)."""
+
+    url: str
+    lookup: str
+    refresh_s: float
 
 
 class Fill(Message, frozen=True):
@@ -81,11 +94,12 @@ class Ledger(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The store process is there. Descriptors: a pidfd of itself, and the presence filter once it serves.
 
-    `problem` says which tier could not be opened; it is then done without.
+    `problem` says which tier could not be opened; it is then done without. `tiers` are those it serves.
     """
 
     pid: int
     problem: str
+    tiers: list[str]
 
 
 class Filled(Message, frozen=True):
