@@ -402,8 +402,10 @@ class Cuda:
     side: list[Stream] = field(default_factory=list)
     recorded: list[tuple[int, Stream]] = field(default_factory=list)
     registered: list[tuple[int, int]] = field(default_factory=list)
+    registered_on: list[torch.device | None] = field(default_factory=list)
     register_status: int = 0
     _current: Stream | None = None
+    _device: torch.device | None = None
 
     def Stream(self, device: torch.device) -> Stream:
         self.side.append(Stream(device))
@@ -420,11 +422,20 @@ class Cuda:
         finally:
             self._current = before
 
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self._device, before = device, self._device
+        try:
+            yield
+        finally:
+            self._device = before
+
     def cudart(self) -> Any:
         return SimpleNamespace(cudaHostRegister=self._register)
 
     def _register(self, address: int, length: int, flags: int) -> int:
         self.registered.append((address, length))
+        self.registered_on.append(self._device)
         return self.register_status
 
 
