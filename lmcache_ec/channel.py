@@ -145,7 +145,10 @@ class Notice(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """The saving rank has copied a payload into the place: seal it, and write it through if it is to persist."""
+    """The saving rank has copied a payload into the place: seal it, and write it through if it is to persist.
+
+    With `flush` it waits for `Durable`.
+    """
 
     place: int
     offset: int
@@ -155,6 +158,17 @@ class Saved(Message, frozen=True):
     width: int
     dtype: str
     persist: bool
+    flush: bool = False
+
+
+# ---- store process -> rank
+
+
+class Durable(Message, frozen=True):
+    """The entry is in every tier; or, if not `ok`, it will not be in all of them."""
+
+    place: int
+    ok: bool
 
 
 # ---- scheduler side -> rank
@@ -200,7 +214,7 @@ class Report(Message, frozen=True):
 
 ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
 ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
-ToRank = Attach | StoreLink | Segment
+ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 
 _encoder = msgspec.msgpack.Encoder()

@@ -90,6 +90,13 @@ class EncoderCacheConfig(BaseModel):
     drain_s: float = Field(
         30.0, ge=0, le=3600, allow_inf_nan=False, description="Longest that writes go on after the engine, seconds."
     )
+    producer_flush_s: float = Field(
+        10.0,
+        ge=0,
+        le=600,
+        allow_inf_nan=False,
+        description="Longest that a producer's step waits until its entries are in every tier, seconds; 0: not at all.",
+    )
     persist_client_ids: bool = Field(
         False, description="Whether entries named by a client's uuid may leave LocalCPU: one uuid, one media, for ever."
     )

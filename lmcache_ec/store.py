@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
     AnyMessage,
     Discard,
+    Durable,
     Fill,
     Filled,
     Hello,
@@ -75,6 +77,7 @@ class Store:
         self._ledger: dict[str, int] = {}
         self._jobs = 0
         self._promoted_bytes = 0
+        self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
         self._presence: PresenceFilter | None = None
         self._selector = selectors.DefaultSelector()
@@ -254,6 +257,9 @@ class Store:
             return
         self._count("sealed")
         self._post(Sealed(saved.place, True))
+        if saved.flush:
+            with self._lock:
+                self._deliveries[saved.place] = _Delivery(len(self._lanes), bool(self._lanes))
         if saved.persist:
             self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
 
@@ -262,25 +268,48 @@ class Store:
         for number, lane in enumerate(self._lanes[index:], index):
             if self._enqueue(lane, write.length, partial(self._write_place, number, write, stored)):
                 return
+            self._delivered(write.place, False)
         self._post(Written(write.place, stored))
 
     def _write_place(self, index: int, write: Write, stored: bool) -> None:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
         lane, key = self._lanes[index], self._key(write.identifier)
         took = self._put(lane, key, self._at(write.offset, write.length))
+        self._delivered(write.place, took)
         if not (took and lane.habits.local):
             self._write(write, index + 1, stored or took)
             return
         self._post(Written(write.place, True))
         for later in self._lanes[index + 1 :]:
-            self._enqueue(later, write.length, partial(self._copy, lane, later, key))
+            if not self._enqueue(later, write.length, partial(self._copy, lane, later, key, write.place)):
+                self._delivered(write.place, False)
 
-    def _copy(self, source: Lane, lane: Lane, key: EncoderCacheKey) -> None:
+    def _copy(self, source: Lane, lane: Lane, key: EncoderCacheKey, place: int) -> None:
         """From one tier to another. What is gone meanwhile, or does not verify, is not."""
-        data = memoryview(bytearray(source.tier.contains(key) or 0))
-        if data and source.tier.get_into(key, data) == len(data):
-            entry.verify(data, key)
-            self._put(lane, key, data)
+        took = False
+        try:
+            data = memoryview(bytearray(source.tier.contains(key) or 0))
+            if data and source.tier.get_into(key, data) == len(data):
+                entry.verify(data, key)
+                took = self._put(lane, key, data)
+        finally:
+            self._delivered(place, took)
+
+    def _delivered(self, place: int, took: bool) -> None:
+        """One tier more has an entry, or will not have it. Where a producer waits for it, it is told after the last."""
+        with self._lock:
+            delivery = self._deliveries.get(place)
+            if delivery is None:
+                return
+            delivery.outstanding -= 1
+            delivery.ok &= took
+            if delivery.outstanding:
+                return
+            del self._deliveries[place]
+        try:
+            self._saver.send(Durable(place, delivery.ok))
+        except LinkClosed:
+            pass
 
     def _promote(self, index: int, key: EncoderCacheKey, data: memoryview) -> None:
         """Write what a tier had to those before it. From a copy: the place is the scheduler side's once it is told."""
@@ -391,6 +420,14 @@ class Store:
 
     def _at(self, offset: int, length: int) -> memoryview:
         return self._memory[offset : offset + length]
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """An entry that a producer waits for: how many tiers have yet to take it, and whether all others did."""
+
+    outstanding: int
+    ok: bool
 
 
 def _disk(start: Start) -> Tier:

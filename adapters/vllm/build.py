@@ -119,5 +119,6 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
 
     kind = vllm_config.device_config.device_type
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    alone = loading_ranks(vllm_config) == 1
-    return WorkerSide(rank, copier_for(device), list if alone else agree, logger)
+    alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
+    flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
+    return WorkerSide(rank, copier_for(device), list if alone else agree, logger, flush_s)
