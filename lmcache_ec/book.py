@@ -74,6 +74,8 @@ class Place:
     spec: TensorSpec | None
     persist: bool = False
     dirty: bool = False
+    stored: bool = False
+    """Whether a tier has it, as far as the store process has said."""
     origin: str = ""
     """The tier that filled it; empty for an encoder's own output."""
     incarnation: int = 0
@@ -299,6 +301,7 @@ class Book:
             return
         self.counts.writes += ok
         self.counts.writes_failed += not ok
+        place.stored = ok
         self._clear_dirty(place)
 
     def owed_write(self) -> Place | None:
@@ -350,6 +353,7 @@ class Book:
         self.counts.fills += 1
         self.unsaved.pop(place.identifier, None)
         place.spec = spec
+        place.stored = True
         place.origin = origin
         self._publish(place)
         return place

@@ -60,6 +60,9 @@ _SLOW_PONG_S = 2.0
 """A store process that has not answered a ping for this long is asked nothing new."""
 
 _MISS_REMEMBERED_S = 2.0
+_ASKED_AGAIN_S = 0.05
+"""Between two questions about an entry that a producer has announced."""
+
 _MISSES_REMEMBERED = 4096
 _RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
 """Before each next start of a store process that keeps ending without ever having served."""
@@ -140,20 +143,30 @@ class EncoderCache:
         return len(self._attached) == self._engine.ranks and self.book.opened and self._presence is not None
 
     @property
+    def namespace(self) -> str:
+        return self._engine.namespace
+
+    @property
     def persists(self) -> bool:
         return bool(self._config.local_disk)
 
-    def fetch(self, identifier: str, length: int, now: float) -> bool:
+    def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
 
-        Single-flight: while one is under way, the answer is True and nothing more is asked.
+        Single-flight: while one is under way, the answer is True and nothing more is asked. One that was `announced`
+        may have been written after the last listing, or be about to be: it is asked for, again and again, until the
+        caller has waited long enough.
         """
         if self.under_way(identifier, now):
             return True
         presence = self._presence
         if presence is None or not self.ready or not self.persists or not self._responsive(now):
             return False
-        if self._misses.get(identifier, 0.0) > now:
+        missed_until = self._misses.get(identifier, 0.0)
+        if announced:
+            just_missed = now < missed_until - _MISS_REMEMBERED_S + _ASKED_AGAIN_S
+            return just_missed or self._ask(identifier, length, certain=False, insist=True)
+        if missed_until > now:
             return False
         key = EncoderCacheKey(self._engine.namespace, identifier)
         if presence.all_complete and not presence.may_contain(key.digest):
@@ -350,17 +363,19 @@ class EncoderCache:
 
     # ---- fetches
 
-    def _ask(self, identifier: str, length: int, certain: bool) -> bool:
+    def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
         """Ask the store process for an entry, with a place for it where its length is known."""
         if not length:
-            asked = self._tell(Fill(0, 0, 0, identifier))
+            asked = self._tell(Fill(0, 0, 0, identifier, insist))
         else:
             place = self.book.reserve_fill(identifier, length, self._store.number, certain)
             if place is None and certain:
                 return False
             if place is None:
-                return self._ask(identifier, 0, certain)  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, identifier))
+                return self._ask(
+                    identifier, 0, certain, insist
+                )  # once it is known to be there, room may be made for it
+            asked = self._tell(Fill(place.id, place.offset, place.length, identifier, insist))
             if not asked:
                 self.book.filled(place.id, None)
         if asked:
@@ -373,7 +388,7 @@ class EncoderCache:
         self.book.filled(answer.place, None)
         plausible = 0 < answer.length <= self._engine.largest_entry_bytes
         times = self._fetches.get(answer.identifier, 0)
-        if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True):
+        if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True, insist=True):
             return
         if answer.length > self._engine.largest_entry_bytes:
             self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever

@@ -55,12 +55,16 @@ class Remote(Message, frozen=True):
 
 
 class Fill(Message, frozen=True):
-    """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length."""
+    """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
+
+    With `insist` a tier is asked even if its listing lacks the entry.
+    """
 
     place: int
     offset: int
     length: int
     identifier: str
+    insist: bool = False
 
 
 class Write(Message, frozen=True):

@@ -97,6 +97,9 @@ class EncoderCacheConfig(BaseModel):
         allow_inf_nan=False,
         description="Longest that a producer's step waits until its entries are in every tier, seconds; 0: not at all.",
     )
+    wait_for_producer_ms: int = Field(
+        2000, ge=0, le=600_000, description="Longest wait for an entry that a producer has announced to a request, ms."
+    )
     persist_client_ids: bool = Field(
         False, description="Whether entries named by a client's uuid may leave LocalCPU: one uuid, one media, for ever."
     )

@@ -84,11 +84,12 @@ class Lane:
         """Whether it is left alone for now, because it failed."""
         return time.monotonic() < self._rests_until
 
-    def asks(self, digest: bytes) -> bool:
-        """Whether the tier is worth asking for the entry of this key."""
+    def asks(self, digest: bytes, insist: bool = False) -> bool:
+        """Whether the tier is worth asking for the entry of this key; `insist`: even if its listing lacks it."""
         if self.habits.local:
             return True
-        return not self.rests and (not self._presence.complete(self.name) or self._presence.may_contain(digest))
+        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest)
+        return listed and not self.rests
 
     def answered(self, seconds: float) -> None:
         """A look-up that moved no payload took so long."""

@@ -347,7 +347,7 @@ class Store:
         """Ask the tiers in order, each on its own threads."""
         digest = self._key(fill.identifier).digest
         for number, lane in enumerate(self._lanes[index:], index):
-            if lane.asks(digest):
+            if lane.asks(digest, fill.insist):
                 lane.reads.submit(self._read, number, fill, asked_at)
                 return
         self._count("fill_misses")

@@ -59,6 +59,7 @@ def _scheduler_side(
 
     from lmcache_ec.cache import EncoderCache, Engine
 
+    from .announcement import Announcer
     from .namespace import NamespaceUnknown, engine_namespace
     from .scheduler import Policy, SchedulerSide
     from .tensors import dtype_name
@@ -97,8 +98,10 @@ def _scheduler_side(
         start_timeout_s=config.start_timeout_s,
         # With tower LoRA an identifier is `<adapter>:<id>`, and the adapter's name says nothing about its weights.
         persist_client_ids=config.persist_client_ids and not _adapts_towers(vllm_config),
+        wait_for_producer_s=config.wait_for_producer_ms / 1000,
     )
-    return SchedulerSide(cache, policy, media, logger)
+    announcer = None if transfer.is_ec_consumer else Announcer(model, namespace)
+    return SchedulerSide(cache, policy, media, logger, announcer)
 
 
 def _adapts_towers(vllm_config: VllmConfig) -> bool:
