@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import S3Store
 
-_LIST_S = 30.0
+_LIST_PATIENCE = 6  # a page of a list may take so many times as long as a read may be silent
 _SLOWEST_UPLOAD = 4 << 20  # bytes a second; slower is a hang
 _CHUNK = 256 << 10  # stays in the processor's cache between obstore's buffer and the caller's
 _PAGE = 1000  # what S3 answers at most
@@ -177,21 +177,20 @@ class S3Tier(Tier):
     def namespaces(self) -> Iterator[NamespaceUse]:
         """What each namespace under the prefix takes, aged objects included. Lists all of it."""
         with _reported("list the namespaces"):
-            folders = self._within(_LIST_S).list_with_delimiter()["common_prefixes"]
+            folders = self._lister.list_with_delimiter()["common_prefixes"]
         for folder in folders:
-            try:
-                yield self._use(check_namespace(folder.strip("/")))
-            except ValueError:
-                continue  # not ours
+            use = self._use(folder.strip("/"))
+            if use.objects:
+                yield use
 
     def remove(self, namespace: str) -> int:
         """Delete the entries of a namespace, aged ones included, and nothing else; how many there were."""
         removed = 0
         with _reported(f"remove {namespace}"):
             for page in self._pages(check_namespace(namespace)):
-                names = [found["path"] for found in page if _OBJECT.fullmatch(found["path"])]
+                names = [found["path"] for found in page if _is_entry(found)]
                 if names:
-                    self._within(_LIST_S).delete(names)
+                    self._lister.delete(names)
                 removed += len(names)
         return removed
 
@@ -242,7 +241,7 @@ class S3Tier(Tier):
         objects, length, modified = 0, 0, 0.0
         with _reported(f"list {namespace}"):
             for page in self._pages(namespace):
-                for found in page:
+                for found in filter(_is_entry, page):
                     objects += 1
                     length += found["size"]
                     modified = max(modified, found["last_modified"].timestamp())
@@ -253,6 +252,10 @@ class S3Tier(Tier):
 
     def _aged(self, found: ObjectMeta) -> bool:
         return self._ttl_s is not None and found["last_modified"].timestamp() < time.time() - self._ttl_s
+
+    @property
+    def _lister(self) -> S3Store:
+        return self._within(_LIST_PATIENCE * self._timeout_s)
 
     def _within(self, seconds: float) -> S3Store:
         """A client whose requests end within twice `seconds`: its limit is the next power of two."""
@@ -267,7 +270,7 @@ class S3Tier(Tier):
 
         No order is relied on: of the second listing what the first page had is left out.
         """
-        client = self._within(_LIST_S)
+        client = self._lister
         with _reported(f"list {namespace}"):
             first = next(client.list(namespace, chunk_size=_PAGE), ())
         yield first
@@ -314,6 +317,10 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
         if Fault.of(error).code in ("", "NoSuchKey"):
             return None
         raise
+
+
+def _is_entry(found: ObjectMeta) -> bool:
+    return _OBJECT.fullmatch(found["path"]) is not None
 
 
 def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:
