@@ -7,8 +7,8 @@ The bytes go through obstore, whose requests run outside the interpreter; boto3 
 the bucket, as it does for every program of an AWS user, and does what an administrator asks for. Both are imported when
 an S3 remote is opened, and not before.
 
-An object is written with `If-None-Match: *`, so that a fleet writes it once, and with the SHA-256 of its bytes under
-the signature, so that the server refuses what was torn or altered on the way.
+An object is written with `If-None-Match: *`, so that a fleet writes it once, and with the SHA-256 of its bytes, so
+that the server refuses what was torn or altered on the way.
 
 Every request is bounded. Reading is given up when nothing arrives for `timeout_s`. An upload cannot be watched like
 that, so it has a total that grows with its length, and a page of a list has a total of its own.
@@ -44,6 +44,7 @@ _CHUNK = 256 << 10  # stays in the processor's cache between obstore's buffer an
 _PAGE = 1000  # what S3 answers at most
 _LISTERS = 16
 _DAY_S = 86_400
+_NEVER_WRITTEN = "lmcache-ec-probe"
 
 _Answer = TypeVar("_Answer")
 
@@ -109,14 +110,16 @@ class S3Tier(Tier):
         """Ask for an object that is not there. ValueError if the answer is any other than that."""
         from obstore.exceptions import BaseError
 
+        access = self._access
         try:
-            self._prompt.get("lmcache-ec-probe")
+            self._prompt.get(_NEVER_WRITTEN)
+            advice = "it answers to any name, as S3 does not"
         except (BaseError, OSError) as error:
             fault = Fault.of(error)
-            if fault.code != "NoSuchKey":
-                access = self._access
-                advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
-                raise ValueError(f"S3 at {access.where}: {advice}") from None
+            if fault.code == "NoSuchKey":
+                return
+            advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
+        raise ValueError(f"S3 at {access.where}: {advice}")
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         with _reported(f"read {key.object_name}"):
@@ -137,15 +140,13 @@ class S3Tier(Tier):
         return length
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
+        from obstore.exceptions import PreconditionError
 
         client = self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
         with _reported(f"write {key.object_name}, {len(data)} bytes"):
-            try:
-                client.put(key.object_name, data, mode="create", use_multipart=False)
+            if self._created(client, key, data):
                 return True
-            except AlreadyExistsError:
-                held = self._head(key) if self._ttl_s is not None else None
+            held = self._head(key) if self._ttl_s is not None else None
             if held is None or not self._aged(held):
                 return False
             try:  # replace what has aged, and nothing that a neighbour wrote meanwhile
@@ -246,6 +247,18 @@ class S3Tier(Tier):
                     length += found["size"]
                     modified = max(modified, found["last_modified"].timestamp())
         return NamespaceUse(namespace, objects, length, modified)
+
+    def _created(self, client: S3Store, key: EncoderCacheKey, data: memoryview) -> bool:
+        from obstore.exceptions import AlreadyExistsError
+
+        for _ in range(2):
+            try:
+                client.put(key.object_name, data, mode="create", use_multipart=False)
+                return True
+            except AlreadyExistsError as error:
+                if Fault.of(error).status != "409":  # that one says: deleted while this was under way, try again
+                    return False
+        raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others write and delete it")
 
     def _head(self, key: EncoderCacheKey) -> ObjectMeta | None:
         return _unless_absent(lambda: self._prompt.head(key.object_name))

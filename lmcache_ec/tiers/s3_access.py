@@ -109,8 +109,10 @@ class S3Access:
                 "region": self.region,
                 "endpoint": self.address if self.virtual_host else self.address.removesuffix(f"/{self.bucket}"),
                 "virtual_hosted_style_request": self.virtual_host,
+                "checksum_algorithm": "SHA256",  # the signature needs it in any case; not every store compares that one
                 "unsigned_payload": False,
                 "skip_signature": False,
+                "disable_bulk_delete": silence,  # one object goes by DELETE, which every store has
             },
             client_options=client_options,
             # For what passes at once: a connection that was closed meanwhile, a 5xx. Never after a hang.

@@ -28,6 +28,8 @@ class Fault:
             number = errno.EACCES if status in ("401", "403") else errno.EIO
             code = _first(r"<Code>([A-Za-z]{1,64})</Code>", text)
             return cls(number, status, code, _first(r"<Region>([a-z0-9-]{1,64})</Region>", text), "")
+        if "redirect without LOCATION" in text:
+            return cls(errno.EIO, "301", "", "", "")
         for sign, number, kind in _KINDS:
             if sign in text:
                 return cls(number, "", "", "", kind)
@@ -47,6 +49,8 @@ class Fault:
             return f"{_ADVICE.get(self.code, _ADVICE['AccessDenied'])} ({self})".replace("{bucket}", bucket)
         if self.status == "400" and not tls:
             return "HTTP 400: perhaps it expects TLS; then let the endpoint begin with https://, or tls be true"
+        if self.status >= "500":
+            return f"{self}: its server has a fault of its own"
         return f"{self}: it does not answer as S3 does"
 
 
