@@ -144,10 +144,10 @@ class S3Tier(Tier):
 
         client = self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
         with _reported(f"write {key.object_name}, {len(data)} bytes"):
-            if self._created(client, key, data):
-                return True
-            held = self._head(key) if self._ttl_s is not None else None
-            if held is None or not self._aged(held):
+            held = self._head(key)  # bytes are sent before the store refuses them
+            if held is None:
+                return self._created(client, key, data)
+            if not self._aged(held):
                 return False
             try:  # replace what has aged, and nothing that a neighbour wrote meanwhile
                 client.put(key.object_name, data, mode={"e_tag": held["e_tag"]}, use_multipart=False)

@@ -217,6 +217,14 @@ def test_a_wrong_guess_of_the_length_does_not_fetch_the_object(url: str, relay: 
     assert relay.answered_bytes - before < 24 * MIB  # what sockets hold
 
 
+def test_what_is_there_is_not_sent_again(url: str, relay: Relay) -> None:
+    tier = open_s3(through(relay, url))
+    tier.put(key("a"), value("a", MIB))
+    sent = len(relay.requests)
+    assert tier.put(key("a"), value("a", MIB)) is False
+    assert len(relay.requests) - sent < 10_000
+
+
 def test_bytes_that_change_on_the_way_are_refused_by_the_server(url: str, relay: Relay) -> None:
     tier = open_s3(through(relay, url))
     relay.change = lambda data: data.replace(b"picture", b"pictURE")
@@ -482,9 +490,10 @@ def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str
 
 
 def test_a_write_that_a_deletion_crossed_is_made_again() -> None:
-    with answering((404, "NoSuchKey"), (409, "ConditionalRequestConflict"), (200, "")) as remote:
+    before = [(404, "NoSuchKey"), (404, "")]
+    with answering(*before, (409, "ConditionalRequestConflict"), (200, "")) as remote:
         assert open_s3(remote).put(key("a"), value("a", 10)) is True
-    with answering((404, "NoSuchKey"), (409, "ConditionalRequestConflict")) as remote, pytest.raises(TierError):
+    with answering(*before, (409, "ConditionalRequestConflict")) as remote, pytest.raises(TierError):
         open_s3(remote).put(key("a"), value("a", 10))
 
 
