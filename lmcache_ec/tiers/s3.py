@@ -132,7 +132,7 @@ class S3Tier(Tier):
             for chunk in found.stream(min_chunk_size=_CHUNK):
                 end = position + len(chunk)
                 if end > length:
-                    break
+                    break  # a read that broke off is resumed by obstore; trust no server to resume it right
                 buffer[position:end] = chunk
                 position = end
             if position != length:

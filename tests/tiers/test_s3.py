@@ -165,6 +165,7 @@ def test_a_killed_server_is_an_error_and_its_entries_are_there_after_its_restart
     assert tier.put(key("b"), value("b", 10)) is True
 
 
+@pytest.mark.timeout(60)  # it takes 4 s; without limits of its own each of six calls would take half a minute
 def test_a_server_that_hangs_is_an_error_in_bounded_time(server: Seaweed, url: str) -> None:
     tier, impatient = open_s3(url), open_s3(url, timeout_s=0.15)
     tier.put(key("a"), value("a", 1000))
@@ -417,6 +418,7 @@ def test_a_remote_that_cannot_work_is_refused_with_the_reason(
         open_s3(filled)
 
 
+@pytest.mark.timeout(30)
 def test_a_server_that_hangs_is_refused(server: Seaweed, url: str) -> None:
     with server.stopped(), refused("no answer in time"):
         open_s3(url, timeout_s=0.3)
@@ -592,6 +594,24 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("query", "variables", "region"),
+    [
+        ("&region=eu-central-1", {"AWS_DEFAULT_REGION": "eu-west-1"}, "eu-central-1"),
+        ("", {"AWS_DEFAULT_REGION": "eu-west-1", "AWS_REGION": "eu-west-2"}, "eu-west-1"),
+        ("", {"AWS_REGION": "eu-west-2"}, "eu-west-2"),
+        ("", {}, "us-east-1"),
+    ],
+)
+def test_requests_are_signed_for_the_region_that_was_named(
+    url: str, relay: Relay, monkeypatch: pytest.MonkeyPatch, query: str, variables: dict[str, str], region: str
+) -> None:
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    open_s3(through(relay, url) + query)
+    assert relay.requests.count(f"/{region}/s3/aws4_request".encode()) == 1
 
 
 @pytest.mark.parametrize("named", ["in the URL", "in the environment"])
