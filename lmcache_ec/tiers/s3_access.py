@@ -40,10 +40,13 @@ class S3Access:
     @classmethod
     def of(cls, options: S3Options) -> S3Access:
         """Ask boto3 for credentials and address. ValueError if it has none, or its configuration cannot be used."""
-        import boto3
-        import botocore.session
-        from botocore.exceptions import BotoCoreError, ClientError
-        from obstore.auth.boto3 import Boto3CredentialProvider
+        try:
+            import boto3
+            import botocore.session
+            from botocore.exceptions import BotoCoreError, ClientError
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError as error:
+            raise ValueError(f"S3 needs obstore and boto3, pip install 'lmcache-ec[s3]': {error}") from None
 
         core = botocore.session.Session(profile=options.profile)
         if options.access_key_id and options.secret_access_key:

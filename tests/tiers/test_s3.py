@@ -723,3 +723,10 @@ open_s3(sys.argv[1])
 assert {"boto3", "obstore"} <= set(sys.modules) and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, url], check=True)
+
+
+@pytest.mark.parametrize("missing", ["boto3", "obstore.auth.boto3"])
+def test_what_is_not_installed_is_named(url: str, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ValueError, match=r"pip install 'lmcache-ec\[s3\]'"):
+        open_s3(url)
