@@ -30,6 +30,7 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Remote,
     Report,
     Sealed,
     Segment,
@@ -47,8 +48,10 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.lane import Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.space import aligned
+from lmcache_ec.tiers.remote import EXTRA_KEYS, S3_ENVIRONMENT, tier_name
 
 _logger = logging.getLogger(__name__)
 
@@ -119,7 +122,7 @@ class EncoderCache:
         self._ping_sent = self._ping_answered = time.monotonic()
         self._old: list[Incarnation] = []
         self._arena_fd = arena.create(capacity)
-        self._store = Incarnation(1, self._arena_fd)
+        self._store = self._incarnation(1)
         self._ranks: list[Link] = []
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
@@ -148,7 +151,7 @@ class EncoderCache:
 
     @property
     def persists(self) -> bool:
-        return bool(self._config.local_disk)
+        return bool(self._config.local_disk or self._config.remotes)
 
     def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
@@ -230,6 +233,10 @@ class EncoderCache:
 
     # ---- starting
 
+    def _incarnation(self, number: int) -> Incarnation:
+        asks_aws = any(tier_name(url) == "s3" for url in self._config.remotes)
+        return Incarnation(number, self._arena_fd, S3_ENVIRONMENT if asks_aws else ())
+
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -260,7 +267,7 @@ class EncoderCache:
                 disk_bytes=self._config.max_local_disk_bytes,
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
-                remotes=[],
+                remotes=_remotes(self._config),
             )
         )
         self._introduce_saver()
@@ -441,7 +448,7 @@ class EncoderCache:
         if now < self._restart_at:
             return
         try:
-            self._store = Incarnation(self._store.number + 1, self._arena_fd)
+            self._store = self._incarnation(self._store.number + 1)
         except OSError as error:
             self._restart_at = now + _RESTART_PAUSE_S[-1]
             self._complaints.warn("store", f"no store process can be started: {error}")
@@ -462,6 +469,23 @@ class EncoderCache:
                 self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
             except LinkClosed:
                 pass  # found and answered by the next drain
+
+
+def _remotes(config: EncoderCacheConfig) -> list[Remote]:
+    """The remotes as the store process is told of them. S3 has a catalog unless something else is asked for."""
+    lookups = {"s3": Lookup.CATALOG} if config.remote_lookup == "auto" else {}
+    return [
+        Remote(
+            url=url,
+            extra_config={key: config.extra_config[key] for key in EXTRA_KEYS if key in config.extra_config},
+            ttl_s=config.ttl_s,
+            timeout_s=config.blocking_timeout_secs,
+            max_entry_bytes=config.max_remote_entry_bytes,
+            lookup=lookups.get(tier_name(url), config.remote_lookup),
+            refresh_s=config.catalog_refresh_s,
+        )
+        for url in config.remotes
+    ]
 
 
 def _write(place: Place) -> Write:

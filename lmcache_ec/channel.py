@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -47,9 +48,13 @@ class Start(Message, frozen=True):
 
 
 class Remote(Message, frozen=True):
-    """A remote tier: its address, and how it is treated (see `lane.Habits`)."""
+    """A remote tier: its URL (see `tiers.remote`), and how it is treated (see `lane.Habits`)."""
 
     url: str
+    extra_config: dict[str, Any]
+    ttl_s: float | None
+    timeout_s: float
+    max_entry_bytes: int
     lookup: str
     refresh_s: float
 

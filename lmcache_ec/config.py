@@ -24,6 +24,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lmcache_ec.key import check_namespace
+from lmcache_ec.tiers.remote import place_of, tier_name
 
 _GIB = 1 << 30
 _FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
@@ -56,6 +57,20 @@ def _absolute(path: Path | None) -> Path | None:
     return path
 
 
+def _urls(value: object) -> object:
+    """One URL, or several as a list or with commas."""
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value or []
+
+
+def _known(urls: tuple[str, ...]) -> tuple[str, ...]:
+    for url in urls:
+        tier_name(url)
+    if len(set(urls)) != len(urls):
+        raise ValueError("each remote once is accepted")
+    return urls
+
+
+Remotes = Annotated[tuple[str, ...], BeforeValidator(_urls), AfterValidator(_known)]
 Folder = Annotated[Path | None, BeforeValidator(_folder), AfterValidator(_absolute)]
 Namespace = Annotated[str, AfterValidator(check_namespace)]
 Gibibytes = Annotated[float, Field(gt=0, le=1 << 20, allow_inf_nan=False)]
@@ -82,6 +97,30 @@ class EncoderCacheConfig(BaseModel):
     )
     max_local_disk_size: Gibibytes = Field(16.0, description="Limit of LocalDisk, GiB for each engine.")
     cache_policy: Literal["LRU"] = Field("LRU", description="What is evicted first: the least recently used.")
+    remotes: Remotes = Field(
+        (), description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one."
+    )
+    ttl_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="How long an entry lives in a remote tier, seconds; unset: no limit.",
+    )
+    blocking_timeout_secs: float = Field(
+        5.0, gt=0, le=600, allow_inf_nan=False, description="How long a remote tier may be silent, seconds."
+    )
+    max_remote_entry_size: float = Field(
+        0.5, gt=0, le=64, allow_inf_nan=False, description="Largest entry that is sent to Redis, GiB."
+    )
+    extra_config: dict[str, object] = Field(
+        default_factory=dict, repr=False, description="LMCache's; of it, what belongs to an S3 remote is used."
+    )
+    remote_lookup: Literal["auto", "probe", "catalog"] = Field(
+        "auto",
+        description="How a remote is asked for what nobody has told of: always (probe), only what its listing has "
+        "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
+    )
+    catalog_refresh_s: Seconds = Field(300.0, description="Between two listings of a remote, seconds.")
     load_deadline_ms: int = Field(
         1000, gt=0, le=600_000, description="Longest wait of a request for its entries to arrive, ms; then it encodes."
     )
@@ -109,6 +148,10 @@ class EncoderCacheConfig(BaseModel):
         return int(self.max_local_cpu_size * _GIB)
 
     @property
+    def max_remote_entry_bytes(self) -> int:
+        return int(self.max_remote_entry_size * _GIB)
+
+    @property
     def max_local_disk_bytes(self) -> int:
         return int(self.max_local_disk_size * _GIB)
 
@@ -127,15 +170,22 @@ def load_config(
     origins: dict[str, str] = {}
     problems: list[str] = []
     for key, value, origin in (*_from_file(base, file), *_from_environ(environ), *_from_extra(extra or {})):
+        if key == "remote_url":  # LMCache's own name, for one
+            key = "remotes"
         if key not in EncoderCacheConfig.model_fields:
             problems.append(_unknown(key, value, origin))
-        elif origin == _EXTRA and _is_secret(key, value):
+        elif origin == _EXTRA and (_is_secret(key, value) or key == "extra_config"):
             problems.append(f"{key} in {origin} holds a credential: vLLM logs that map, use the file or environment")
         else:
             values[key], origins[key] = value, origin
     inherited = environ.get("LMCACHE_LOCAL_DISK") or base.get("local_disk")
     if "local_disk" not in values and inherited:
         values["local_disk"], origins["local_disk"] = _below(str(inherited)), "local_disk of the KV part"
+    remote = environ.get("LMCACHE_REMOTE_URL") or base.get("remote_url")
+    if "remotes" not in values and isinstance(remote, str) and _served(remote):
+        values["remotes"], origins["remotes"] = [remote], "remote_url of the KV part"
+    if "extra_config" not in values and isinstance(base.get("extra_config"), dict):
+        values["extra_config"], origins["extra_config"] = base["extra_config"], "extra_config of the KV part"
     try:
         config = EncoderCacheConfig.model_validate(values)
     except ValidationError as error:
@@ -157,7 +207,8 @@ def summary(config: EncoderCacheConfig) -> str:
     disk = (
         f"LocalDisk {config.max_local_disk_size:g} GiB at {config.local_disk}" if config.local_disk else "no LocalDisk"
     )
-    return f"encoder cache: LocalCPU {config.max_local_cpu_size:g} GiB, {disk}"
+    remotes = "".join(f", {tier_name(url)} {place_of(url)}" for url in config.remotes)
+    return f"encoder cache: LocalCPU {config.max_local_cpu_size:g} GiB, {disk}{remotes}"
 
 
 def _read(file: str) -> Mapping[object, object]:
@@ -203,6 +254,14 @@ def _below(local_disk: str) -> str:
     """Our folder under the (first) folder of the KV part, which may be relative to where the engine was started."""
     first = local_disk.split(",")[0].strip().removeprefix("file://")
     return str(Path(first).absolute() / _INHERITED_FOLDER)
+
+
+def _served(url: str) -> bool:
+    """Whether we have a tier for a remote of the KV part; others are LMCache's business."""
+    try:
+        return bool(tier_name(url))
+    except ValueError:
+        return False
 
 
 def _unknown(key: str, value: object, origin: str) -> str:

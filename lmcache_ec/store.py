@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Remote,
     Saved,
     Sealed,
     Start,
@@ -49,7 +50,10 @@ from lmcache_ec.channel import (
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.base import Tier, TierAway
+from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, open_remote, tier_name
+
+Opener = Callable[[], Tier]
 
 _OPEN_TIMEOUT_S = 5.0
 _DISK_RESCAN_S = 30.0
@@ -148,29 +152,48 @@ class Store:
 
     def _begin(self, start: Start) -> None:
         self._start = start
-        tiers: list[tuple[Tier, Habits]] = []
+        openings: list[tuple[str, Opener, Habits]] = []
         if start.disk:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
-            self._open(f"local_disk {start.disk}", partial(_disk, start), habits, tiers)
+            openings.append((f"local_disk {start.disk}", partial(_disk, start), habits))
         for remote in start.remotes:
-            self._open("remote", partial(_remote, remote.url), Habits(Lookup(remote.lookup), remote.refresh_s), tiers)
+            habits = Habits(Lookup(remote.lookup), remote.refresh_s)
+            openings.append((tier_name(remote.url), partial(_remote, remote), habits))
+        tiers = self._opened(openings)
         names = [tier.name for tier, _ in tiers]
         names = [name if names.index(name) == index else f"{name}_{index}" for index, name in enumerate(names)]
         presence = self._presence = PresenceFilter.create(names)
         self._lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
+        for lane in self._lanes:
+            if isinstance(lane.tier, AwaitedTier):
+                lane.failed()
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
         self._survey()
 
-    def _open(self, what: str, opener: Callable[[], Tier], habits: Habits, tiers: list[tuple[Tier, Habits]]) -> None:
-        """Open a tier, on another thread: it may hang. What is wrong with one is told, and it is done without."""
-        opening = self._sealer.submit(opener)
-        wait([opening], _OPEN_TIMEOUT_S)
-        problem = "no answer" if not opening.done() else str(opening.exception() or "")
-        if problem:
-            self._link.send(Hello(os.getpid(), f"{what}: {problem}", []), [os.pidfd_open(os.getpid())])
-            self._sealer = ThreadPoolExecutor(1, "seal")
-        else:
-            tiers.append((opening.result(), habits))
+    def _opened(self, openings: Sequence[tuple[str, Opener, Habits]]) -> list[tuple[Tier, Habits]]:
+        """The tiers that could be opened, side by side. What is wrong with one is told, and it is done without.
+
+        A remote that is merely away is waited for; and so is any, once an engine has been served with it.
+        """
+        pool = ThreadPoolExecutor(max(1, len(openings)), "open")
+        futures = [pool.submit(opener) for _, opener, _ in openings]
+        wait(futures, _OPEN_TIMEOUT_S)
+        tiers: list[tuple[Tier, Habits]] = []
+        for (what, opener, habits), future in zip(openings, futures, strict=True):
+            error = future.exception() if future.done() else TierAway(errno.ETIMEDOUT, "no answer")
+            if error is None:
+                tiers.append((future.result(), habits))
+            elif habits.local or not (isinstance(error, TierAway) or self._is_successor):
+                self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
+            else:
+                self._post(Notice(f"{what}-open", f"{_words(error)}; tried again in the background"))
+                tiers.append((AwaitedTier(what, opener), habits))
+        pool.shutdown(wait=False)
+        return tiers
+
+    @property
+    def _is_successor(self) -> bool:
+        return self._start is not None and self._start.incarnation > 1
 
     def _flush(self) -> None:
         """Send what the threads answered; what finds the link full waits for room."""
@@ -436,8 +459,13 @@ def _disk(start: Start) -> Tier:
     return DiskTier(Path(start.disk), start.disk_bytes)
 
 
-def _remote(url: str) -> Tier:
-    raise ValueError("remote tiers are not there yet")
+def _remote(remote: Remote) -> Tier:
+    options = RemoteOptions(remote.ttl_s, remote.timeout_s, remote.max_entry_bytes, remote.extra_config)
+    return open_remote(remote.url, options)
+
+
+def _words(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def main() -> None:

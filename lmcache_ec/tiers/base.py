@@ -2,6 +2,7 @@
 """What a tier is."""
 
 import abc
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,19 @@ from lmcache_ec.key import EncoderCacheKey
 
 class TierError(OSError):
     """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
+
+
+class TierAway(TierError, ValueError):
+    """Raised by what opens a tier, where its store does not answer: a wrong address, or an outage that may pass."""
+
+
+AWAY = frozenset(
+    {
+        *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT),
+        *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH),
+    }
+)
+"""The numbers of errors that say so."""
 
 
 @dataclass(frozen=True, slots=True)

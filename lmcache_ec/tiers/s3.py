@@ -29,7 +29,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_faults import Fault, told
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
@@ -107,7 +107,7 @@ class S3Tier(Tier):
         return f"S3Tier({self._access.where})"
 
     def check(self) -> None:
-        """Ask for an object that is not there. ValueError if the answer is any other than that."""
+        """Ask for an object that is not there. ValueError for any other answer than that, TierAway for none at all."""
         from obstore.exceptions import BaseError
 
         access = self._access
@@ -119,6 +119,8 @@ class S3Tier(Tier):
             if fault.code == "NoSuchKey":
                 return
             advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
+            if fault.number in AWAY:
+                raise TierAway(fault.number, f"S3 at {access.where}: {advice}") from None
         raise ValueError(f"S3 at {access.where}: {advice}")
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
