@@ -37,7 +37,7 @@ from lmcache_ec.tiers.resp import (
 
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
-_NOTHING = memoryview(b"")
+_NOTHING = memoryview(bytearray())
 
 Answer = int | None | TierError
 """Of one entry among several: what `get_into` or `contains` returns for it, or the error that it raises."""

@@ -273,16 +273,9 @@ class SocketFileConnection(PayloadConnection, UnixConnection):
     """A Unix socket."""
 
 
-class _AskingSentinel(PayloadConnection):
-    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
-        if not self._sock:
-            self.connect()  # redis-py would try the old master's address again
-        super().send_packed_command(command, check_health)
-
-
-class SentinelPlainConnection(_AskingSentinel, SentinelManagedConnection):
+class SentinelPlainConnection(PayloadConnection, SentinelManagedConnection):
     """TCP to the master that the Sentinels name."""
 
 
-class SentinelTlsConnection(_AskingSentinel, SentinelManagedSSLConnection):
+class SentinelTlsConnection(PayloadConnection, SentinelManagedSSLConnection):
     """TLS to the master that the Sentinels name."""

@@ -131,7 +131,7 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
                 redis_server(
                     folder / str(number),
                     *("--cluster-enabled", "yes", "--cluster-port", str(free_port())),
-                    *("--cluster-node-timeout", "2000"),
+                    *("--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"),
                 )
             )
             for number in range(masters)
@@ -177,9 +177,10 @@ class SentinelProcess(RedisServer):
 def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence[SentinelProcess]]]:
     """A master and its replica, and two Sentinels that know of both and of each other."""
     with ExitStack() as stack:
-        master = stack.enter_context(redis_server(folder / "master"))
+        at_once = ("--repl-diskless-sync-delay", "0")
+        master = stack.enter_context(redis_server(folder / "master", *at_once))
         replica = stack.enter_context(
-            redis_server(folder / "replica", "--replicaof", f"127.0.0.1 {master.port}", "--repl-diskless-sync-delay", "0")
+            redis_server(folder / "replica", *at_once, "--replicaof", f"127.0.0.1 {master.port}")
         )
         wait_for("a replica in step", lambda: replica.client().info("replication")["master_link_status"] == "up")  # type: ignore[index]
         sentinels = []

@@ -34,8 +34,8 @@ class Relay:
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def allow(self, answer_bytes: int | None, then: Then = Then.CUT) -> None:
-        """From now on servers may answer so many bytes, all connections together; None: no limit."""
+    def allow(self, answer_bytes: int, then: Then = Then.CUT) -> None:
+        """From now on servers may answer so many bytes, all connections together; then `then`, to one connection."""
         with self._lock:
             self._allowed, self._then = answer_bytes, then
 
@@ -60,6 +60,8 @@ class Relay:
         except OSError:
             client.close()
             return
+        for one in (client, server):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._open += [client, server]
         spoke = threading.Event()
         back = threading.Thread(target=self._answers, args=(server, client, spoke), daemon=True)
@@ -80,10 +82,11 @@ class Relay:
             while piece := server.recv(_PIECE):
                 spoke.set()
                 with self._lock:
-                    if self._allowed is not None:
-                        piece = piece[: self._allowed]
+                    used_up = self._allowed is not None and self._allowed <= len(piece)
+                    if used_up:
+                        piece, self._allowed = piece[: self._allowed], None
+                    elif self._allowed is not None:
                         self._allowed -= len(piece)
-                    used_up = self._allowed == 0
                 client.sendall(piece)
                 if used_up and self._then is Then.SILENCE:
                     return
