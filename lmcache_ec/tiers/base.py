@@ -44,6 +44,8 @@ class Tier(abc.ABC):
     """
 
     name: str
+    notice: str = ""
+    """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
 
     @abc.abstractmethod
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
@@ -68,6 +70,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def list(self, namespace: str) -> Iterator[Listed]:
         """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
+
+    def maintain(self) -> None:
+        """Housekeeping that nobody waits for: called in the background after each complete list. Changes no entry,
+        unless the tier holds more than it may."""
+        return
 
     @abc.abstractmethod
     def close(self) -> None:
