@@ -107,7 +107,7 @@ class EncoderCacheConfig(BaseModel):
         description="How long an entry lives in a remote tier, seconds; unset: no limit.",
     )
     blocking_timeout_secs: float = Field(
-        5.0, gt=0, le=600, allow_inf_nan=False, description="How long a remote tier may be silent, seconds."
+        2.0, gt=0, le=600, allow_inf_nan=False, description="How long a remote tier may be silent, seconds."
     )
     max_remote_entry_size: float = Field(
         0.5, gt=0, le=64, allow_inf_nan=False, description="Largest entry that is sent to Redis, GiB."

@@ -131,6 +131,8 @@ class Lane:
                     self._presence.add(entry.digest)
                     self.listed = max(self.listed, listed)
                 self.listed = listed
+                self._presence.set_complete(self.name)
+                self.tier.maintain()
         except Exception:
             self.due_at = time.monotonic() + self.habits.refresh_s
             self.failed()

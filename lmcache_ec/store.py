@@ -183,6 +183,8 @@ class Store:
             error = future.exception() if future.done() else TierAway(errno.ETIMEDOUT, "no answer")
             if error is None:
                 tiers.append((future.result(), habits))
+                if notice := future.result().notice:
+                    self._post(Notice(f"{what}-open", notice))
             elif habits.local or not (isinstance(error, TierAway) or self._is_successor):
                 self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
             else:

@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import (
@@ -330,5 +330,7 @@ def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:
                 disconnect(client)
                 raise
     except Exception as error:
-        raise ValueError(f"Redis tier at {place}: {explain(error, place, options)[1]}") from None
+        number, reason = explain(error, place, options)
+        text = f"Redis tier at {place}: {reason}"
+        raise (TierAway(number, text) if number in AWAY else ValueError(text)) from None
     return RedisTier(client, place, options)

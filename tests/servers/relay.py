@@ -5,6 +5,7 @@ import enum
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ class Relay:
         self.target = port
         self.turns = 0
         """How often a client began to speak after its server had: round trips."""
+        self.delay_s = 0.0
+        """Before anything is passed on to the server."""
         self._tls = tls
         self._allowed: int | None = None
         self._then = Then.CUT
@@ -72,6 +75,7 @@ class Relay:
                 if spoke.is_set():
                     spoke.clear()
                     self.turns += 1
+                time.sleep(self.delay_s)
                 server.sendall(piece)
         except OSError:
             pass

@@ -387,8 +387,7 @@ def test_answers_are_read_alike_however_they_arrive(replies: list[tuple[str, byt
     parser.on_connect(_Line(b"".join(encoded[kind](data) for kind, data, _ in replies), sizes))
     buffers = [trapped(len(data) if length < 100 else length) for _, data, length in replies]
     parser.targets.extend(
-        None if kind in ("text", "list") else buffer
-        for (kind, _, _), (_, buffer) in zip(replies, buffers, strict=True)
+        None if kind in ("text", "list") else buffer for (kind, _, _), (_, buffer) in zip(replies, buffers, strict=True)
     )
     for (kind, data, _), (around, buffer) in zip(replies, buffers, strict=True):
         reply = parser.read_response()
@@ -704,7 +703,9 @@ def _silent(request: pytest.FixtureRequest) -> str:
 
 def _another_authority(request: pytest.FixtureRequest) -> str:
     other = Authority(request.getfixturevalue("tmp_path"), "another authority")
-    return with_credentials(tls_url(_relay_to(request, other.server_context(other.identity("server"))), *_ours(request)))
+    return with_credentials(
+        tls_url(_relay_to(request, other.server_context(other.identity("server"))), *_ours(request))
+    )
 
 
 def _another_address(request: pytest.FixtureRequest) -> str:
@@ -794,9 +795,7 @@ def assert_no_canary(text: str) -> None:
             assert written not in text
 
 
-def test_credentials_are_in_no_error_no_repr_and_no_log(
-    guarded: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     texts = []
     options = RedisOptions(password=PASSWORD, sentinel_password=PASSWORD, key_password=PASSWORD, username=USER)
@@ -840,7 +839,9 @@ def test_urls_that_are_accepted(url: str, layout: Layout, servers: list[tuple[st
     place, options = parse_redis_url(url, RedisOptions(ttl_s=5))
     assert (place.layout, list(place.servers), place.tls) == (layout, servers, tls)
     assert place.path == ("/run/redis socket" if layout is Layout.SOCKET else place.path)
-    assert options.database == (2 if "2" in url.rpartition("/")[2] and layout is not Layout.CLUSTER and "b:2" not in url else 0)
+    assert options.database == (
+        2 if "2" in url.rpartition("/")[2] and layout is not Layout.CLUSTER and "b:2" not in url else 0
+    )
     assert (options.username, options.password) == (("u", "p") if "u:p@" in url else (None, None))
     assert options.service == ("pictures" if "pictures" in url else "mymaster")
     assert options.ttl_s == 5
