@@ -123,9 +123,9 @@ class PayloadParser(BaseParser):
             return None if count < 0 else [self._reply(None, depth + 1) for _ in range(count)]
         raise InvalidResponse(f"a reply of another kind was expected, this one begins with {kind!r}")
 
-    def _error(self, text: str) -> Exception:
+    def _error(self, text: str) -> Any:
         try:
-            error = cast(Exception, self.parse_error(text))
+            error = self.parse_error(text)
         except ValueError:  # a redirect that names no address
             return ResponseError(text)
         if isinstance(error, RedisConnectionError):
