@@ -244,6 +244,7 @@ class EncoderCache:
                 producer=self._engine.producer,
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
+                disk_free_bytes=self._config.min_free_disk_bytes,
                 drain_s=self._config.drain_s,
             )
         )

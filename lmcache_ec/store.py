@@ -157,7 +157,7 @@ class Store:
         if start.disk:
             from lmcache_ec.tiers.disk import DiskTier
 
-            opening = self._sealer.submit(DiskTier, Path(start.disk), start.disk_bytes)
+            opening = self._sealer.submit(DiskTier, Path(start.disk), start.disk_bytes, start.disk_free_bytes)
             wait([opening], _OPEN_TIMEOUT_S)
             problem = "no answer from its file system" if not opening.done() else str(opening.exception() or "")
             if problem:
@@ -167,6 +167,9 @@ class Store:
                 self._lanes.append(Lane(opening.result()))
         self._presence = PresenceFilter.create([lane.tier.name for lane in self._lanes])
         self._link.send(Hello(os.getpid(), ""), [os.pidfd_open(os.getpid()), self._presence.fd])
+        for tier in (lane.tier for lane in self._lanes):
+            if tier.notice:
+                self._post(Notice(f"{tier.name}-open", tier.notice))
         self._scan()
 
     def _flush(self) -> None:
@@ -325,6 +328,7 @@ class Store:
                 presence.add(listed.digest)
                 self._counts[f"{lane.tier.name}_listed"] = number
             presence.set_complete(lane.tier.name)
+            lane.tier.maintain()
         except Exception as error:
             self._post(Notice(f"{lane.tier.name}-scan", f"{lane.tier.name}: {error}"))
         self._rescan_at = time.monotonic() + max(_RESCAN_S, _RESCAN_SHARE * (time.monotonic() - begun))

@@ -483,4 +483,8 @@ def _read_file(path: Path) -> str:
 
 def temporaries(folder: Path) -> list[Path]:
     """Files that are no entries: what a writer left half written."""
-    return [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
+    return [
+        path
+        for path in folder.rglob("*")
+        if not path.is_dir() and path.suffix != ".safetensors" and path.name != ".usage"
+    ]
