@@ -265,6 +265,7 @@ class EncoderCache:
                 producer=self._engine.producer,
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
+                disk_free_bytes=self._config.min_free_disk_bytes,
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
                 remotes=_remotes(self._config),

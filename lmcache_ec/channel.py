@@ -42,6 +42,7 @@ class Start(Message, frozen=True):
     producer: str
     disk: str
     disk_bytes: int
+    disk_free_bytes: int
     drain_s: float
     deadline_s: float
     remotes: list[Remote]

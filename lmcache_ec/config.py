@@ -95,7 +95,16 @@ class EncoderCacheConfig(BaseModel):
     local_disk: Folder = Field(
         None, description="Folder of LocalDisk, an absolute path or file:///path/. Unset: under that of the KV part."
     )
-    max_local_disk_size: Gibibytes = Field(16.0, description="Limit of LocalDisk, GiB for each engine.")
+    max_local_disk_size: Gibibytes = Field(
+        16.0, description="Limit of the LocalDisk folder, GiB; engines that share it count together."
+    )
+    min_free_disk_size: float = Field(
+        1.0,
+        ge=0,
+        le=1 << 20,
+        allow_inf_nan=False,
+        description="With less than this free on the file system of LocalDisk nothing is written, GiB.",
+    )
     cache_policy: Literal["LRU"] = Field("LRU", description="What is evicted first: the least recently used.")
     remotes: Remotes = Field(
         (), description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one."
@@ -154,6 +163,10 @@ class EncoderCacheConfig(BaseModel):
     @property
     def max_local_disk_bytes(self) -> int:
         return int(self.max_local_disk_size * _GIB)
+
+    @property
+    def min_free_disk_bytes(self) -> int:
+        return int(self.min_free_disk_size * _GIB)
 
 
 def load_config(

@@ -458,7 +458,7 @@ class _Delivery:
 def _disk(start: Start) -> Tier:
     from lmcache_ec.tiers.disk import DiskTier
 
-    return DiskTier(Path(start.disk), start.disk_bytes)
+    return DiskTier(Path(start.disk), start.disk_bytes, start.disk_free_bytes)
 
 
 def _remote(remote: Remote) -> Tier:

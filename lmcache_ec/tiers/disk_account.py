@@ -160,9 +160,7 @@ def _lock(fd: int) -> bool:
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while (locked := try_lock(fd)) is False:
         if time.monotonic() > deadline:
-            raise TimeoutError(
-                errno.ETIMEDOUT, f"another process has held the folder's account for {_LOCK_TIMEOUT_S} s"
-            )
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held the account for {_LOCK_TIMEOUT_S} s")
         time.sleep(_LOCK_RETRY_S)
     return locked is not None
 
