@@ -20,6 +20,12 @@ _SMOOTHING = 0.25
 _REST_S = (1.0, 2.0, 5.0, 15.0, 30.0)
 """How long a tier that failed is left alone: longer each time in a row."""
 
+_LOOK_UPS = 3
+"""Of a survey: the quickest of them says how the tier answers, the others how busy this machine is."""
+
+_REMEASURED_S = 5.0
+"""A tier that was found slow is measured again so often."""
+
 _QUEUED_ITEMS = 4096
 _QUEUED_BYTES = 1 << 30
 
@@ -71,6 +77,7 @@ class Lane:
         self.scans = ThreadPoolExecutor(1, f"{name}-scan")
         self._presence = presence
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
+        self._list_at = 0.0
         self._answer_s = 0.0
         self._failures = 0
         self._rests_until = 0.0
@@ -95,11 +102,12 @@ class Lane:
         """A look-up that moved no payload took so long."""
         with self._lock:
             self._failures = 0
-            self._answer_s += (seconds - self._answer_s) * (_SMOOTHING if self._answer_s else 1.0)
+            spike = 1 / _SMOOTHING * self.habits.slow_s  # one alone does not make a tier slow: this process may be busy
+            self._answer_s += (min(seconds, spike) - self._answer_s) * _SMOOTHING
             slow = self.habits.lookup is Lookup.AUTO and not self._lists and self._answer_s > self.habits.slow_s
             if slow:
                 self._lists = True
-                self.due_at = 0.0
+                self._list_at = self.due_at = 0.0
         if slow:
             self._presence.set_complete(self.name)
 
@@ -123,9 +131,8 @@ class Lane:
         began = time.monotonic()
         try:
             if not self.habits.local:
-                self.tier.contains(EncoderCacheKey(namespace, f"nobody's {os.urandom(16).hex()}"))
-                self._measured(time.monotonic() - began)
-            if self._lists:
+                self._measured(min(self._timed_look_up(namespace) for _ in range(_LOOK_UPS)))
+            if self._lists and began >= self._list_at:
                 listed = 0
                 for listed, entry in enumerate(self.tier.list(namespace), 1):
                     self._presence.add(entry.digest)
@@ -133,6 +140,7 @@ class Lane:
                 self.listed = listed
                 self._presence.set_complete(self.name)
                 self.tier.maintain()
+                self._list_at = time.monotonic() + max(self.habits.refresh_s, 20 * (time.monotonic() - began))
         except Exception:
             self.due_at = time.monotonic() + self.habits.refresh_s
             self.failed()
@@ -141,15 +149,27 @@ class Lane:
             self._rests_until = 0.0
         self._presence.set_complete(self.name, self._lists)
         if self._lists:
-            took = time.monotonic() - began
-            self.due_at = time.monotonic() + max(self.habits.refresh_s, 20 * took)
+            remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
+            self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+
+    def _timed_look_up(self, namespace: str) -> float:
+        began = time.monotonic()
+        self.tier.contains(EncoderCacheKey(namespace, f"nobody's {os.urandom(16).hex()}"))
+        return time.monotonic() - began
 
     def _measured(self, seconds: float) -> None:
-        """A survey's own look-up: the one way in which a tier that was slow is found to be quick again."""
+        """What a survey found: the one way in which a tier that was slow is seen to be quick again, and the other way
+        round where nothing else asks it."""
         with self._lock:
-            if self.habits.lookup is Lookup.AUTO and self._lists and seconds < self.habits.slow_s / 2:
+            if self.habits.lookup is not Lookup.AUTO:
+                return
+            slow = self._lists
+            if seconds > self.habits.slow_s:
+                self._lists = True
+            elif seconds < self.habits.slow_s / 2:
                 self._lists, self._answer_s = False, 0.0
-        self.answered(seconds)
+            if self._lists and not slow:
+                self._list_at = 0.0
 
     # ---- what waits to be written
 

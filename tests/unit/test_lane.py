@@ -2,7 +2,7 @@
 """Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -25,7 +25,9 @@ class Scripted(Tier):
     def __init__(self) -> None:
         self.broken = False
         self.torn = False
-        self.asked = 0
+        self.asked = self.listings = 0
+        self.takes_s = 0.0
+        self.pass_time: Callable[[float], None] = lambda seconds: None
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         raise NotImplementedError
@@ -35,6 +37,7 @@ class Scripted(Tier):
 
     def contains(self, key: EncoderCacheKey) -> int | None:
         self.asked += 1
+        self.pass_time(self.takes_s)
         if self.broken:
             raise TierError(None, "no answer")
         return None
@@ -43,6 +46,7 @@ class Scripted(Tier):
         raise NotImplementedError
 
     def list(self, namespace: str) -> Iterator[Listed]:
+        self.listings += 1
         yield Listed(STORED, 8192, 0.0)
         if self.torn:
             raise TierError(None, "cut off")
@@ -58,8 +62,12 @@ class Setting:
         self.now = 1000.0
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.tier = Scripted()
+        self.tier.pass_time = self.turn
         self.presence = PresenceFilter.create(["scripted"])
         self.lane = Lane(self.tier, "scripted", self.presence, Habits(lookup, 300.0, local=local))
+
+    def turn(self, seconds: float) -> None:
+        self.now += seconds
 
     @property
     def waited_for(self) -> bool:
@@ -89,18 +97,32 @@ def test_one_found_slow_is_waited_for_no_more_and_asked_about_what_it_has_listed
     here = Setting(monkeypatch, Lookup.AUTO)
     here.survey()
     here.lane.answered(SLOW)
+    assert here.waited_for, "one alone may be this machine's fault"
+    here.lane.answered(SLOW)
     assert not here.waited_for, "at once, before it is listed"
     assert here.lane.due_at <= here.now
     assert here.asks() == (False, False)
-    monkeypatch.setattr(here.lane, "_measured", lambda seconds: here.lane.answered(SLOW))
+    here.tier.takes_s = SLOW
     here.survey()
     assert here.asks() == (True, False)
-    assert here.lane.due_at == here.now + 300.0
-    monkeypatch.undo()
-    monkeypatch.setattr(module.time, "monotonic", lambda: here.now)
+    assert here.tier.listings == 1
+    here.now = here.lane.due_at
+    here.survey()
+    assert here.tier.listings == 1, "measured again long before it is listed again"
+    here.tier.takes_s = QUICK
+    here.now = here.lane.due_at
     here.survey()
     assert here.asks() == (True, True), "quick again"
     assert here.waited_for
+    assert here.lane.due_at == NEVER
+
+
+def test_one_that_is_slow_from_the_start_is_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.AUTO)
+    here.tier.takes_s = SLOW
+    here.survey()
+    assert here.asks() == (True, False)
+    assert not here.waited_for
 
 
 def test_one_slow_answer_among_many_quick_ones_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
