@@ -42,6 +42,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 _renaming = threading.Lock()  # where links are not to be had: a rename replaces what another thread just published
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _FILE_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
+_TEMPORARY = re.compile(r"([0-9]+)\.[0-9a-f]{24}")
 _ATTEMPTS = 16
 _VICTIMS = 16_384
 """Entries a survey remembers, about 300 bytes each."""
@@ -123,7 +124,7 @@ class DiskTier(Tier):
             workshop = self.root / key.namespace / ".tmp"
             if key.namespace not in self._swept:
                 self._swept.add(key.namespace)
-                _sweep(workshop)
+                _sweep(workshop, ours=True)
             for _ in range(_ATTEMPTS):
                 self._make_room(length)
                 written = self._write(workshop, self.root / name, data)
@@ -150,7 +151,7 @@ class DiskTier(Tier):
         """As every tier; and removes what killed writers left. The walk is the first part of a survey."""
         folder = self.root / check_namespace(namespace)
         with _reported(f"list {folder}"):
-            survey = _Survey(self.root, self._account)
+            survey = _Survey(self.root, self._account, namespace)
             yield from survey.walk(namespace)
         self._begun = survey
 
@@ -283,7 +284,8 @@ class _Survey:
     places at least, and what is reserved later the account itself knows.
     """
 
-    def __init__(self, root: Path, account: FolderAccount) -> None:
+    def __init__(self, root: Path, account: FolderAccount, own: str = "") -> None:
+        """`own` is a namespace that is ours for certain; others may be folders of strangers that happen to fit."""
         self._root = root
         self._since = account.read()
         self.unseen = {folder.name for folder in _scan(root) if _is_namespace(folder.name)}
@@ -294,7 +296,7 @@ class _Survey:
         self._seen = 0
         self._cut = False
         for namespace in self.unseen:
-            for length, status in _sweep(root / namespace / ".tmp"):
+            for length, status in _sweep(root / namespace / ".tmp", ours=namespace == own):
                 self._writing.add((status.st_dev, status.st_ino))
                 self._least += status.st_size
                 self._most += max(length, status.st_size)
@@ -470,14 +472,17 @@ def _unlink(path: Path) -> None:
             raise
 
 
-def _sweep(workshop: Path) -> list[tuple[int, os.stat_result]]:
-    """Remove the temporaries that no living writer holds; of those that stay the length reserved and the status."""
+def _sweep(workshop: Path, *, ours: bool) -> list[tuple[int, os.stat_result]]:
+    """Remove the temporaries that no living writer holds; of those that stay the length reserved and the status.
+
+    All files where the folder is `ours` for certain, else those of our names.
+    """
     left = []
     for file in _scan(workshop):
+        match = _TEMPORARY.fullmatch(file.name)
         try:
-            if not _removed_as_dead(file.path):
-                length, _, _ = file.name.partition(".")
-                left.append((int(length) if length.isdecimal() else 0, os.stat(file.path)))
+            if (match or ours) and not _removed_as_dead(file.path):
+                left.append((int(match[1]) if match else 0, os.stat(file.path)))
         except OSError:
             pass  # published or swept meanwhile
     return left

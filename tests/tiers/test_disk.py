@@ -352,12 +352,12 @@ def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old(
     tier = DiskTier(tmp_path, 1000)
     assert "no locks on this file system" in tier.notice
     tier.put(key("a"), value("a", 600))
-    for name, age in (("old", 3700), ("young", 3500)):
-        path = tmp_path / "ns" / ".tmp" / f"100.{name}"
+    for name, age in (("cafe", 3700), ("beef", 3500)):
+        path = tmp_path / "ns" / ".tmp" / f"100.{name}{0:020}"
         path.write_bytes(bytes(100))
         os.utime(path, (time.time() - age,) * 2)
     assert len(list(tier.list("ns"))) == 1
-    assert [path.name for path in temporaries(tmp_path)] == ["100.young"]
+    assert [path.name for path in temporaries(tmp_path)] == ["100.beef" + "0" * 20]
     tier.maintain()
     assert tier.stored_bytes == 700
 
@@ -513,6 +513,7 @@ def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> No
         tmp_path / "ns" / "note.txt",
         tmp_path / "ns" / "zz" / "zz" / entry.name,
         tmp_path / "datasets" / "00" / "01" / "picture.png",
+        tmp_path / "datasets" / ".tmp" / "picture.png",
         entry.with_suffix(".bin"),
     ]
     for path in strangers:
