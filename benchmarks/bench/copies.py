@@ -17,7 +17,8 @@ from lmcache_ec import arena
 class Copies:
     """Runs in a process of its own, as an engine with one process does: both sides of the connector on one thread.
 
-    load_cpu         ours: bind, load, report a step. Floor: memcpy into a buffer allocated in the same way
+    load_cpu         ours: bind and load. Floor: memcpy into a buffer allocated in the same way
+    report           what the end of a step that has loaded adds, however much it has loaded
     save             ours: bind, copy, hand over, report a step. Floor: memcpy
     fetch_to_live    from the first hook to the pass that finds the entry
     save_to_written  from the forward pass' copy to the pass that finds it written
@@ -51,7 +52,9 @@ class Copies:
             samples.setdefault((save, "ours"), []).append(seconds)
 
         def load_ours() -> None:
-            samples.setdefault((load, "ours"), []).append(self._engine.load(identifier, rows))
+            loaded_s, report_s = self._engine.load(identifier, rows)
+            samples.setdefault((load, "ours"), []).append(loaded_s)
+            samples.setdefault((f"report{suffix}", "ours"), []).append(report_s)
 
         in_turn(
             number,

@@ -14,10 +14,12 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.disk import DiskTier
 
 _NAMESPACE = "bench"
+_HELD = 512
 
 
 class Disk:
     """Runs in a process of its own, on its one thread, in shared memory whose pages are there, as a used arena's are.
+    The tier holds a few hundred entries: most of its folders of the first level are there, few of the second are.
 
     disk_get    ours: open, read into the place, verify. Floor: open, read into the place, xxh3_128
     disk_put    ours: put a sealed entry. Floor: write a file, rename it
@@ -35,6 +37,9 @@ class Disk:
         self._memory = memoryview(mmap.mmap(fd, length))
         self._memory[:] = noise(length)
         self._number = 0
+        while self._number < _HELD:
+            key, place = self._sealed(1)
+            self._tier.put(key, place)
 
     def measure(self, rows: int, suffix: str) -> Samples:
         samples: Samples = {}
@@ -43,15 +48,11 @@ class Disk:
         return samples
 
     def _one(self, samples: Samples, number: int, rows: int, suffix: str) -> None:
-        self._number += 1
-        spec = entry.TensorSpec(rows, WIDTH, "BF16")
-        key = EncoderCacheKey(_NAMESPACE, f"{self._number:064x}")
-        place = self._memory[: entry.entry_length(key.identifier, spec)]
-        entry.seal(place, key, spec, "bench")
+        key, place = self._sealed(rows)
         path = self._folder / "floor" / str(self._number)
 
         def get() -> None:
-            if self._tier.get_into(key, place) != len(place) or entry.verify(place, key) != spec:
+            if self._tier.get_into(key, place) != len(place) or entry.verify(place, key).rows != rows:
                 raise RuntimeError("what was put is not there")
 
         put_row, get_row = f"disk_put{suffix}", f"disk_get{suffix}"
@@ -67,6 +68,15 @@ class Disk:
         )
         self._tier.delete(key)
         path.unlink()
+
+    def _sealed(self, rows: int) -> tuple[EncoderCacheKey, memoryview]:
+        """The next entry, and the memory it is in."""
+        self._number += 1
+        spec = entry.TensorSpec(rows, WIDTH, "BF16")
+        key = EncoderCacheKey(_NAMESPACE, f"{self._number:064x}")
+        place = self._memory[: entry.entry_length(key.identifier, spec)]
+        entry.seal(place, key, spec, "bench")
+        return key, place
 
     def close(self) -> None:
         self._tier.close()

@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("svg")
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 
 from benchmarks.bench.result import Row, mb
 
@@ -43,7 +44,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(panel: pyplot.Axes, rows: Sequence[Row | None], index: int, whose: str, colour: str) -> None:
+def _bars(panel: Axes, rows: Sequence[Row | None], index: int, whose: str, colour: str) -> None:
     places, heights, below, above = [], [], [], []
     for position, row in enumerate(rows):
         height = getattr(row, f"{whose}_ms", None)

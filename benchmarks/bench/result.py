@@ -9,6 +9,7 @@ from benchmarks.bench.churn import Utilisation
 
 BUSY = "_busy"
 _PARTIES = ("ours", "peer", "example", "floor")
+_OF_ANY_SIZE = {"report"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Collected:
 
     def add(self, samples: Mapping[tuple[str, str], list[float]], size_bytes: int) -> None:
         for (name, whose), values in samples.items():
-            self._samples.setdefault((name, size_bytes), {}).setdefault(whose, []).extend(values)
+            size = 0 if name.removesuffix(BUSY) in _OF_ANY_SIZE else size_bytes
+            self._samples.setdefault((name, size), {}).setdefault(whose, []).extend(values)
 
     def rows(self) -> list[Row]:
         """In the order of names and sizes in which they were first seen, a busy row behind its idle one."""
@@ -63,14 +65,9 @@ def _row(name: str, size_bytes: int, samples: Mapping[str, list[float]]) -> Row:
     taken = {whose: [second * 1e3 for second in samples[whose]] for whose in _PARTIES if whose in samples}
     medians = {whose: round(statistics.median(values), 6) for whose, values in taken.items()}
     passes = statistics.median(samples["passes"]) if "passes" in samples else None
-    return Row(
-        name,
-        size_bytes,
-        *(medians.get(whose) for whose in _PARTIES),
-        quartiles_ms={whose: _quartiles(values) for whose, values in taken.items()},
-        samples=len(taken.get("ours", ())),
-        passes=passes,
-    )
+    ours, peer, example, floor = (medians.get(whose) for whose in _PARTIES)
+    quartiles = {whose: _quartiles(values) for whose, values in taken.items()}
+    return Row(name, size_bytes, ours, peer, example, floor, quartiles, len(taken.get("ours", ())), passes)
 
 
 def _quartiles(values: list[float]) -> tuple[float, float]:
@@ -104,8 +101,7 @@ def bars(rows: Iterable[Row], arena: Utilisation) -> list[Bar]:
 
 
 def _at_most(by_name: Mapping[str, list[Row]], name: str, limit_ms: float) -> Bar:
-    [row] = by_name.get(name) or [None]
-    value = row.ours_ms if row is not None else None
+    value = next((row.ours_ms for row in by_name.get(name, ())), None)
     return Bar(f"{name} <= {ms(limit_ms)}", ms(value), None if value is None else value <= limit_ms)
 
 

@@ -4,7 +4,6 @@
 import os
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 WIDTH = 5376
 """Of the entries: 256 rows of BF16 are one image of Gemma3-27B, 2.75 MB."""
@@ -20,10 +19,8 @@ Samples = dict[tuple[str, str], list[float]]
 """(row, whose) -> seconds; with "passes" for whose, scheduling passes."""
 
 
-class Pause(Protocol):
-    """What an engine's main thread does between two passes."""
-
-    def __call__(self, seconds: float) -> None: ...
+Pause = Callable[[float], object]
+"""What an engine's main thread does between two passes, for so many seconds."""
 
 
 def rows_of(megabytes: float) -> int:

@@ -56,8 +56,8 @@ class Engine(Served):
         self._finish(item)
         return saved - began, written - began, passes
 
-    def load(self, identifier: str, rows: int) -> float:
-        """Seconds that the forward pass was held up by a load from the arena into a fresh dictionary."""
+    def load(self, identifier: str, rows: int) -> tuple[float, float]:
+        """Seconds of a load from the arena into a fresh dictionary, and of the report at the step's end."""
         item = request(identifier, identifier, rows=rows)
         _expect(self.vllm.offer(item), "load")
         cache: dict[str, torch.Tensor] = {}
@@ -65,12 +65,13 @@ class Engine(Served):
         began = time.perf_counter()
         self.runner.worker.bind(meta)
         self.runner.worker.load(cache)
-        self.runner.worker.finish_step()
         loaded = time.perf_counter()
+        self.runner.worker.finish_step()
+        reported = time.perf_counter()
         if identifier not in cache:
             raise RuntimeError("what was promised was not loaded")
         self._finish(item)
-        return loaded - began
+        return loaded - began, reported - loaded
 
     def fetch(self, identifier: str, rows: int, pause: Pause, pass_s: float) -> tuple[float, int]:
         """Seconds and passes from the hook that first asks for an entry on disk to the pass that can promise it."""
