@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -26,14 +27,15 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=9, help="rounds that count; one more goes before them")
+    parser.add_argument("--rounds", type=int, default=13, help="rounds that count; one more goes before them")
+    parser.add_argument("--sizes", type=float, nargs="+", default=MEGABYTES, help="of the entries, in MB")
     parser.add_argument("--folder", type=Path, help="measure the disk that this folder is on (default: that of TMPDIR)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures and the picture go")
     options = parser.parse_args()
     os.environ.update(_ONE_THREAD)
     with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as folder:
         about = header(Path(folder), options.rounds)
-        collected = measure(folder, options.rounds)
+        collected = measure(folder, options.rounds, options.sizes)
     say("the arena under churn")
     arena = churn()
     rows = collected.rows()
@@ -52,9 +54,9 @@ def main() -> int:
     return 0
 
 
-def measure(folder: str, rounds: int) -> Collected:
+def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
     """A round that warms up, then those that count."""
-    collected, largest = Collected(), rows_of(max(MEGABYTES))
+    collected, largest = Collected(), rows_of(max(sizes))
     with ExitStack() as stack:
         say("starting the parties")
         disk, copies, peer, hooks = children = [
@@ -72,7 +74,7 @@ def measure(folder: str, rounds: int) -> Collected:
             taken = Collected() if number == 0 else collected
             taken.add(hooks.call("measure"), 0)
             taken.add(peer.call("look_ups"), 0)
-            for megabytes in MEGABYTES:
+            for megabytes in sizes:
                 rows = rows_of(megabytes)
                 for busy in (False, True):
                     _one_size(taken, rows, busy, disk, copies, peer)

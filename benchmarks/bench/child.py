@@ -4,6 +4,7 @@
 import importlib
 import multiprocessing
 import os
+import traceback
 from typing import Any
 
 from benchmarks.bench.sample import Samples, run_python
@@ -18,6 +19,7 @@ class Child:
 
     def __init__(self, party: str, *arguments: object) -> None:
         """Starts making a party (`module:class`, only the child imports it), and does not wait for it: see `ready`."""
+        self._name = party
         self._link, theirs = _spawn.Pipe()
         self._process = _spawn.Process(target=_serve, args=(theirs, party, arguments), daemon=True)
         self._process.start()
@@ -37,8 +39,11 @@ class Child:
 
     def _answer(self) -> Any:
         if not self._link.poll(DEADLINE_S):
-            raise TimeoutError(f"{self._process.name} has not answered for {DEADLINE_S:.0f} s")
-        answer = self._link.recv()
+            raise TimeoutError(f"{self._name} has not answered for {DEADLINE_S:.0f} s")
+        try:
+            answer = self._link.recv()
+        except EOFError:
+            raise RuntimeError(f"{self._name} has ended without an answer") from None
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -62,9 +67,8 @@ def _serve(link: Any, name: str, arguments: tuple[object, ...]) -> None:
             method, values = call
             link.send(getattr(party, method)(*values))
         party.close()
-    except BaseException as error:
-        link.send(RuntimeError(f"{name}: {type(error).__name__}: {error}"))
-        raise
+    except BaseException:
+        link.send(RuntimeError(f"{name} failed\n{traceback.format_exc()}"))
     finally:
         link.close()
         os._exit(0)

@@ -3,6 +3,7 @@
 
 import ctypes
 import gc
+import itertools
 import time
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Copies:
         self._source = torch.randn(largest_rows, WIDTH).to(torch.bfloat16)
         self._engine = Engine(Path(folder) / "engine", 1 << 30, self._source)
         self._example = Example(folder)
+        self._turns = itertools.count()
         self._memory = arena.attach(arena.create(self._source.nbytes))
         self._place = torch.frombuffer(self._memory, dtype=torch.bfloat16).view_as(self._source)
         self._place.copy_(self._source)
@@ -39,11 +41,11 @@ class Copies:
 
     def copies(self, rows: int, suffix: str) -> Samples:
         samples: Samples = {}
-        for number in range(times_of(rows)):
-            self._copies(samples, number, rows, suffix)
+        for _ in range(times_of(rows)):
+            self._copies(samples, next(self._turns), rows, suffix)
         return samples
 
-    def _copies(self, samples: Samples, number: int, rows: int, suffix: str) -> None:
+    def _copies(self, samples: Samples, turn: int, rows: int, suffix: str) -> None:
         identifier, tensor, place = new_identifier(), self._source[:rows], self._place[:rows]
         save, load, held_up = f"save{suffix}", f"load_cpu{suffix}", Samples()
 
@@ -57,13 +59,13 @@ class Copies:
             samples.setdefault((f"report{suffix}", "ours"), []).append(report_s)
 
         in_turn(
-            number,
+            turn,
             save_ours,
             lambda: timed(samples, save, "floor", lambda: _copy(place, tensor)),
             lambda: timed(held_up, save, "example", lambda: self._example.save(identifier, tensor)),
         )
         in_turn(
-            number,
+            turn,
             load_ours,
             lambda: timed(samples, load, "floor", lambda: _copy(torch.empty_like(place), place)),
             lambda: timed(held_up, load, "example", lambda: self._example.load(identifier, tensor)),

@@ -10,11 +10,12 @@ matplotlib.use("svg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.bench.result import Row, mb
 
 _NAMES = ("load_cpu", "save", "disk_get", "disk_put", "fetch_to_live", "save_to_written")
-_PARTIES = (("ours", "#1f6f8b"), ("peer", "#c98b3c"), ("example", "#9a9a9a"), ("floor", "#d9d9d9"))
+_PARTIES = (("ours", "#1f6f8b"), ("peer", "#c98b3c"), ("example", "#9a9a9a"), ("floor", "#000000"))
 _LABELS = {
     "ours": "lmcache_ec",
     "peer": "LMCache's encoder cache (reads mended)",
@@ -24,18 +25,21 @@ _LABELS = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Bars of medians with their quartiles, one panel for an image of 2.75 MB and one for the largest size."""
+    """Medians with their quartiles, one panel for an image of 2.75 MB and one for the largest size."""
     sizes = sorted({row.size_bytes for row in rows if row.size_bytes})
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lmcache-ec", "font.size": 9})
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4))
     for panel, size in zip(panels, (sizes[min(1, len(sizes) - 1)], sizes[-1]), strict=True):
         shown = {row.name: row for row in rows if row.size_bytes == size and row.name in _NAMES}
         for index, (whose, colour) in enumerate(_PARTIES):
-            _bars(panel, [shown.get(name) for name in _NAMES], index, whose, colour)
+            _points(panel, [shown.get(name) for name in _NAMES], 0.18 * (index - 1.5), whose, colour)
         panel.set_yscale("log")
-        panel.set_xticks([position + 0.3 for position in range(len(_NAMES))], _NAMES, rotation=20, ha="right")
-        panel.set_ylabel("ms (median; lines: quartiles)")
+        panel.yaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.set_xticks(range(len(_NAMES)), _NAMES, rotation=20, ha="right")
+        panel.set_ylabel("ms: median and quartiles")
         panel.set_title(f"an entry of {mb(size)}")
+        panel.grid(axis="y", which="both", color="#eeeeee")
         panel.spines[["top", "right"]].set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False)
@@ -44,14 +48,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(panel: Axes, rows: Sequence[Row | None], index: int, whose: str, colour: str) -> None:
-    places, heights, below, above = [], [], [], []
+def _points(panel: Axes, rows: Sequence[Row | None], shift: float, whose: str, colour: str) -> None:
+    places, medians, below, above = [], [], [], []
     for position, row in enumerate(rows):
-        height = getattr(row, f"{whose}_ms", None)
-        if row is not None and height is not None:
+        median = getattr(row, f"{whose}_ms", None)
+        if row is not None and median is not None:
             first, third = row.quartiles_ms[whose]
-            places.append(position + 0.2 * index)
-            heights.append(height)
-            below.append(max(0.0, height - first))
-            above.append(max(0.0, third - height))
-    panel.bar(places, heights, 0.18, yerr=(below, above), color=colour, label=_LABELS[whose], error_kw={"lw": 0.8})
+            places.append(position + shift)
+            medians.append(median)
+            below.append(max(0.0, median - first))
+            above.append(max(0.0, third - median))
+    panel.errorbar(places, medians, (below, above), fmt="o", color=colour, label=_LABELS[whose], elinewidth=2)

@@ -49,10 +49,10 @@ def timed(samples: Samples, row: str, whose: str, work: Callable[[], object]) ->
     samples.setdefault((row, whose), []).append(time.perf_counter() - began)
 
 
-def in_turn(number: int, *works: Callable[[], None]) -> None:
-    """Do all, starting with another one each time: the first finds the caches cold."""
+def in_turn(turn: int, *works: Callable[[], None]) -> None:
+    """Do all, starting with another one each turn: the first finds the caches cold, the last a busy disk."""
     for index in range(len(works)):
-        works[(number + index) % len(works)]()
+        works[(turn + index) % len(works)]()
 
 
 def noise(length: int) -> bytes:
