@@ -3,14 +3,13 @@
 
 import ctypes
 import gc
-import itertools
 import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.bench.example import Example
-from benchmarks.bench.sample import BACK_TO_BACK_S, PASS_S, WIDTH, Samples, in_turn, pause_of, timed, times_of
+from benchmarks.bench.sample import BACK_TO_BACK_S, PASS_S, WIDTH, Samples, in_any_order, pause_of, timed, times_of
 from benchmarks.bench.served import Engine, new_identifier
 from lmcache_ec import arena
 
@@ -32,7 +31,6 @@ class Copies:
         self._source = torch.randn(largest_rows, WIDTH).to(torch.bfloat16)
         self._engine = Engine(Path(folder) / "engine", 1 << 30, self._source)
         self._example = Example(folder)
-        self._turns = itertools.count()
         self._memory = arena.attach(arena.create(self._source.nbytes))
         self._place = torch.frombuffer(self._memory, dtype=torch.bfloat16).view_as(self._source)
         self._place.copy_(self._source)
@@ -42,10 +40,10 @@ class Copies:
     def copies(self, rows: int, suffix: str) -> Samples:
         samples: Samples = {}
         for _ in range(times_of(rows)):
-            self._copies(samples, next(self._turns), rows, suffix)
+            self._copies(samples, rows, suffix)
         return samples
 
-    def _copies(self, samples: Samples, turn: int, rows: int, suffix: str) -> None:
+    def _copies(self, samples: Samples, rows: int, suffix: str) -> None:
         identifier, tensor, place = new_identifier(), self._source[:rows], self._place[:rows]
         save, load, held_up = f"save{suffix}", f"load_cpu{suffix}", Samples()
 
@@ -58,14 +56,12 @@ class Copies:
             samples.setdefault((load, "ours"), []).append(loaded_s)
             samples.setdefault((f"report{suffix}", "ours"), []).append(report_s)
 
-        in_turn(
-            turn,
+        in_any_order(
             save_ours,
             lambda: timed(samples, save, "floor", lambda: _copy(place, tensor)),
             lambda: timed(held_up, save, "example", lambda: self._example.save(identifier, tensor)),
         )
-        in_turn(
-            turn,
+        in_any_order(
             load_ours,
             lambda: timed(samples, load, "floor", lambda: _copy(torch.empty_like(place), place)),
             lambda: timed(held_up, load, "example", lambda: self._example.load(identifier, tensor)),

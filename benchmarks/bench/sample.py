@@ -2,6 +2,7 @@
 """What is measured: sizes, samples, and what a busy Python thread is. Imports the standard library alone."""
 
 import os
+import random
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ BACK_TO_BACK_S = 0.0001
 
 PASS_S = 0.005
 """A scheduling pass where passes are counted: a decode step of a small model on a GPU."""
+
+_order = random.Random(0)
 
 Samples = dict[tuple[str, str], list[float]]
 """(row, whose) -> seconds; with "passes" for whose, scheduling passes."""
@@ -49,10 +52,10 @@ def timed(samples: Samples, row: str, whose: str, work: Callable[[], object]) ->
     samples.setdefault((row, whose), []).append(time.perf_counter() - began)
 
 
-def in_turn(turn: int, *works: Callable[[], None]) -> None:
-    """Do all, starting with another one each turn: the first finds the caches cold, the last a busy disk."""
-    for index in range(len(works)):
-        works[(turn + index) % len(works)]()
+def in_any_order(*works: Callable[[], None]) -> None:
+    """Do all, each time in another order: the first finds the caches cold, the last a busy disk."""
+    for work in _order.sample(works, len(works)):
+        work()
 
 
 def noise(length: int) -> bytes:
