@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
+from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
 GIB = 1 << 30
 
