@@ -456,7 +456,8 @@ class EncoderCache:
             self._put_off.clear()
             for identifier in list(self._fetches):
                 self._miss(identifier, now)
-            self._complaints.warn("store", f"the store process {why}. {self._store.last_words()}")
+            words = self._store.last_words()
+            self._complaints.warn("store", f"the store process {why}; another one takes its place. {words}".rstrip())
             self._store.closed = True
             self._old.append(self._store)
             self._restart_at = now + _RESTART_PAUSE_S[min(self._failures, len(_RESTART_PAUSE_S) - 1)]
