@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes one configuration of all sources, and says of every value where it comes from."""
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from lmcache_ec.config.keys import EncoderCacheConfig, accepts, default
+from lmcache_ec.config.lmcache_keys import NOT_YET, NOTED, REFUSED, is_off
+from lmcache_ec.config.mask import HIDDEN, holds_credential, shown, shown_name, sounds_secret
+from lmcache_ec.config.sources import (
+    FILE_VARIABLE,
+    ConfigError,
+    FileSettings,
+    Origin,
+    Setting,
+    Source,
+    from_environ,
+    from_extra,
+    from_file,
+)
+
+_KEYS = EncoderCacheConfig.model_fields
+_SHARED = ("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy")
+"""Ours that LMCache has too: outside of `ec:` they are its own."""
+_DEFAULT = Origin(Source.DEFAULT, "default")
+_INHERITED_FOLDER = "encoder-cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration, the origin of each of its keys, and what was accepted though it has no effect."""
+
+    config: EncoderCacheConfig
+    origins: Mapping[str, Origin]
+    notes: tuple[str, ...]
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+) -> EncoderCacheConfig:
+    """The configuration alone, see `resolve`."""
+    return resolve(extra, environ).config
+
+
+def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Resolved:
+    """The configuration from the file, `environ` (this process's, if None) and `extra`, in rising precedence.
+
+    ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in `extra`.
+    """
+    environ = os.environ if environ is None else environ
+    file = environ.get(FILE_VARIABLE)
+    read = from_file(file) if file else FileSettings([], [], [])
+    written = {setting.key: setting for setting in (*read.ours, *from_environ(environ), *from_extra(extra or {}))}
+    if "local_disk" not in written and (inherited := _inherited_folder(read.others, environ)):
+        written["local_disk"] = inherited
+    problems = read.problems + [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
+    complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
+    ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
+    config, refused = _validated(ours)
+    problems += [*complaints.values(), *refused]
+    if problems or config is None:
+        raise ConfigError(*problems)
+    origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
+    return Resolved(config, origins, tuple(_notes(written.values())))
+
+
+def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = None) -> str:
+    """One line for the log at start: what is in force and, with `origins`, where each of it stands."""
+
+    def said(key: str, text: str) -> str:
+        return f"{text} ({origins[key].place})" if origins else text
+
+    if not config.enabled:
+        return "encoder cache: " + said("enabled", "off, because ec.enabled is false")
+    parts = [said("max_local_cpu_size", f"LocalCPU {config.max_local_cpu_size:g} GiB")]
+    if config.local_disk:
+        parts.append(said("max_local_disk_size", f"LocalDisk {config.max_local_disk_size:g} GiB"))
+        parts[-1] += said("local_disk", f" at {config.local_disk}")
+    else:
+        parts.append("no LocalDisk")
+    told = {"enabled", "max_local_cpu_size", "local_disk", "max_local_disk_size"}
+    changed = (key for key in _KEYS if key not in told and getattr(config, key) != default(key))
+    return "encoder cache: " + ", ".join((*parts, *(said(k, f"{k}={shown(getattr(config, k))}") for k in changed)))
+
+
+def _notes(written: Iterable[Setting]) -> Iterator[str]:
+    """One line a reason, with all keys that it holds for."""
+    places: dict[str, list[str]] = {}
+    for setting in written:
+        if setting.key in NOTED and setting.value is not None:
+            places.setdefault(NOTED[setting.key], []).append(f"{setting.key} ({setting.origin.place})")
+    for why, named in places.items():
+        yield f"no effect, because they {why}: {', '.join(named)}"
+
+
+def _validated(ours: Mapping[str, Setting]) -> tuple[EncoderCacheConfig | None, list[str]]:
+    """The configuration, or what is wrong with each bad value."""
+    try:
+        return EncoderCacheConfig.model_validate({key: setting.value for key, setting in ours.items()}), []
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+    problems: list[str] = []
+    for detail in details:
+        setting = ours[str(detail["loc"][0])]
+        value = shown(setting.value)
+        own_words = detail["msg"].removeprefix("Value error, ") if detail["type"] == "value_error" else ""
+        advice = own_words if own_words and value != HIDDEN else accepts(setting.key).text
+        problems.append(f"{setting.key}={value} in {setting.origin.place}: {advice}")
+    return None, problems
+
+
+def _complaint(setting: Setting) -> str | None:
+    """What is wrong with a setting before its value is looked at as one of ours."""
+    key, value, place = setting.key, setting.value, setting.origin.place
+    known = key in _KEYS or key in NOTED or key in REFUSED or key in NOT_YET
+    secret = holds_credential(value) or (not known and sounds_secret(key))
+    if secret and setting.origin.source is Source.EXTRA:
+        return f"{shown_name(key)} in {place} holds a credential: vLLM logs that map, use the file or environment"
+    if not known:
+        return _unknown(setting, secret)
+    advice = REFUSED.get(key) or NOT_YET.get(key)
+    return None if advice is None or is_off(value) else f"{key}={shown(value)} in {place}: {advice}"
+
+
+def _unknown(setting: Setting, secret: bool) -> str:
+    plain = setting.key.replace("-", "_").replace(".", "_")
+    for prefix in ("lmcache_", "ec_"):
+        plain = plain.removeprefix(prefix)
+    nearest = difflib.get_close_matches(plain, _KEYS, n=1)
+    # A text under a name that is like none of ours may be anything, another program's password too.
+    hidden = secret or (isinstance(setting.value, str) and not nearest)
+    named = f"unknown key {shown_name(setting.key)}={HIDDEN if hidden else shown(setting.value)}"
+    if setting.key == "ec" and isinstance(setting.value, Mapping):
+        advice = "the keys stand there directly, without ec around them"
+    else:
+        advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(_KEYS)}"
+    return f"{named} in {setting.origin.place}: {advice}"
+
+
+def _is_misplaced(key: str) -> bool:
+    """LMCache warns about such a key at most, and the cache would never see it."""
+    return key.startswith(("ec.", "ec-")) or (key in _KEYS and key not in _SHARED)
+
+
+def _misplaced(setting: Setting) -> str:
+    key = setting.key[3:] if setting.key.startswith(("ec.", "ec-")) else setting.key
+    value = f"={shown(setting.value)}" if key in _KEYS else ""
+    return (
+        f"{shown_name(setting.key)}{value} in {setting.origin.place} stands outside of ec: "
+        f"indent it under ec: as {shown_name(key)}, or write ec_{shown_name(key)}"
+    )
+
+
+def _inherited_folder(others: list[Setting], environ: Mapping[str, str]) -> Setting | None:
+    """Our folder under the (first) folder of the KV part, which may be relative to where the engine was started."""
+    kv = {setting.key: setting for setting in others}.get("local_disk")
+    text, place = (str(kv.value or ""), kv.origin.place) if kv else ("", "")
+    if "LMCACHE_LOCAL_DISK" in environ:
+        text, place = environ["LMCACHE_LOCAL_DISK"].strip("'\" "), "LMCACHE_LOCAL_DISK"
+    first = next((part.strip() for part in text.split(",") if part.strip()), "").removeprefix("file://")
+    if not first:
+        return None
+    below = first if "://" in first else str(Path(first).absolute() / _INHERITED_FOLDER)
+    return Setting("local_disk", below, Origin(Source.INHERITED, f"inherited from local_disk of the KV part, {place}"))
