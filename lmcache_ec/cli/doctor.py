@@ -18,10 +18,10 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, resolve
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
 from lmcache_ec.config.host import GIB, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.config.keys import accepts
-from lmcache_ec.config.mask import HIDDEN, shown, shown_name
+from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE
 
 _CONNECTOR = "ECLMCacheConnector"
@@ -122,7 +122,9 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         report.problems.append(f'--extra is not JSON{where}: a map is accepted, such as \'{{"local_disk": "/data"}}\'')
         return None
     if not isinstance(parsed, dict):
-        report.problems.append(f'--extra is {shown(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\'')
+        report.problems.append(
+            f'--extra is {shown_shape(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\''
+        )
         return None
     try:
         resolved = resolve(parsed, environ)
@@ -133,7 +135,8 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         value = getattr(resolved.config, key)
         if isinstance(value, str | Path):
             value = HIDDEN if shown(value) == HIDDEN else str(value)
-        report.configuration[key] = Row(value, accepts(key).unit, origin.source, origin.place)
+        place = f"inherited from {origin.place}" if origin.source is Source.INHERITED else origin.place
+        report.configuration[key] = Row(value, accepts(key).unit, origin.source, place)
     report.notes += resolved.notes
     if not resolved.config.enabled:
         report.notes.append(f"the cache is off (enabled, {resolved.origins['enabled'].place})")

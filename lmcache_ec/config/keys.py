@@ -120,7 +120,7 @@ class EncoderCacheConfig(BaseModel):
         None, description="Folder of LocalDisk, shared by any number of engines. Unset: under that of the KV part."
     )
     max_local_disk_size: Gibibytes = Field(16.0, description="Limit of LocalDisk, for each engine.")
-    cache_policy: Annotated[Literal["LRU"], BeforeValidator(_upper), Accepts("LRU is accepted")] = Field(
+    cache_policy: Annotated[Literal["LRU"], BeforeValidator(_upper), Accepts("LRU is accepted, no other yet")] = Field(
         "LRU", description="What is evicted first: the least recently used."
     )
     load_deadline_ms: Milliseconds = Field(

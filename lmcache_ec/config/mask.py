@@ -42,6 +42,11 @@ def shown(value: object) -> str:
     return HIDDEN if holds_credential(value) or sounds_secret(value) else repr(value)[:_LONGEST]
 
 
+def shown_shape(value: object) -> str:
+    """What stands where a map should: of a text, which may be anything, only that it is one."""
+    return "<text>" if isinstance(value, str) else shown(value)
+
+
 def shown_name(name: str) -> str:
     """A key or the name of a variable. What is no such name may be a value that was put in its place."""
     return name if _PLAIN_NAME.fullmatch(name) else HIDDEN

@@ -25,7 +25,7 @@ from lmcache_ec.config.sources import (
 )
 
 _KEYS = EncoderCacheConfig.model_fields
-_SHARED = ("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy")
+SHARED = ("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy")
 """Ours that LMCache has too: outside of `ec:` they are its own."""
 _DEFAULT = Origin(Source.DEFAULT, "default")
 _INHERITED_FOLDER = "encoder-cache"
@@ -95,7 +95,7 @@ def _notes(written: Iterable[Setting]) -> Iterator[str]:
         if setting.key in NOTED and setting.value is not None:
             places.setdefault(NOTED[setting.key], []).append(f"{setting.key} ({setting.origin.place})")
     for why, named in places.items():
-        yield f"no effect, because they {why}: {', '.join(named)}"
+        yield f"accepted without effect, {why}: {', '.join(named)}"
 
 
 def _validated(ours: Mapping[str, Setting]) -> tuple[EncoderCacheConfig | None, list[str]]:
@@ -132,9 +132,10 @@ def _unknown(setting: Setting, secret: bool) -> str:
     for prefix in ("lmcache_", "ec_"):
         plain = plain.removeprefix(prefix)
     nearest = difflib.get_close_matches(plain, _KEYS, n=1)
-    # A text under a name that is like none of ours may be anything, another program's password too.
-    hidden = secret or (isinstance(setting.value, str) and not nearest)
-    named = f"unknown key {shown_name(setting.key)}={HIDDEN if hidden else shown(setting.value)}"
+    value = HIDDEN if secret else shown(setting.value)
+    if isinstance(setting.value, str) and not nearest:
+        value = "<text>"  # under a name that is like none of ours it may be anything, another program's password too
+    named = f"unknown key {shown_name(setting.key)}={value}"
     if setting.key == "ec" and isinstance(setting.value, Mapping):
         advice = "the keys stand there directly, without ec around them"
     else:
@@ -144,7 +145,7 @@ def _unknown(setting: Setting, secret: bool) -> str:
 
 def _is_misplaced(key: str) -> bool:
     """LMCache warns about such a key at most, and the cache would never see it."""
-    return key.startswith(("ec.", "ec-")) or (key in _KEYS and key not in _SHARED)
+    return key.startswith(("ec.", "ec-")) or (key in _KEYS and key not in SHARED)
 
 
 def _misplaced(setting: Setting) -> str:
@@ -166,4 +167,4 @@ def _inherited_folder(others: list[Setting], environ: Mapping[str, str]) -> Sett
     if not first:
         return None
     below = first if "://" in first else str(Path(first).absolute() / _INHERITED_FOLDER)
-    return Setting("local_disk", below, Origin(Source.INHERITED, f"inherited from local_disk of the KV part, {place}"))
+    return Setting("local_disk", below, Origin(Source.INHERITED, f"local_disk of the KV part, {place}"))

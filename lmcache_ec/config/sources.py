@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from lmcache_ec.config.mask import shown, shown_name, shown_path
+from lmcache_ec.config.mask import shown_name, shown_path, shown_shape
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 ENV_PREFIX = "LMCACHE_EC_"
@@ -91,7 +91,7 @@ def _parse(text: bytes, file: str) -> FileSettings:
     for key, node, line in _pairs(loader, loader.get_single_node(), file, found.problems):
         lowered = key.strip().lower()
         if lowered == "ec":
-            for inner, value, inner_line in _pairs(loader, node, f"{file} line {line}: ec", found.problems):
+            for inner, value, inner_line in _pairs(loader, node, f"{file} (ec)", found.problems):
                 origin = Origin(Source.FILE, f"{file} line {inner_line}")
                 found.ours.append(Setting(inner.strip().lower(), loader.construct_object(value, deep=True), origin))
             continue
@@ -112,15 +112,16 @@ def _pairs(
     if not isinstance(node, yaml.MappingNode):
         value = None if node is None else loader.construct_object(node, deep=True)
         if value is not None:
-            kind = "<text>" if isinstance(value, str) else shown(value)
-            raise ConfigError(f"{place} is {kind}: a map of keys is accepted, such as ec: {{enabled: false}}")
+            place = f"{place} line {node.start_mark.line + 1 if node else 1}"
+            advice = "a map of keys is accepted, such as ec: {enabled: false}"
+            raise ConfigError(f"{place} is {shown_shape(value)}: {advice}")
         return
     seen: dict[object, int] = {}
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if isinstance(key, str) and seen.setdefault(key, line) != line:
-            problems.append(f"{shown_name(key)} stands twice, in {place} lines {seen[key]} and {line}: keep one")
+            problems.append(f"{shown_name(key)} stands twice in {place}, lines {seen[key]} and {line}: keep one")
     loader.flatten_mapping(node)
     for key_node, value_node in node.value:
         yield str(loader.construct_object(key_node, deep=True)), value_node, key_node.start_mark.line + 1

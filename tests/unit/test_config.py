@@ -58,8 +58,15 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     "text",
-    ["", "---", "~", "ec:", "ec: {}", "chunk_size: 256\nlocal_cpu: true\nextra_config: {a: 1}"]
-    + ["remote_url: redis://user:hunter2@host:6379\nremote_serde: naive"],
+    [
+        "",
+        "---",
+        "~",
+        "ec:",
+        "ec: {}",
+        "chunk_size: 256\nlocal_cpu: true\nextra_config: {a: 1}",
+        "remote_url: redis://user:hunter2@host:6379\nremote_serde: naive",
+    ],
 )
 def test_a_file_that_says_nothing_of_us_changes_nothing(file: File, text: str) -> None:
     assert load_config(environ=file(text)) == EncoderCacheConfig()
@@ -97,7 +104,7 @@ def test_environment_overrides_the_file_and_extra_overrides_both_and_each_value_
         "persist_client_ids": Origin(Source.ENVIRONMENT, "LMCACHE_EC_PERSIST_CLIENT_IDS"),
         "drain_s": Origin(Source.FILE, f"{name} line 5"),
         "store_timeout_s": Origin(Source.FILE, f"{name} line 6"),
-        "local_disk": Origin(Source.INHERITED, f"inherited from local_disk of the KV part, {name} line 1"),
+        "local_disk": Origin(Source.INHERITED, f"local_disk of the KV part, {name} line 1"),
     }
 
 
@@ -139,7 +146,7 @@ def test_the_line_at_start_says_what_is_in_force_and_from_where(file: File) -> N
     resolved = resolve({"salt": "token=hunter2"}, environ)
     assert summary(resolved.config, resolved.origins) == (
         f"encoder cache: LocalCPU 4 GiB ({name} line 3), LocalDisk 16 GiB (default) at /kv/encoder-cache "
-        f"(inherited from local_disk of the KV part, {name} line 1), salt=<hidden> ({EXTRA}), "
+        f"(local_disk of the KV part, {name} line 1), salt=<hidden> ({EXTRA}), "
         "epoch=3 (LMCACHE_EC_EPOCH)"
     )
     resolved = resolve({}, {"LMCACHE_EC_ENABLED": "no"})
@@ -218,21 +225,21 @@ MISTAKES = {
     "the file's prefix in extra": Mistake(("ec_epoch=1", EXTRA, "did you mean epoch?"), extra={"ec_epoch": 1}),
     "a map in extra": Mistake(("ec=<map>", EXTRA, "the keys stand there directly"), extra={"ec": {"epoch": 1}}),
     "a key of something else": Mistake(
-        ("compression=<hidden>", "<file> line 1", "accepted are enabled, namespace, "), "ec: {compression: zstd}"
+        ("compression=<text>", "<file> line 1", "accepted are enabled, namespace, "), "ec: {compression: zstd}"
     ),
     "no indentation": Mistake(
         ("enabled=false", "<file> line 2", "stands outside of ec", "ec_enabled"), "ec:\nenabled: false"
     ),
     "a dot": Mistake(("ec.epoch=3", "<file> line 1", "indent it under ec: as epoch"), "ec.epoch: 3"),
     "a key twice": Mistake(
-        ("epoch stands twice", "<file> line 1: ec lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
+        ("epoch stands twice", "<file> (ec), lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
     ),
     "the map twice": Mistake(
-        ("ec stands twice", "<file> lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
+        ("ec stands twice in <file>, lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
     ),
-    "off by a word": Mistake(("<file> line 1: ec is false", "a map", "ec: {enabled: false}"), "ec: off"),
-    "a list of keys": Mistake(("<file> line 1: ec is <list>", "a map"), "ec:\n  - epoch: 1"),
-    "a file of text": Mistake(("<file> is <text>", "a map"), "epoch=1"),
+    "off by a word": Mistake(("<file> (ec) line 1 is false", "a map", "ec: {enabled: false}"), "ec: off"),
+    "a list of keys": Mistake(("<file> (ec) line 2 is <list>", "a map"), "ec:\n  - epoch: 1"),
+    "a file of text": Mistake(("<file> line 1 is <text>", "a map"), "epoch=1"),
     "a tab": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec:\n\tepoch: 1"),
     "an open brace": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec: {epoch: 1\nlocal_cpu: true"),
     "no such file": Mistake(
@@ -386,7 +393,7 @@ SECRETS = {
     "remotes": [f"redis://user:{CANARY}@host:6379"],
     "extra_config": {"aws_secret_access_key": CANARY},
     "blend_special_str": {"deep": [{"password": CANARY}]},
-    **{key: f"redis://user:{CANARY}@host:6379" for key in KEYS},
+    **dict.fromkeys(KEYS, f"redis://user:{CANARY}@host:6379"),
 }
 
 
