@@ -6,7 +6,6 @@ that file system takes.
 """
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from pathlib import Path
 
 GIB = 1 << 30
 _LONGEST_COUNT_S = 2.0
-_OCTAL = re.compile(r"\\([0-7]{3})")  # a space in the name of a mount point is \040
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +36,13 @@ class Disk:
 def memory(root: Path = Path("/")) -> Memory | None:
     """The smallest room: the host's MemAvailable, or that of a control group above this process (v1 or v2).
 
-    None where nothing says. A control group counts the page cache as used; the inactive part of it is room.
+    None where nothing says, or not in a form that is known. A control group counts the page cache as used; the inactive
+    part of it is room.
     """
-    return min(_rooms(root), key=lambda room: room.available_bytes, default=None)
+    try:
+        return min(_rooms(root), key=lambda room: room.available_bytes, default=None)
+    except (ValueError, IndexError):
+        return None
 
 
 def memory_warning(limit_bytes: int) -> str | None:
@@ -113,7 +115,7 @@ def _kind(folder: Path) -> str:
     real, best, kind = folder.resolve(), "", ""
     for line in _lines(Path("/proc/self/mountinfo")):
         before, _, after = line.partition(" - ")
-        mount = _OCTAL.sub(lambda code: chr(int(code[1], 8)), before.split()[4])
+        mount = before.split()[4]
         if real.is_relative_to(mount) and len(mount) >= len(best):
             best, kind = mount, after.split()[0]
     return kind

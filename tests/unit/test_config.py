@@ -385,6 +385,8 @@ SECRETS = {
     "redis_passwrd": CANARY,
     "AWS_SECRET_ACCESS_KEY": CANARY,
     "auth_token": CANARY,
+    "namespace_token": CANARY,
+    "Local_Disk": f"cache/token={CANARY}",
     "aws-access-key": CANARY,
     "remote_url": f"redis://user:{CANARY}@host:6379",
     "remote_ulr": f"redis://:hun/ter{CANARY}@host",
@@ -414,6 +416,12 @@ def test_no_text_that_leaves_the_configuration_shows_a_credential(file: File, ke
     for content in (flat, f"ec: {{a.{key}: {json.dumps(value)}}}", f"ec.{key}: {json.dumps(value)}"):
         texts.append(_all_text({}, file(content)))
     assert not [text for text in texts if CANARY in text]
+
+
+def test_the_class_itself_does_not_quote_what_it_refuses() -> None:
+    with pytest.raises(ValidationError) as caught:
+        EncoderCacheConfig(drain_s=CANARY, nonsense=CANARY)  # type: ignore[arg-type, call-arg]
+    assert CANARY not in f"{caught.value} {caught.value!r}"
 
 
 @pytest.mark.parametrize("content", ["{", "\t- ", "*", "!", "\x01", "&", "'", "? [", "@", "%"])
