@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.space import Extent, Space, aligned
@@ -73,6 +74,8 @@ class Place:
     spec: TensorSpec | None
     persist: bool = False
     dirty: bool = False
+    stored: bool = False
+    """Whether a tier has it, as far as the store process has said."""
     origin: str = ""
     """The tier that filled it; empty for an encoder's own output."""
     incarnation: int = 0
@@ -229,10 +232,11 @@ class Book:
 
     # ---- saves
 
-    def reserve_save(self, identifier: str, spec: TensorSpec, persist: bool) -> Place | None:
+    def reserve_save(self, identifier: str, spec: TensorSpec, persist: bool, retry: bool = False) -> Place | None:
         """A place for an item that this pass will encode, or None: under way already, live already, or no room.
 
-        What found no room, or waits for the outcome of a fill, is owed: see `remember`.
+        What found no room, or waits for the outcome of a fill, is owed: see `remember`. A `retry` evicts nothing whose
+        own write is owed, or two of them would take turns while a tier hangs.
         Over the budget of unwritten entries the entry is kept in memory only and its write is owed.
         """
         present = self._index.get(identifier)
@@ -241,7 +245,8 @@ class Book:
                 self.remember(identifier, spec)  # owed only if the fill turns out a miss
             return None
         length = entry_length(identifier, spec)
-        place = self._reserve(identifier, length, spec, State.RESERVED, evict=True)
+        evictable = self._evictable_and_written if retry else self._evictable.__contains__
+        place = self._reserve(identifier, length, spec, State.RESERVED, evictable)
         if place is None:
             self.remember(identifier, spec)
             return None
@@ -266,6 +271,7 @@ class Book:
     def remember(self, identifier: str, spec: TensorSpec) -> None:
         """A save that was dropped: owed while vLLM's own cache holds the tensor. Bounded; the oldest go first."""
         self.counts.saves_dropped += identifier not in self.unsaved
+        self.revision += 1
         self.unsaved[identifier] = spec
         while len(self.unsaved) > _REMEMBERED_SAVES:
             self.unsaved.popitem(last=False)
@@ -295,6 +301,7 @@ class Book:
             return
         self.counts.writes += ok
         self.counts.writes_failed += not ok
+        place.stored = ok
         self._clear_dirty(place)
 
     def owed_write(self) -> Place | None:
@@ -322,7 +329,8 @@ class Book:
         if self._bytes["filling"] and self._bytes["filling"] + aligned(length) > self.capacity // 4:
             self.counts.fills_refused += 1
             return None
-        place = self._reserve(identifier, length, None, State.FILLING, evict=certain)
+        evictable = self._evictable.__contains__ if certain else None
+        place = self._reserve(identifier, length, None, State.FILLING, evictable)
         if place is None:
             self.counts.fills_refused += 1
             return None
@@ -345,6 +353,7 @@ class Book:
         self.counts.fills += 1
         self.unsaved.pop(place.identifier, None)
         place.spec = spec
+        place.stored = True
         place.origin = origin
         self._publish(place)
         return place
@@ -437,13 +446,17 @@ class Book:
     # ---- once a pass
 
     def evict_ahead(self) -> None:
-        """Keep a twentieth of a full arena free, a few evictions a pass, so that speculative fills find room."""
+        """Keep a twentieth of a full arena free, a few evictions a pass, so that speculative fills find room.
+
+        Never at the cost of an entry whose write is owed.
+        """
         if self._space.opened_bytes < self.capacity:
             return
-        for _ in range(_EVICTIONS_A_PASS):
-            if self._space.free_bytes >= self._low_water or not self._evictable:
+        for place in list(islice(self._evictable, _EVICTIONS_A_PASS)):
+            if self._space.free_bytes >= self._low_water:
                 return
-            self._evict(next(iter(self._evictable)))
+            if self._evictable_and_written(place):
+                self._evict(place)
 
     @property
     def settled(self) -> bool:
@@ -480,10 +493,15 @@ class Book:
     # ---- within
 
     def _reserve(
-        self, identifier: str, length: int, spec: TensorSpec | None, state: State, evict: bool
+        self,
+        identifier: str,
+        length: int,
+        spec: TensorSpec | None,
+        state: State,
+        evictable: Callable[[Place], bool] | None,
     ) -> Place | None:
         size = aligned(length)
-        extent = self._space.take(size) or (self._clear_window(size) if evict else None)
+        extent = self._space.take(size) or (self._clear_window(size, evictable) if evictable else None)
         if extent is None:
             return None
         self._ids += 1
@@ -493,13 +511,18 @@ class Book:
         self._index[identifier] = place
         return place
 
-    def _clear_window(self, size: int) -> Extent | None:
+    def _evictable_and_written(self, place: Place) -> bool:
+        return place in self._evictable and place.id not in self._unwritten
+
+    def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
         """Evict at most twice `size` bytes around one of the least recently used entries, or nothing at all."""
         if size > self.segment_bytes:
             return None
         steps, best, least = iter(range(_WINDOW_STEPS)), None, 2 * size + 1
-        for candidate, _ in zip(self._evictable, range(_EVICTION_CANDIDATES), strict=False):
-            window = self._space.window(candidate.extent, size, self._evictable.__contains__, steps)
+        for candidate in islice(self._evictable, _EVICTION_CANDIDATES):
+            if not evictable(candidate):
+                continue
+            window = self._space.window(candidate.extent, size, evictable, steps)
             if window is not None:
                 owned = sum(extent.length for extent in window if extent.place is not None)
                 if owned < least:

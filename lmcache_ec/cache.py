@@ -30,6 +30,7 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Remote,
     Report,
     Sealed,
     Segment,
@@ -47,8 +48,10 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.lane import Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.space import aligned
+from lmcache_ec.tiers.remote import EXTRA_KEYS, S3_ENVIRONMENT, tier_name
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +63,9 @@ _SLOW_PONG_S = 2.0
 """A store process that has not answered a ping for this long is asked nothing new."""
 
 _MISS_REMEMBERED_S = 2.0
+_ASKED_AGAIN_S = 0.05
+"""Between two questions about an entry that a producer has announced."""
+
 _MISSES_REMEMBERED = 4096
 _RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
 """Before each next start of a store process that keeps ending without ever having served."""
@@ -116,7 +122,7 @@ class EncoderCache:
         self._ping_sent = self._ping_answered = time.monotonic()
         self._old: list[Incarnation] = []
         self._arena_fd = arena.create(capacity)
-        self._store = Incarnation(1, self._arena_fd)
+        self._store = self._incarnation(1)
         self._ranks: list[Link] = []
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
@@ -140,20 +146,30 @@ class EncoderCache:
         return len(self._attached) == self._engine.ranks and self.book.opened and self._presence is not None
 
     @property
-    def persists(self) -> bool:
-        return bool(self._config.local_disk)
+    def namespace(self) -> str:
+        return self._engine.namespace
 
-    def fetch(self, identifier: str, length: int, now: float) -> bool:
+    @property
+    def persists(self) -> bool:
+        return bool(self._config.local_disk or self._config.remotes)
+
+    def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
 
-        Single-flight: while one is under way, the answer is True and nothing more is asked.
+        Single-flight: while one is under way, the answer is True and nothing more is asked. One that was `announced`
+        may have been written after the last listing, or be about to be: it is asked for, again and again, until the
+        caller has waited long enough.
         """
         if self.under_way(identifier, now):
             return True
         presence = self._presence
         if presence is None or not self.ready or not self.persists or not self._responsive(now):
             return False
-        if self._misses.get(identifier, 0.0) > now:
+        missed_until = self._misses.get(identifier, 0.0)
+        if announced:
+            just_missed = now < missed_until - _MISS_REMEMBERED_S + _ASKED_AGAIN_S
+            return just_missed or self._ask(identifier, length, certain=False, insist=True)
+        if missed_until > now:
             return False
         key = EncoderCacheKey(self._engine.namespace, identifier)
         if presence.all_complete and not presence.may_contain(key.digest):
@@ -180,6 +196,7 @@ class EncoderCache:
             self._drain(link, take, now)
         self._drain(self._store.link, self._from_store, now)
         self._look_after_store(now)
+        self._introduce_saver()
         self._grow()
         while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
             self.book.begin_write(place, self._store.number)
@@ -216,6 +233,10 @@ class EncoderCache:
 
     # ---- starting
 
+    def _incarnation(self, number: int) -> Incarnation:
+        asks_aws = any(tier_name(url) == "s3" for url in self._config.remotes)
+        return Incarnation(number, self._arena_fd, S3_ENVIRONMENT if asks_aws else ())
+
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -244,15 +265,24 @@ class EncoderCache:
                 producer=self._engine.producer,
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
+                disk_free_bytes=self._config.min_free_disk_bytes,
                 drain_s=self._config.drain_s,
+                deadline_s=self._config.load_deadline_ms / 1000,
+                remotes=_remotes(self._config),
             )
         )
-        if self._ranks:
-            try:
-                self._ranks[0].send(StoreLink(self._store.number), [self._store.saver_socket.fileno()])
-            except LinkClosed:
-                pass  # found and answered by the next drain
-        self._store.saver_socket.close()
+        self._introduce_saver()
+
+    def _introduce_saver(self) -> None:
+        """Hand the saving rank its end of the store process's link, now or when its own link has room."""
+        socket_ = self._store.saver_socket
+        if socket_.fileno() < 0 or not self._ranks:
+            return
+        try:
+            if self._ranks[0].send(StoreLink(self._store.number), [socket_.fileno()]):
+                socket_.close()
+        except LinkClosed:
+            pass  # found and answered by the next drain
 
     def _await_hello(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -311,18 +341,18 @@ class EncoderCache:
                 self._ping_answered = now
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
-            case Hello(problem=problem):
+            case Hello(problem=problem, tiers=tiers):
                 self._store.own(fds[0])
                 self._failures = 0
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
-                    self._adopt_presence(fds[1])
+                    self._adopt_presence(fds[1], tiers)
 
-    def _adopt_presence(self, fd: int) -> None:
+    def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:
             self._presence.close()
-        self._presence = PresenceFilter.attach(fd, ["disk"] if self.persists else [])
+        self._presence = PresenceFilter.attach(fd, tiers)
 
     def _tell(self, message: ToStore) -> bool:
         try:
@@ -341,17 +371,19 @@ class EncoderCache:
 
     # ---- fetches
 
-    def _ask(self, identifier: str, length: int, certain: bool) -> bool:
+    def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
         """Ask the store process for an entry, with a place for it where its length is known."""
         if not length:
-            asked = self._tell(Fill(0, 0, 0, identifier))
+            asked = self._tell(Fill(0, 0, 0, identifier, insist))
         else:
             place = self.book.reserve_fill(identifier, length, self._store.number, certain)
             if place is None and certain:
                 return False
             if place is None:
-                return self._ask(identifier, 0, certain)  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, identifier))
+                return self._ask(
+                    identifier, 0, certain, insist
+                )  # once it is known to be there, room may be made for it
+            asked = self._tell(Fill(place.id, place.offset, place.length, identifier, insist))
             if not asked:
                 self.book.filled(place.id, None)
         if asked:
@@ -364,7 +396,7 @@ class EncoderCache:
         self.book.filled(answer.place, None)
         plausible = 0 < answer.length <= self._engine.largest_entry_bytes
         times = self._fetches.get(answer.identifier, 0)
-        if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True):
+        if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True, insist=True):
             return
         if answer.length > self._engine.largest_entry_bytes:
             self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
@@ -417,7 +449,7 @@ class EncoderCache:
         if now < self._restart_at:
             return
         try:
-            self._store = Incarnation(self._store.number + 1, self._arena_fd)
+            self._store = self._incarnation(self._store.number + 1)
         except OSError as error:
             self._restart_at = now + _RESTART_PAUSE_S[-1]
             self._complaints.warn("store", f"no store process can be started: {error}")
@@ -438,6 +470,23 @@ class EncoderCache:
                 self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
             except LinkClosed:
                 pass  # found and answered by the next drain
+
+
+def _remotes(config: EncoderCacheConfig) -> list[Remote]:
+    """The remotes as the store process is told of them. S3 has a catalog unless something else is asked for."""
+    lookups = {"s3": Lookup.CATALOG} if config.remote_lookup == "auto" else {}
+    return [
+        Remote(
+            url=url,
+            extra_config={key: config.extra_config[key] for key in EXTRA_KEYS if key in config.extra_config},
+            ttl_s=config.ttl_s,
+            timeout_s=config.blocking_timeout_secs,
+            max_entry_bytes=config.max_remote_entry_bytes,
+            lookup=lookups.get(tier_name(url), config.remote_lookup),
+            refresh_s=config.catalog_refresh_s,
+        )
+        for url in config.remotes
+    ]
 
 
 def _write(place: Place) -> Write:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Start(Message, frozen=True):
-    """The first message to a store process. Its descriptors came with the command line."""
+    """The first message to a store process. Its descriptors came with the command line.
+
+    `remotes` may hold credentials: it is for opening them, and for nothing else.
+    """
 
     incarnation: int
     engine: str
@@ -38,16 +42,35 @@ class Start(Message, frozen=True):
     producer: str
     disk: str
     disk_bytes: int
+    disk_free_bytes: int
     drain_s: float
+    deadline_s: float
+    remotes: list[Remote]
+
+
+class Remote(Message, frozen=True):
+    """A remote tier: its URL (see `tiers.remote`), and how it is treated (see `lane.Habits`)."""
+
+    url: str
+    extra_config: dict[str, Any]
+    ttl_s: float | None
+    timeout_s: float
+    max_entry_bytes: int
+    lookup: str
+    refresh_s: float
 
 
 class Fill(Message, frozen=True):
-    """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length."""
+    """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
+
+    With `insist` a tier is asked even if its listing lacks the entry.
+    """
 
     place: int
     offset: int
     length: int
     identifier: str
+    insist: bool = False
 
 
 class Write(Message, frozen=True):
@@ -81,11 +104,12 @@ class Ledger(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The store process is there. Descriptors: a pidfd of itself, and the presence filter once it serves.
 
-    `problem` says which tier could not be opened; it is then done without.
+    `problem` says which tier could not be opened; it is then done without. `tiers` are those it serves.
     """
 
     pid: int
     problem: str
+    tiers: list[str]
 
 
 class Filled(Message, frozen=True):
@@ -131,7 +155,10 @@ class Notice(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """The saving rank has copied a payload into the place: seal it, and write it through if it is to persist."""
+    """The saving rank has copied a payload into the place: seal it, and write it through if it is to persist.
+
+    With `flush` it waits for `Durable`.
+    """
 
     place: int
     offset: int
@@ -141,6 +168,17 @@ class Saved(Message, frozen=True):
     width: int
     dtype: str
     persist: bool
+    flush: bool = False
+
+
+# ---- store process -> rank
+
+
+class Durable(Message, frozen=True):
+    """The entry is in every tier; or, if not `ok`, it will not be in all of them."""
+
+    place: int
+    ok: bool
 
 
 # ---- scheduler side -> rank
@@ -186,7 +224,7 @@ class Report(Message, frozen=True):
 
 ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
 ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
-ToRank = Attach | StoreLink | Segment
+ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,8 +25,11 @@ class Incarnation:
     pidfd, which it sends with its first message, is how it is killed and how its end is known.
     """
 
-    def __init__(self, number: int, arena_fd: int) -> None:
-        """Start it. Returns at once (about a millisecond); raises OSError if the interpreter cannot be started."""
+    def __init__(self, number: int, arena_fd: int, passed_on: tuple[str, ...] = ()) -> None:
+        """Start it. Returns at once (about a millisecond); raises OSError if the interpreter cannot be started.
+
+        `passed_on`: of the environment, it gets the variables whose names begin so, too.
+        """
         self.number = number
         self.link, link_end = pair()
         saver_end, self.saver_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -34,7 +37,9 @@ class Incarnation:
         self._pidfd = -1
         self.closed = False
         fds = (arena_fd, link_end.fileno(), saver_end.fileno())
-        environment = {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")}
+        environment = {
+            name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(("LC_", *passed_on))
+        }
         try:
             self._starter = subprocess.Popen(
                 [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],

@@ -28,8 +28,8 @@ class PresenceFilter:
     matters below 100 000 keys. Keys cannot be taken out again: what was deleted is asked for in vain, no more.
 
     One process writes (the store process; `add` may be called from each of its threads), any number reads, without a
-    lock: bits and flags only ever go from 0 to 1. A tier's flag is set when all that the tier held has been added;
-    until then "no" means nothing.
+    lock: bits only ever go from 0 to 1. A tier's flag is set when all that the tier held has been added, or when it is
+    not worth waiting for; until then "no" means nothing.
     """
 
     def __init__(self, fd: int, tiers: Sequence[str]) -> None:
@@ -79,9 +79,9 @@ class PresenceFilter:
                 return False
         return True
 
-    def set_complete(self, tier: str) -> None:
-        """All that `tier` holds has been added."""
-        self._memory[self._complete_at[tier]] = 1
+    def set_complete(self, tier: str, complete: bool = True) -> None:
+        """All that `tier` holds has been added; or, with False, it is to be asked again."""
+        self._memory[self._complete_at[tier]] = complete
 
     def complete(self, tier: str) -> bool:
         """Whether all that `tier` holds has been added. KeyError for a tier that was not named at creation."""

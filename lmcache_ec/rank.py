@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from lmcache_ec.book import Outcome
 from lmcache_ec.channel import (
     Attach,
     Attached,
+    Durable,
     Link,
     LinkClosed,
     Report,
@@ -78,6 +80,29 @@ class Rank:
             except LinkClosed:
                 return 0
 
+    def await_durable(self, places: set[int], deadline: float) -> set[int]:
+        """Wait until the store process has said of each place that it is in every tier, or will not be; at the latest
+        until `deadline` (monotonic). Returns those that are. For a producer's saving rank alone."""
+        waiting, durable = set(places), set[int]()
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            with self._lock:
+                link = self._store
+            if link is None:
+                break
+            poller = select.poll()
+            poller.register(link, select.POLLIN)
+            if not poller.poll(left * 1000):
+                break
+            try:
+                received = link.receive()
+            except LinkClosed:
+                break
+            if received is not None and isinstance(answer := received[0], Durable):
+                waiting.discard(answer.place)
+                if answer.ok:
+                    durable.add(answer.place)
+        return durable & places
+
     def report(self, step: int, outcomes: list[tuple[int, Outcome, int]]) -> None:
         """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
         message = Report(step, [(place, int(outcome), incarnation) for place, outcome, incarnation in outcomes])
@@ -134,6 +159,7 @@ class Rank:
             sock.close()
             return
         self._link = Link(sock)
+        self._listener.close()  # one scheduler side, once
 
     def _take(self, message: object, fds: list[int]) -> None:
         match message:

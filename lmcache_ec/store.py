@@ -8,6 +8,7 @@ scheduler side, the link from the saving rank. It outlives its engine only to fi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import selectors
@@ -16,8 +17,9 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
     AnyMessage,
     Discard,
+    Durable,
     Fill,
     Filled,
     Hello,
@@ -35,6 +38,7 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Remote,
     Saved,
     Sealed,
     Start,
@@ -44,23 +48,17 @@ from lmcache_ec.channel import (
     status_address,
 )
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.base import Tier, TierAway
+from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, open_remote, tier_name
+
+Opener = Callable[[], Tier]
 
 _OPEN_TIMEOUT_S = 5.0
-_RESCAN_S = 30.0
-_RESCAN_SHARE = 20
-"""A rescan waits at least this many times as long as the last one took: at most 5 % of a disk's time."""
-
-
-class Lane:
-    """A tier and threads of its own, so that a stuck tier holds up nothing but itself. Created on the main thread."""
-
-    def __init__(self, tier: Tier) -> None:
-        self.tier = tier
-        self.reads = ThreadPoolExecutor(4, f"{tier.name}-read")
-        self.writes = ThreadPoolExecutor(1, f"{tier.name}-write")
-        self.scans = ThreadPoolExecutor(1, f"{tier.name}-scan")
+_DISK_RESCAN_S = 30.0
+_PROMOTED_BYTES = 256 << 20
+"""Copies of entries on their way from a remote tier to those before it, at most."""
 
 
 class Store:
@@ -82,7 +80,8 @@ class Store:
         self._counts: Counter[str] = Counter()
         self._ledger: dict[str, int] = {}
         self._jobs = 0
-        self._rescan_at = float("inf")
+        self._promoted_bytes = 0
+        self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
         self._presence: PresenceFilter | None = None
         self._selector = selectors.DefaultSelector()
@@ -100,10 +99,9 @@ class Store:
     def run(self) -> None:
         """Serve until the scheduler side is gone, then finish what was handed over."""
         while self._link in self._links:
-            self._turn(max(0.0, min(self._rescan_at - time.monotonic(), 3600.0)))
-            if time.monotonic() >= self._rescan_at:
-                self._rescan_at = float("inf")
-                self._scan()
+            due_at = min((lane.due_at for lane in self._lanes), default=NEVER)
+            self._turn(max(0.0, min(due_at - time.monotonic(), 3600.0)))
+            self._survey()
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
@@ -137,7 +135,7 @@ class Store:
             case Saved() if self._owns(message.offset, message.length):
                 self._submit(self._sealer, partial(self._seal, message))
             case Fill() if message.place == 0 or self._owns(message.offset, message.length):
-                self._fill(message, 0)
+                self._fill(message, time.monotonic())
             case Write() if self._owns(message.offset, message.length):
                 self._write(message)
             case Ping(number=number):
@@ -154,20 +152,50 @@ class Store:
 
     def _begin(self, start: Start) -> None:
         self._start = start
+        openings: list[tuple[str, Opener, Habits]] = []
         if start.disk:
-            from lmcache_ec.tiers.disk import DiskTier
+            habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
+            openings.append((f"local_disk {start.disk}", partial(_disk, start), habits))
+        for remote in start.remotes:
+            habits = Habits(Lookup(remote.lookup), remote.refresh_s)
+            openings.append((tier_name(remote.url), partial(_remote, remote), habits))
+        tiers = self._opened(openings)
+        names = [tier.name for tier, _ in tiers]
+        names = [name if names.index(name) == index else f"{name}_{index}" for index, name in enumerate(names)]
+        presence = self._presence = PresenceFilter.create(names)
+        self._lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
+        for lane in self._lanes:
+            if isinstance(lane.tier, AwaitedTier):
+                lane.failed()
+        self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
+        self._survey()
 
-            opening = self._sealer.submit(DiskTier, Path(start.disk), start.disk_bytes)
-            wait([opening], _OPEN_TIMEOUT_S)
-            problem = "no answer from its file system" if not opening.done() else str(opening.exception() or "")
-            if problem:
-                self._link.send(Hello(os.getpid(), f"local_disk {start.disk}: {problem}"), [os.pidfd_open(os.getpid())])
-                self._sealer = ThreadPoolExecutor(1, "seal")
+    def _opened(self, openings: Sequence[tuple[str, Opener, Habits]]) -> list[tuple[Tier, Habits]]:
+        """The tiers that could be opened, side by side. What is wrong with one is told, and it is done without.
+
+        A remote that is merely away is waited for; and so is any, once an engine has been served with it.
+        """
+        pool = ThreadPoolExecutor(max(1, len(openings)), "open")
+        futures = [pool.submit(opener) for _, opener, _ in openings]
+        wait(futures, _OPEN_TIMEOUT_S)
+        tiers: list[tuple[Tier, Habits]] = []
+        for (what, opener, habits), future in zip(openings, futures, strict=True):
+            error = future.exception() if future.done() else TierAway(errno.ETIMEDOUT, "no answer")
+            if error is None:
+                tiers.append((future.result(), habits))
+                if notice := future.result().notice:
+                    self._post(Notice(f"{what}-open", notice))
+            elif habits.local or not (isinstance(error, TierAway) or self._is_successor):
+                self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
             else:
-                self._lanes.append(Lane(opening.result()))
-        self._presence = PresenceFilter.create([lane.tier.name for lane in self._lanes])
-        self._link.send(Hello(os.getpid(), ""), [os.pidfd_open(os.getpid()), self._presence.fd])
-        self._scan()
+                self._post(Notice(f"{what}-open", f"{_words(error)}; tried again in the background"))
+                tiers.append((AwaitedTier(what, opener), habits))
+        pool.shutdown(wait=False)
+        return tiers
+
+    @property
+    def _is_successor(self) -> bool:
+        return self._start is not None and self._start.incarnation > 1
 
     def _flush(self) -> None:
         """Send what the threads answered; what finds the link full waits for room."""
@@ -201,7 +229,7 @@ class Store:
             "incarnation": start.incarnation,
             "scan_complete": self._presence is not None and self._presence.all_complete,
             "jobs": self._jobs,
-            "store": dict(self._counts),
+            "store": {**self._counts, **{f"{lane.name}_listed": lane.listed for lane in self._lanes}},
             "book": self._ledger,
         }
 
@@ -214,20 +242,30 @@ class Store:
 
     def _submit(self, pool: ThreadPoolExecutor, job: Callable[[], None]) -> None:
         """Run a job that the engine's end waits for."""
-
-        def run() -> None:
-            try:
-                job()
-            except Exception as error:
-                self._post(Notice("job", f"{type(error).__name__}: {error}"))
-            finally:
-                with self._lock:
-                    self._jobs -= 1
-                os.eventfd_write(self._wake, 1)
-
         with self._lock:
             self._jobs += 1
-        pool.submit(run)
+        pool.submit(self._run, job)
+
+    def _enqueue(self, lane: Lane, length: int, job: Callable[[], None]) -> bool:
+        """Have a tier's threads write `length` bytes, which the engine's end waits for. False if that is too much."""
+        with self._lock:
+            self._jobs += 1
+        if lane.enqueue(length, partial(self._run, job)):
+            return True
+        with self._lock:
+            self._jobs -= 1
+        self._count(f"{lane.name}_writes_dropped")
+        return False
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._post(Notice("job", f"{type(error).__name__}: {error}"))
+        finally:
+            with self._lock:
+                self._jobs -= 1
+            os.eventfd_write(self._wake, 1)
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -244,90 +282,159 @@ class Store:
             return
         self._count("sealed")
         self._post(Sealed(saved.place, True))
+        if saved.flush:
+            with self._lock:
+                self._deliveries[saved.place] = _Delivery(len(self._lanes), bool(self._lanes))
         if saved.persist:
             self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
 
-    def _write(self, write: Write) -> None:
-        """Write through to the tiers in order; the answer comes when the last one is done."""
-        if not self._lanes:
-            self._post(Written(write.place, False))
-        for lane in self._lanes:
-            self._submit(lane.writes, partial(self._put, lane, write))
+    def _write(self, write: Write, index: int = 0, stored: bool = False) -> None:
+        """Write a place to the tiers from `index` on, one after another. It stays its entry's until the answer."""
+        for number, lane in enumerate(self._lanes[index:], index):
+            if self._enqueue(lane, write.length, partial(self._write_place, number, write, stored)):
+                return
+            self._delivered(write.place, False)
+        self._post(Written(write.place, stored))
 
-    def _put(self, lane: Lane, write: Write) -> None:
-        key = self._key(write.identifier)
-        try:
-            stored = lane.tier.put(key, self._at(write.offset, write.length))
-        except Exception as error:
-            self._count(f"{lane.tier.name}_write_errors")
-            self._post(Notice(f"{lane.tier.name}-write", f"{lane.tier.name}: {error}"))
-            self._post(Written(write.place, False))
+    def _write_place(self, index: int, write: Write, stored: bool) -> None:
+        """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
+        lane, key = self._lanes[index], self._key(write.identifier)
+        took = self._put(lane, key, self._at(write.offset, write.length))
+        self._delivered(write.place, took)
+        if not (took and lane.habits.local):
+            self._write(write, index + 1, stored or took)
             return
-        self._count(f"{lane.tier.name}_writes" if stored else f"{lane.tier.name}_present")
-        self._count(f"{lane.tier.name}_written_bytes", write.length * stored)
+        self._post(Written(write.place, True))
+        for later in self._lanes[index + 1 :]:
+            if not self._enqueue(later, write.length, partial(self._copy, lane, later, key, write.place)):
+                self._delivered(write.place, False)
+
+    def _copy(self, source: Lane, lane: Lane, key: EncoderCacheKey, place: int) -> None:
+        """From one tier to another. What is gone meanwhile, or does not verify, is not."""
+        took = False
+        try:
+            data = memoryview(bytearray(source.tier.contains(key) or 0))
+            if data and source.tier.get_into(key, data) == len(data):
+                entry.verify(data, key)
+                took = self._put(lane, key, data)
+        finally:
+            self._delivered(place, took)
+
+    def _delivered(self, place: int, took: bool) -> None:
+        """One tier more has an entry, or will not have it. Where a producer waits for it, it is told after the last."""
+        with self._lock:
+            delivery = self._deliveries.get(place)
+            if delivery is None:
+                return
+            delivery.outstanding -= 1
+            delivery.ok &= took
+            if delivery.outstanding:
+                return
+            del self._deliveries[place]
+        try:
+            self._saver.send(Durable(place, delivery.ok))
+        except LinkClosed:
+            pass
+
+    def _promote(self, index: int, key: EncoderCacheKey, data: memoryview) -> None:
+        """Write what a tier had to those before it. From a copy: the place is the scheduler side's once it is told."""
+        for lane in self._lanes[:index]:
+            with self._lock:
+                room = self._promoted_bytes + len(data) <= _PROMOTED_BYTES
+                self._promoted_bytes += len(data) * room
+            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, lane, key, bytes(data))):
+                self._count("promotions_dropped")
+                with self._lock:
+                    self._promoted_bytes -= len(data) * room
+
+    def _put_copy(self, lane: Lane, key: EncoderCacheKey, copy: bytes) -> None:
+        self._put(lane, key, memoryview(copy))
+        with self._lock:
+            self._promoted_bytes -= len(copy)
+
+    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> bool:
+        """Whether the tier has the entry now."""
+        try:
+            stored = lane.tier.put(key, data)
+        except Exception as error:
+            self._count(f"{lane.name}_write_errors")
+            self._post(Notice(f"{lane.name}-write", f"{lane.name}: {error}"))
+            if getattr(error, "errno", None) != errno.EFBIG:  # too large for this tier, which is none the worse for it
+                lane.failed()
+            return False
+        self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
+        self._count(f"{lane.name}_written_bytes", len(data) * stored)
         if self._presence is not None:
             self._presence.add(key.digest)
-        self._post(Written(write.place, True))
+        return True
 
-    def _fill(self, fill: Fill, index: int) -> None:
+    def _fill(self, fill: Fill, asked_at: float, index: int = 0) -> None:
         """Ask the tiers in order, each on its own threads."""
-        if index == len(self._lanes):
-            self._count("fill_misses")
+        digest = self._key(fill.identifier).digest
+        for number, lane in enumerate(self._lanes[index:], index):
+            if lane.asks(digest, fill.insist):
+                lane.reads.submit(self._read, number, fill, asked_at)
+                return
+        self._count("fill_misses")
+        self._post(NotFilled(fill.place, fill.identifier, 0))
+
+    def _read(self, index: int, fill: Fill, asked_at: float) -> None:
+        lane, key = self._lanes[index], self._key(fill.identifier)
+        began = time.monotonic()
+        if self._start is not None and began - asked_at > self._start.deadline_s:
+            self._count("fills_late")  # it stood in a queue until nobody waited for it any more
             self._post(NotFilled(fill.place, fill.identifier, 0))
             return
-        lane = self._lanes[index]
-        lane.reads.submit(self._read, lane, fill, index)
-
-    def _read(self, lane: Lane, fill: Fill, index: int) -> None:
-        name, key = lane.tier.name, self._key(fill.identifier)
         try:
             if fill.place == 0:
                 length = lane.tier.contains(key)
             else:
                 length = lane.tier.get_into(key, self._at(fill.offset, fill.length))
+            if length is None or length != fill.length:
+                lane.answered(time.monotonic() - began)
             if length is not None and length < entry.room(fill.identifier):
                 raise entry.EntryError(entry.Reason.LENGTH, f"{length} bytes are no entry")
             if length == fill.length and fill.place:
-                spec = entry.verify(self._at(fill.offset, fill.length), key)
-                self._count(f"{name}_hits")
-                self._count(f"{name}_read_bytes", length)
-                self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, name))
+                data = self._at(fill.offset, fill.length)
+                spec = entry.verify(data, key)
+                self._count(f"{lane.name}_hits")
+                self._count(f"{lane.name}_read_bytes", length)
+                self._promote(index, key, data)
+                self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
                 return
             if length is not None:
                 self._post(NotFilled(fill.place, fill.identifier, length))
                 return
         except entry.EntryError as error:
-            self._count(f"{name}_corrupt")
-            self._post(Notice(f"{name}-corrupt", f"{name}: {key.object_name} does not verify ({error}); deleted"))
+            self._count(f"{lane.name}_corrupt")
+            self._post(
+                Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted")
+            )
             self._delete(lane, key)
         except Exception as error:
-            self._count(f"{name}_read_errors")
-            self._post(Notice(f"{name}-read", f"{name}: {error}"))
-        self._fill(fill, index + 1)
+            self._count(f"{lane.name}_read_errors")
+            self._post(Notice(f"{lane.name}-read", f"{lane.name}: {error}"))
+            lane.failed()
+        self._fill(fill, asked_at, index + 1)
 
     def _delete(self, lane: Lane, key: EncoderCacheKey) -> None:
         try:
             lane.tier.delete(key)
         except OSError as error:
-            self._post(Notice(f"{lane.tier.name}-delete", f"{lane.tier.name}: {error}"))
+            self._post(Notice(f"{lane.name}-delete", f"{lane.name}: {error}"))
 
-    def _scan(self) -> None:
+    def _survey(self) -> None:
+        """Have the lanes looked over that are due for it."""
         for lane in self._lanes:
-            lane.scans.submit(self._list, lane)
+            if lane.due_at <= time.monotonic():
+                lane.due_at = NEVER
+                lane.scans.submit(self._survey_one, lane)
 
-    def _list(self, lane: Lane) -> None:
-        presence, start = self._presence, self._start
-        if presence is None or start is None:
-            return
-        begun = time.monotonic()
+    def _survey_one(self, lane: Lane) -> None:
         try:
-            for number, listed in enumerate(lane.tier.list(start.namespace), 1):
-                presence.add(listed.digest)
-                self._counts[f"{lane.tier.name}_listed"] = number
-            presence.set_complete(lane.tier.name)
+            lane.survey(self._start.namespace if self._start else "")
         except Exception as error:
-            self._post(Notice(f"{lane.tier.name}-scan", f"{lane.tier.name}: {error}"))
-        self._rescan_at = time.monotonic() + max(_RESCAN_S, _RESCAN_SHARE * (time.monotonic() - begun))
+            self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
         os.eventfd_write(self._wake, 1)
 
     def _key(self, identifier: str) -> EncoderCacheKey:
@@ -338,6 +445,29 @@ class Store:
 
     def _at(self, offset: int, length: int) -> memoryview:
         return self._memory[offset : offset + length]
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """An entry that a producer waits for: how many tiers have yet to take it, and whether all others did."""
+
+    outstanding: int
+    ok: bool
+
+
+def _disk(start: Start) -> Tier:
+    from lmcache_ec.tiers.disk import DiskTier
+
+    return DiskTier(Path(start.disk), start.disk_bytes, start.disk_free_bytes)
+
+
+def _remote(remote: Remote) -> Tier:
+    options = RemoteOptions(remote.ttl_s, remote.timeout_s, remote.max_entry_bytes, remote.extra_config)
+    return open_remote(remote.url, options)
+
+
+def _words(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def main() -> None:

@@ -64,6 +64,7 @@ def _scheduler_side(
 
     from lmcache_ec.cache import EncoderCache, Engine
 
+    from .announcement import Announcer
     from .namespace import NamespaceUnknown, engine_namespace
     from .scheduler import Policy, SchedulerSide
     from .tensors import dtype_name
@@ -102,8 +103,10 @@ def _scheduler_side(
         start_timeout_s=config.start_timeout_s,
         # With tower LoRA an identifier is `<adapter>:<id>`, and the adapter's name says nothing about its weights.
         persist_client_ids=config.persist_client_ids and not _adapts_towers(vllm_config),
+        wait_for_producer_s=config.wait_for_producer_ms / 1000,
     )
-    return SchedulerSide(cache, policy, media, logger)
+    announcer = None if transfer.is_ec_consumer else Announcer(model, namespace)
+    return SchedulerSide(cache, policy, media, logger, announcer)
 
 
 def _adapts_towers(vllm_config: VllmConfig) -> bool:
@@ -124,5 +127,6 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
 
     kind = vllm_config.device_config.device_type
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    alone = loading_ranks(vllm_config) == 1
-    return WorkerSide(rank, copier_for(device), list if alone else agree, logger)
+    alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
+    flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
+    return WorkerSide(rank, copier_for(device), list if alone else agree, logger, flush_s)

@@ -87,10 +87,9 @@ class ECLMCacheConnector(ECConnectorBase):
         return taken
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """What the answer tells a consumer. True in place of False would keep the request's KV blocks for good."""
         side = self._scheduler
-        if side is not None:
-            self._guarded(lambda: side.request_finished(request), None)
-        return False, None  # True would keep the request's KV blocks for good
+        return False, None if side is None else self._guarded(lambda: side.request_finished(request), None)
 
     # ---- worker side
 

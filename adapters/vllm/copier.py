@@ -71,9 +71,13 @@ class DeviceCopier:
         self._thread.start()
 
     def register(self, memory: mmap.mmap, offset: int, length: int) -> None:
-        """Pin the segment: a copy from pageable memory would not be asynchronous. Raises RuntimeError if refused."""
+        """Pin the segment: a copy from pageable memory would not be asynchronous. Raises RuntimeError if refused.
+
+        On the device of this rank: a thread starts with the first one, and would make a context of its own there.
+        """
         segment = torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=offset)
-        status = self._cuda.cudart().cudaHostRegister(segment.data_ptr(), length, 0)
+        with self._cuda.device(self._device):
+            status = self._cuda.cudart().cudaHostRegister(segment.data_ptr(), length, 0)
         if int(status):
             raise RuntimeError(f"cudaHostRegister of {length} bytes failed with status {int(status)}")
 

@@ -15,6 +15,7 @@ from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import Durability, durability
 
+from .announcement import Announcer, announced
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 
@@ -57,6 +58,8 @@ class Item:
     rows: int
     durability: Durability
     encodable: bool
+    announced: bool = False
+    """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
 
@@ -70,6 +73,7 @@ class Memo:
     end: int
     computed: int = 0
     preemptions: int = 0
+    deadline_s: float = 0.0
     leases: dict[str, Place] = field(default_factory=dict)
     waiting_since: float | None = None
     waited_s: float = 0.0
@@ -87,6 +91,7 @@ class Policy:
     deadline_s: float
     start_timeout_s: float
     persist_client_ids: bool
+    wait_for_producer_s: float = 0.0
 
 
 class SchedulerSide:
@@ -97,9 +102,19 @@ class SchedulerSide:
     `update_state_after_alloc` makes it a load, `build_connector_meta` sends it or drops it.
     """
 
-    def __init__(self, cache: EncoderCache, policy: Policy, media: EncodableMedia, logger: logging.Logger) -> None:
+    def __init__(
+        self,
+        cache: EncoderCache,
+        policy: Policy,
+        media: EncodableMedia,
+        logger: logging.Logger,
+        announcer: Announcer | None = None,
+    ) -> None:
+        """`announcer` is a producer's."""
         self.cache = cache
-        self.counts = {"promises": 0, "deferred_passes": 0, "timeouts": 0, "unavailable": 0, "mirror_resets": 0}
+        self._announcer = announcer
+        names = ("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements")
+        self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
@@ -146,8 +161,9 @@ class SchedulerSide:
         self.cache.drain(self._now)
 
     def _remember(self, request: Request) -> Memo:
-        self.request_finished(request)
+        self._forget(request.request_id)
         items = []
+        coming = self._announced(request)
         for index, feature in enumerate(request.mm_features):
             position, identifier = feature.mm_position, feature.identifier
             cached = feature.modality != _NEVER_CACHED
@@ -162,11 +178,26 @@ class SchedulerSide:
                     if cached
                     else Durability.REFUSED,
                     encodable=self._media.encodable(feature),
+                    announced=identifier in coming,
                 )
             )
         memo = Memo(request.request_id, items, max((item.end for item in items), default=0))
+        memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
         self._memos[request.request_id] = memo
         return memo
+
+    def _announced(self, request: Request) -> frozenset[str]:
+        """The items that a producer has stored where this engine can find them."""
+        told = announced(request)
+        others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
+        if others:
+            self.counts["foreign_announcements"] += 1
+            self._complaints.warn(
+                "namespace",
+                f"a producer announces entries of namespace {', '.join(sorted(others))}, this engine's is "
+                f"{self.cache.namespace}: checkpoint, configuration or versions differ, and nothing can be shared",
+            )
+        return frozenset(i for i, namespace in told.items() if namespace == self.cache.namespace)
 
     def _prepare(self, memo: Memo) -> bool:
         """Lease what is there, start what can come; wait, fail the request, or let vLLM encode."""
@@ -203,7 +234,7 @@ class SchedulerSide:
         """Whether the request has waited for as long as it may, all its waits together."""
         if memo.waiting_since is None:
             memo.waiting_since = self._now
-        return memo.waited_s + self._now - memo.waiting_since >= self._policy.deadline_s
+        return memo.waited_s + self._now - memo.waiting_since >= memo.deadline_s
 
     def _standing(self, memo: Memo, item: Item) -> Standing:
         """An item that carries nothing to encode is in nobody's hands but ours until the request holds it: vLLM may
@@ -241,7 +272,7 @@ class SchedulerSide:
         if not self._serves(item):
             return False
         if item.durability is Durability.PERSISTENT:
-            return self.cache.fetch(item.identifier, self._length(item), self._now)
+            return self.cache.fetch(item.identifier, self._length(item), self._now, item.announced)
         return self.cache.under_way(item.identifier, self._now)
 
     def _fits(self, place: Place, item: Item) -> bool:
@@ -406,19 +437,32 @@ class SchedulerSide:
                 del book.unsaved[identifier]
                 continue
             how = durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-            place = book.reserve_save(identifier, spec, self._persists(how))
+            place = book.reserve_save(identifier, spec, self._persists(how), retry=True)
             if place is None:
-                book.unsaved.pop(identifier)
                 if book.live(identifier) is None:
-                    book.remember(identifier, spec)  # behind the others, one of which may fit
+                    book.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                else:
+                    del book.unsaved[identifier]
                 break
             places.append(place)
         return places
 
     # ---- the end of a request
 
-    def request_finished(self, request: Request) -> None:
-        memo = self._memos.pop(request.request_id, None)
+    def request_finished(self, request: Request) -> dict[str, object] | None:
+        """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
+        self._forget(request.request_id)
+        if self._announcer is None or not request.mm_features:
+            return None
+        self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
+        return self._announcer.announce(request, self._is_stored)
+
+    def _is_stored(self, identifier: str) -> bool:
+        place = self.cache.book.live(identifier)
+        return place is not None and place.stored
+
+    def _forget(self, request_id: str) -> None:
+        memo = self._memos.pop(request_id, None)
         if memo is not None:
             self.cache.book.revision += 1  # the next pass hands on what was counted for it
             self._release(memo)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, MutableMapping
 
 import torch
@@ -28,13 +30,19 @@ Agree = Callable[[list[bool]], list[bool]]
 
 
 class WorkerSide:
-    """One rank of the first pipeline stage. Runs in the worker process, in its forward pass: no I/O, no wait.
+    """One rank of the first pipeline stage. Runs in the worker process, in its forward pass: no I/O, and no wait but a
+    producer's (`producer_flush_s`).
 
     The one thing that ranks do together is to agree on loads that failed (`agree`), in steps that load: if only one
     rank encoded an item, the encoder's collectives would hang.
     """
 
-    def __init__(self, rank: int, copier: Copier, agree: Agree, logger: logging.Logger) -> None:
+    def __init__(
+        self, rank: int, copier: Copier, agree: Agree, logger: logging.Logger, producer_flush_s: float = 0.0
+    ) -> None:
+        """`producer_flush_s` is 0 for all but a producer: how long a step that saves may wait until its entries are
+        durable, because vLLM's answer tells consumers that they can fetch them."""
+        self._flush_s = producer_flush_s
         self._number = rank
         self._copier = copier
         self._agree = agree
@@ -135,16 +143,31 @@ class WorkerSide:
         self._outcomes, self._copied, self._meta = [], [], None
         if meta is None or rank is None:
             return
-        step = meta.step
+        step, handed_over = meta.step, threading.Event()
+        flushed = {save.place for save in copied if save.persist} if self._flush_s else set[int]()
 
         def done() -> None:
             named = [(place, outcome, 0) for place, outcome in outcomes]
             for save in copied:
-                incarnation = rank.hand_over(_saved(save))
+                incarnation = rank.hand_over(_saved(save, save.place in flushed))
                 named.append((save.place, Outcome.COPIED if incarnation else Outcome.ABSENT, incarnation))
             rank.report(step, named)
+            handed_over.set()
 
         self._copier.finish(done)
+        if flushed:
+            self._flush(rank, flushed, handed_over)
+
+    def _flush(self, rank: Rank, places: set[int], handed_over: threading.Event) -> None:
+        """The one wait in a forward pass, of a producer, which runs no decode that it could hold up."""
+        deadline = time.monotonic() + self._flush_s
+        if handed_over.wait(self._flush_s):
+            late = len(places) - len(rank.await_durable(places, deadline))
+            if late:
+                self._complaints.warn(
+                    "flush",
+                    f"{late} of {len(places)} entries are not in every tier within producer_flush_s={self._flush_s:g}",
+                )
 
     def abandon(self) -> None:
         """Leave the engine's arena for good: the scheduler side sees the link end and promises nothing more.
@@ -160,6 +183,6 @@ class WorkerSide:
         self.abandon()
 
 
-def _saved(save: Save) -> Saved:
-    spec = save.spec
-    return Saved(save.place, save.offset, save.length, save.identifier, spec.rows, spec.width, spec.dtype, save.persist)
+def _saved(save: Save, flush: bool) -> Saved:
+    shape = (save.spec.rows, save.spec.width, save.spec.dtype)
+    return Saved(save.place, save.offset, save.length, save.identifier, *shape, save.persist, flush)

@@ -20,7 +20,7 @@ from typing import Any
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
 from lmcache_ec.config.host import GIB, disk, memory, memory_warning, stored_bytes
-from lmcache_ec.config.keys import accepts
+from lmcache_ec.config.keys import accepts, told
 from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE
 
@@ -135,6 +135,8 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         value = getattr(resolved.config, key)
         if isinstance(value, str | Path):
             value = HIDDEN if shown(value) == HIDDEN else str(value)
+        elif value is not None and not isinstance(value, bool | int | float):
+            value = told(resolved.config, key)
         place = f"inherited from {origin.place}" if origin.source is Source.INHERITED else origin.place
         report.configuration[key] = Row(value, accepts(key).unit, origin.source, place)
     report.notes += resolved.notes
@@ -190,7 +192,8 @@ def _memory(report: Report, config: EncoderCacheConfig | None) -> None:
 def _disk(report: Report, config: EncoderCacheConfig) -> None:
     folder = config.local_disk
     if folder is None or not config.enabled:
-        report.notes += ["there is no LocalDisk: no entry outlives the engine (local_disk)"] if config.enabled else []
+        if config.enabled and not config.remotes:
+            report.notes.append("no entry outlives the engine: neither local_disk nor remotes are set")
         return
     try:
         found = disk(folder)
@@ -211,13 +214,14 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
         report.problems.append(f"local_disk={folder}: {found.nearest} is a file, name a folder")
     elif not found.writable:
         report.problems.append(f"local_disk={folder}: {found.nearest} is not writable for user {os.geteuid()}")
-    room = found.free_bytes
+    room = found.free_bytes - config.min_free_disk_bytes
     if room < config.max_local_disk_bytes and exists:
         room += stored_bytes(folder)
     if room < config.max_local_disk_bytes:
         report.problems.append(
             f"LocalDisk may grow to {config.max_local_disk_size:g} GiB, and the file system of {found.nearest} has "
-            f"{room / GIB:.1f} GiB for it: lower max_local_disk_size or name another local_disk"
+            f"{max(0, room) / GIB:.1f} GiB for it: lower max_local_disk_size or name another local_disk "
+            f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, stay free)"
         )
     if found.kind in _PASSING:
         report.notes.append(f"local_disk={folder} is on {found.kind}, which {_PASSING[found.kind]}")

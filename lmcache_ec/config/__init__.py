@@ -7,9 +7,9 @@ Later sources override earlier ones:
 2. the environment: `LMCACHE_EC_<KEY>`
 3. vLLM's `ec_connector_extra_config`, where a credential is refused, because vLLM logs it
 
-Places may be inherited, budgets never: a `local_disk` of the KV part (file, or `LMCACHE_LOCAL_DISK`) serves here too,
-in a folder of its own under it, unless one of the three names another or says `null`. All other keys of the file are
-LMCache's business.
+Places may be inherited, budgets never: `local_disk` of the KV part (file, or `LMCACHE_LOCAL_DISK`) serves here too, in
+a folder of its own under it, and so does a `remote_url` that we have a tier for, with what belongs to it of
+`extra_config`, unless one of the three names another or says `null`. All other keys of the file are LMCache's business.
 
 `keys.py` says what there is, `lmcache_keys.py` what becomes of LMCache's own keys, `sources.py` reads the three,
 `resolve.py` makes one configuration of them, `mask.py` keeps credentials out of every text, and `host.py` knows how

@@ -32,22 +32,22 @@ _NOTED: Mapping[str, str] = {
         runtime_plugin_locations plugin_locations script_allowed_imports run_script_api_enabled
         remote_config_url app_id""",
     "about backends that are not in use here": """
+        audit_actual_remote_url
         p2p_host p2p_init_ports p2p_lookup_ports transfer_channel gds_path_sharding gds_buffer_size use_gds gds_backend
         maru_pool_size nixl_buffer_size nixl_buffer_device nixl_peer_port nixl_peer_host nixl_peer_init_port
         nixl_peer_alloc_port nixl_proxy_host nixl_proxy_port nixl_role
         pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port pd_peer_alloc_port pd_peer_query_port
         pd_proxy_host pd_proxy_port pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec
         pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional""",
-    "of the remote tiers, which are not there yet": "blocking_timeout_secs extra_config audit_actual_remote_url",
 }
 
 _REFUSED: Mapping[str, str] = {
     "LMCache's transfer between engines does not carry encoder outputs: remove it; "
     "vLLM's ec_role makes an engine a producer or a consumer": "enable_p2p enable_pd enable_xpyd",
-    "this LMCache backend is not used for encoder outputs: remove it; local_disk names the folder that is": """
+    "this LMCache backend is not used for encoder outputs: remove it; local_disk and remotes name what is": """
         gds_path maru_path nixl_backends storage_plugins external_backends remote_storage_plugins""",
     "tiers are not chosen by their names: remove it; "
-    "local_disk: null leaves LocalDisk out": "store_location retrieve_locations",
+    "a tier is left out by local_disk: null, or remotes: []": "store_location retrieve_locations",
 }
 
 NOTED: Mapping[str, str] = {key: why for why, keys in _NOTED.items() for key in keys.split()}
@@ -55,19 +55,6 @@ NOTED: Mapping[str, str] = {key: why for why, keys in _NOTED.items() for key in 
 
 REFUSED: Mapping[str, str] = {key: why for why, keys in _REFUSED.items() for key in keys.split()}
 """Key -> what to do instead."""
-
-_TODAY = "remote tiers are not there yet: remove it, and entries are kept in LocalCPU and LocalDisk"
-NOT_YET: Mapping[str, str] = {
-    "remote_url": _TODAY,
-    "remotes": _TODAY,
-    "ttl_s": _TODAY,
-    "max_remote_entry_size": _TODAY,
-    "remote_lookup": _TODAY,
-    "catalog_refresh_s": _TODAY,
-    "producer_flush_s": _TODAY,
-    "wait_for_producer_ms": _TODAY,
-}
-"""Keys that a later version understands -> what to do today. One that becomes a field of `keys.py` leaves this map."""
 
 _OFF = ("", "0", "0.0", "false", "no", "off", "none", "null")
 

@@ -24,7 +24,7 @@ def sounds_secret(name: str) -> bool:
 def holds_credential(value: object) -> bool:
     """Whether there is one in this value: in an address, or under a key of a map that sounds like it."""
     if isinstance(value, str):
-        return "://" in value and ("@" in value or sounds_secret(value))
+        return "://" in value and ("@" in value or sounds_secret(value.partition("?")[2]))
     if isinstance(value, Mapping):
         named = (bool(inner) and sounds_secret(str(name)) for name, inner in value.items())
         return any(named) or any(map(holds_credential, value.values()))
@@ -32,19 +32,21 @@ def holds_credential(value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """A value as it may be shown, in one line, as YAML would take it; of a list or map only its kind."""
+    """A value as it may be shown, in one line, as YAML would take it; of a map or list (not of URLs) only its kind."""
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)[:_LONGEST]
     if isinstance(value, Path):
         return repr(str(value))  # one of ours, already known to be a folder
+    if isinstance(value, list | tuple) and all(isinstance(each, str) and "://" in each for each in value):
+        return f"[{', '.join(map(shown, value))}]"
     if not isinstance(value, str):
-        return f"<{_KINDS.get(type(value), type(value).__name__)}>"
+        return f"<{_kind(value)}>"
     return HIDDEN if holds_credential(value) or sounds_secret(value) else repr(value)[:_LONGEST]
 
 
 def shown_shape(value: object) -> str:
-    """What stands where a map should: of a text, which may be anything, only that it is one."""
-    return "<text>" if isinstance(value, str) else shown(value)
+    """A value that may be anything, since nobody knows its key: of a text, list or map only what it is."""
+    return shown(value) if value is None or isinstance(value, bool | int | float) else f"<{_kind(value)}>"
 
 
 def shown_name(name: str) -> str:
@@ -57,4 +59,6 @@ def shown_path(path: str) -> str:
     return HIDDEN if holds_credential(path) else path
 
 
-_KINDS: Mapping[type, str] = {dict: "map", list: "list"}
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return {"str": "text", "dict": "map", "tuple": "list"}.get(name, name)

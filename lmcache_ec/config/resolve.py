@@ -2,6 +2,7 @@
 """Makes one configuration of all sources, and says of every value where it comes from."""
 
 import difflib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from lmcache_ec.config.keys import EncoderCacheConfig, accepts, default
-from lmcache_ec.config.lmcache_keys import NOT_YET, NOTED, REFUSED, is_off
-from lmcache_ec.config.mask import HIDDEN, holds_credential, shown, shown_name, sounds_secret
+from lmcache_ec.config.keys import EncoderCacheConfig, accepts, check_remote, default, told
+from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
+from lmcache_ec.config.mask import HIDDEN, holds_credential, shown, shown_name, shown_shape, sounds_secret
 from lmcache_ec.config.sources import (
     FILE_VARIABLE,
     ConfigError,
@@ -23,9 +24,13 @@ from lmcache_ec.config.sources import (
     from_extra,
     from_file,
 )
+from lmcache_ec.tiers.remote import EXTRA_KEYS
 
 _KEYS = EncoderCacheConfig.model_fields
-SHARED = ("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy")
+SHARED = (
+    *("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy"),
+    *("extra_config", "blocking_timeout_secs"),
+)
 """Ours that LMCache has too: outside of `ec:` they are its own."""
 _DEFAULT = Origin(Source.DEFAULT, "default")
 _INHERITED_FOLDER = "encoder-cache"
@@ -55,9 +60,10 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     environ = os.environ if environ is None else environ
     file = environ.get(FILE_VARIABLE)
     read = from_file(file) if file else FileSettings([], [], [])
-    written = {setting.key: setting for setting in (*read.ours, *from_environ(environ), *from_extra(extra or {}))}
-    if "local_disk" not in written and (inherited := _inherited_folder(read.others, environ)):
-        written["local_disk"] = inherited
+    settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}))
+    written = {setting.key: setting for setting in map(_as_ours, settings)}
+    inherited, notes = _inherited(read.others, environ, written)
+    written = inherited | written
     problems = read.problems + [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
     complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
     ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
@@ -66,7 +72,7 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     if problems or config is None:
         raise ConfigError(*problems)
     origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
-    return Resolved(config, origins, tuple(_notes(written.values())))
+    return Resolved(config, origins, (*notes, *_without_effect(written.values())))
 
 
 def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = None) -> str:
@@ -83,12 +89,12 @@ def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = N
         parts[-1] += said("local_disk", f" at {config.local_disk}")
     else:
         parts.append("no LocalDisk")
-    told = {"enabled", "max_local_cpu_size", "local_disk", "max_local_disk_size"}
-    changed = (key for key in _KEYS if key not in told and getattr(config, key) != default(key))
-    return "encoder cache: " + ", ".join((*parts, *(said(k, f"{k}={shown(getattr(config, k))}") for k in changed)))
+    done = {"enabled", "max_local_cpu_size", "local_disk", "max_local_disk_size"}
+    changed = (key for key in _KEYS if key not in done and getattr(config, key) != default(key))
+    return "encoder cache: " + ", ".join((*parts, *(said(key, f"{key}={told(config, key)}") for key in changed)))
 
 
-def _notes(written: Iterable[Setting]) -> Iterator[str]:
+def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
     """One line a reason, with all keys that it holds for."""
     places: dict[str, list[str]] = {}
     for setting in written:
@@ -109,22 +115,21 @@ def _validated(ours: Mapping[str, Setting]) -> tuple[EncoderCacheConfig | None, 
         setting = ours[str(detail["loc"][0])]
         value = shown(setting.value)
         own_words = detail["msg"].removeprefix("Value error, ") if detail["type"] == "value_error" else ""
-        advice = own_words if own_words and value != HIDDEN else accepts(setting.key).text
-        problems.append(f"{setting.key}={value} in {setting.origin.place}: {advice}")
+        problems.append(f"{setting.key}={value} in {setting.origin.place}: {own_words or accepts(setting.key).text}")
     return None, problems
 
 
 def _complaint(setting: Setting) -> str | None:
     """What is wrong with a setting before its value is looked at as one of ours."""
     key, value, place = setting.key, setting.value, setting.origin.place
-    known = key in _KEYS or key in NOTED or key in REFUSED or key in NOT_YET
+    known = key in _KEYS or key in NOTED or key in REFUSED
     secret = holds_credential(value) or (not known and sounds_secret(key))
-    if secret and setting.origin.source is Source.EXTRA:
-        return f"{shown_name(key)} in {place} holds a credential: vLLM logs that map, use the file or environment"
+    if setting.origin.source is Source.EXTRA and (secret or key == "extra_config"):
+        holds = "holds a credential" if secret else "may hold credentials"
+        return f"{shown_name(key)} in {place} {holds}: vLLM logs that map, use the file or environment"
     if not known:
         return _unknown(setting, secret)
-    advice = REFUSED.get(key) or NOT_YET.get(key)
-    return None if advice is None or is_off(value) else f"{key}={shown(value)} in {place}: {advice}"
+    return f"{key}={shown(value)} in {place}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
 
 
 def _unknown(setting: Setting, secret: bool) -> str:
@@ -132,10 +137,9 @@ def _unknown(setting: Setting, secret: bool) -> str:
     for prefix in ("lmcache_", "ec_"):
         plain = plain.removeprefix(prefix)
     nearest = difflib.get_close_matches(plain, _KEYS, n=1)
-    value = HIDDEN if secret else shown(setting.value)
-    if isinstance(setting.value, str) and not nearest:
-        value = "<text>"  # under a name that is like none of ours it may be anything, another program's password too
-    named = f"unknown key {shown_name(setting.key)}={value}"
+    # Under a name that is like none of ours it may be anything, another program's password too.
+    value = shown(setting.value) if nearest else shown_shape(setting.value)
+    named = f"unknown key {shown_name(setting.key)}={HIDDEN if secret else value}"
     if setting.key == "ec" and isinstance(setting.value, Mapping):
         advice = "the keys stand there directly, without ec around them"
     else:
@@ -157,14 +161,55 @@ def _misplaced(setting: Setting) -> str:
     )
 
 
-def _inherited_folder(others: list[Setting], environ: Mapping[str, str]) -> Setting | None:
+def _as_ours(setting: Setting) -> Setting:
+    """LMCache's name for one remote is another name for ours."""
+    if setting.key != "remote_url":
+        return setting
+    return Setting("remotes", setting.value, Origin(setting.origin.source, f"{setting.origin.place}, remote_url"))
+
+
+def _inherited(
+    others: list[Setting], environ: Mapping[str, str], written: Mapping[str, Setting]
+) -> tuple[dict[str, Setting], list[str]]:
+    """The places of the KV part that serve here too, and why another does not."""
+    kv = {setting.key: (setting.value, setting.origin.place) for setting in others}
+    for key in ("local_disk", "remote_url", "extra_config"):
+        if (name := f"LMCACHE_{key.upper()}") in environ:
+            kv[key] = environ[name].strip("'\" "), name
+    found: dict[str, Setting] = {}
+    notes: list[str] = []
+
+    def inherit(key: str, value: object, of: str) -> None:
+        found[key] = Setting(key, value, Origin(Source.INHERITED, f"{of} of the KV part, {kv[of][1]}"))
+
+    if folder := _below(kv.get("local_disk", ("", ""))[0]):
+        inherit("local_disk", folder, "local_disk")
+    extra_config = _of_remotes(kv.get("extra_config", (None, ""))[0])
+    if extra_config:
+        inherit("extra_config", extra_config, "extra_config")
+    url, place = kv.get("remote_url", (None, ""))
+    if url and "remotes" not in written:
+        try:
+            check_remote(str(url), extra_config)
+            inherit("remotes", [url], "remote_url")
+        except ValueError as error:
+            notes.append(f"remote_url of the KV part, {place}, does not serve here: {error}")
+    return found, notes
+
+
+def _of_remotes(extra_config: object) -> dict[str, object]:
+    """Of LMCache's map, or its JSON, what belongs to a remote; all else, and any other form, is LMCache's business."""
+    try:
+        found = json.loads(extra_config) if isinstance(extra_config, str) else extra_config
+    except (ValueError, RecursionError):
+        return {}
+    return {key: found[key] for key in EXTRA_KEYS if key in found} if isinstance(found, dict) else {}
+
+
+def _below(local_disk: object) -> str | None:
     """Our folder under the (first) folder of the KV part, which may be relative to where the engine was started."""
-    kv = {setting.key: setting for setting in others}.get("local_disk")
-    text, place = (str(kv.value or ""), kv.origin.place) if kv else ("", "")
-    if "LMCACHE_LOCAL_DISK" in environ:
-        text, place = environ["LMCACHE_LOCAL_DISK"].strip("'\" "), "LMCACHE_LOCAL_DISK"
-    first = next((part.strip() for part in text.split(",") if part.strip()), "").removeprefix("file://")
-    if not first:
-        return None
-    below = first if "://" in first else str(Path(first).absolute() / _INHERITED_FOLDER)
-    return Setting("local_disk", below, Origin(Source.INHERITED, f"local_disk of the KV part, {place}"))
+    parts = str(local_disk or "").split(",")
+    first = next((part.strip() for part in parts if part.strip()), "").removeprefix("file://")
+    if not first or "://" in first:
+        return first or None
+    return str(Path(first).absolute() / _INHERITED_FOLDER)

@@ -2,6 +2,7 @@
 """What a tier is."""
 
 import abc
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +11,19 @@ from lmcache_ec.key import EncoderCacheKey
 
 class TierError(OSError):
     """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
+
+
+class TierAway(TierError, ValueError):
+    """Raised by what opens a tier, where its store does not answer: a wrong address, or an outage that may pass."""
+
+
+AWAY = frozenset(
+    {
+        *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT),
+        *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH),
+    }
+)
+"""The numbers of errors that say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,8 @@ class Tier(abc.ABC):
     """
 
     name: str
+    notice: str = ""
+    """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
 
     @abc.abstractmethod
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
@@ -54,6 +70,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def list(self, namespace: str) -> Iterator[Listed]:
         """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
+
+    def maintain(self) -> None:
+        """Housekeeping that nobody waits for: called in the background after each complete list. Changes no entry,
+        unless the tier holds more than it may."""
+        return
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -25,21 +25,37 @@ SEEN = Prompt(images=(1,), text="seen")
 
 
 class Reference:
-    """Engines without a connector, one a model and each in one process, that say what the right outputs are."""
+    """Engines without a connector, one a model and data type and each in one process, that say what is right."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._engines: dict[str, EngineProcess] = {}
-        self._said: dict[tuple[str, Prompt, int], Output] = {}
+        self._engines: dict[tuple[str, str], EngineProcess] = {}
+        self._said: dict[tuple[str, str, Prompt, int], Output] = {}
 
-    def outputs(self, model: str, prompts: Sequence[Prompt], max_tokens: int) -> list[Output]:
-        unsaid = [prompt for prompt in dict.fromkeys(prompts) if (model, prompt, max_tokens) not in self._said]
+    def outputs(
+        self, model: str, prompts: Sequence[Prompt], max_tokens: int, dtype: str = "float32", **arguments: Any
+    ) -> list[Output]:
+        """`arguments` are the engine's, and the same for all that is asked about a model and data type."""
+
+        def asked(prompt: Prompt) -> tuple[str, str, Prompt, int]:
+            return model, dtype, prompt, max_tokens
+
+        unsaid = [prompt for prompt in dict.fromkeys(prompts) if asked(prompt) not in self._said]
         if unsaid:
-            if model not in self._engines:
-                self._engines[model] = EngineProcess(model, Layout.ONE_PROCESS, folder=self._folder / model)
-            report = self._engines[model].do(Generate(tuple(unsaid), max_tokens))
-            self._said |= {(model, p, max_tokens): said for p, said in zip(unsaid, report.outputs, strict=True)}
-        return [self._said[model, prompt, max_tokens] for prompt in prompts]
+            engine = self._engines.get((model, dtype))
+            if engine is None:
+                folder = self._folder / f"{model}-{dtype}"
+                engine = EngineProcess(model, Layout.ONE_PROCESS, folder=folder, dtype=dtype, **arguments)
+                self._engines[model, dtype] = engine
+            report = engine.do(Generate(tuple(unsaid), max_tokens, one_by_one=True))
+            self._said |= {asked(prompt): said for prompt, said in zip(unsaid, report.outputs, strict=True)}
+        return [self._said[asked(prompt)] for prompt in prompts]
+
+    def forget(self, model: str, dtype: str = "float32") -> None:
+        """End an engine that nothing will be asked of for a while."""
+        engine = self._engines.pop((model, dtype), None)
+        if engine is not None:
+            engine.kill()
 
     def close(self) -> None:
         for engine in self._engines.values():
@@ -74,6 +90,7 @@ class Rig:
         self._environment = environment
         self._connector = dict(connector or {})
         self._arguments = arguments
+        self._dtype = str(arguments.get("dtype", "float32"))
         self.start()
 
     def start(self) -> None:
@@ -133,7 +150,7 @@ class Rig:
         return len(identifiers) // self.layout.ranks
 
     def compare(self, outputs: Sequence[Output], prompts: Sequence[Prompt], max_tokens: int) -> None:
-        expected = self._reference.outputs(self._like, prompts, max_tokens)
+        expected = self._reference.outputs(self._like, prompts, max_tokens, self._dtype)
         for output, right, prompt in zip(outputs, expected, prompts, strict=True):
             assert output.equals(right), f"{prompt}: {output}, without the cache {right}"
 

@@ -12,8 +12,6 @@ from tests.engine_env import Layout
 from tests.engine_runner import Generate
 from tests.media import Prompt
 
-pytestmark = pytest.mark.slow
-
 PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 3)), Prompt(images=(2,), text="once more"))
 
 

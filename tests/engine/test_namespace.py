@@ -4,15 +4,11 @@
 import shutil
 from pathlib import Path
 
-import pytest
-
 from tests.engine.rig import Reference, Rig
 from tests.engine_env import Layout
 from tests.engine_runner import Generate
 from tests.media import Prompt
 from tests.models import model_path
-
-pytestmark = pytest.mark.slow
 
 MODEL = "gemma3"
 PROMPT = Prompt(images=(1,))

@@ -12,8 +12,6 @@ from tests.engine.test_layouts import KEYS, LARGE, MODEL, TIGHT, images
 from tests.engine_env import Layout
 from tests.media import Prompt
 
-pytestmark = pytest.mark.slow
-
 OLDER = Request(Prompt(text="c" * 24), max_tokens=30)
 """Two blocks of 11, to the end."""
 

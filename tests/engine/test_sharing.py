@@ -6,16 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.engine import data_parallel
 from tests.engine.rig import Reference, Rig, wait_until
 from tests.engine_env import Layout, Output, engine_environment, read_encodes
 from tests.engine_runner import Generate
 from tests.media import Prompt
 from tests.models import ROOT
-
-pytestmark = pytest.mark.slow
 
 MODEL = "gemma3"
 

@@ -8,8 +8,6 @@ import pytest
 
 from tests.faults.harness import Served, Truth
 
-pytestmark = pytest.mark.slow
-
 GOOD = (1, 2, 3, 4)
 TRUNCATED, EMPTY, FLIPPED, MISLABELLED, SWAPPED, OTHER, DELETED = BEFORE = range(5, 12)
 LATE_TRUNCATED, LATE_FLIPPED, LATE_DELETED = LATE = range(12, 15)

@@ -10,8 +10,6 @@ from tests.engine_runner import Call, Forget
 from tests.faults.harness import NAMESPACE, Served, Truth
 from tests.integration.harness import stopped, stuck
 
-pytestmark = pytest.mark.slow
-
 ROOM = 4
 """Entries that fit the arena."""
 

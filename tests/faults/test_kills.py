@@ -18,8 +18,6 @@ from tests.engine_runner import Call
 from tests.faults.harness import NAMESPACE, Served, Traces, Truth, eventually
 from tests.integration.harness import process_state, stopped
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

@@ -5,14 +5,10 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.engine_runner import Call, Generate
 from tests.faults.harness import Served, Truth
 from tests.integration.harness import stopped
 from tests.media import Prompt
-
-pytestmark = pytest.mark.slow
 
 
 def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ import pytest
 from tests.faults.harness import NAMESPACE, Served, Truth, eventually
 from tests.integration.harness import process_state, stopped, stuck, temporaries
 
-pytestmark = pytest.mark.slow
-
 KNOWN = range(1, 7)
 """Pictures that an earlier engine left on disk."""
 

@@ -215,6 +215,12 @@ class Scheduler:
     def scanned(self) -> None:
         self.until("the folder is scanned", lambda: self.status()["scan_complete"])
 
+    def scanned_disk(self) -> None:
+        """Of a disk and a remote that is asked, not listed."""
+        self.until(
+            "the folder is scanned", lambda: self.cache._presence is not None and self.cache._presence.complete("disk")
+        )
+
     def arena_inode(self) -> int:
         return self.arena
 
@@ -482,5 +488,6 @@ def _read_file(path: Path) -> str:
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Files that are no entries: what a writer left half written."""
-    return [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
+    """Files that are neither entries nor the folder's account: what a writer left half written."""
+    found = [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
+    return [path for path in found if path != folder / ".usage"]

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was encoded once is found again: in the arena, in the folder, by a new engine and by a neighbour."""
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lmcache_ec.config import ConfigError
 from tests.integration.harness import (
+    DEADLINE_S,
     LARGEST,
     NAMESPACE,
     Bench,
+    Step,
     length,
     names,
     own_arenas,
     path_of,
     payload,
+    stopped,
     store_processes,
     stored,
     stuck,
@@ -211,3 +218,40 @@ def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
     (tmp_path / "another-0123456789abcdef").rename(tmp_path / NAMESPACE)
     with Bench(tmp_path) as bench:
         assert bench.fetch(IMAGES[0])
+
+
+# ---- a producer that waits
+
+
+def flushed(bench: Bench, step: Step, wait_s: float = DEADLINE_S) -> set[str]:
+    """What a producer's saving rank knows to be durable when its step ends, at most so much later."""
+    worker = bench.workers[0]
+    outcomes, _ = worker.copy(step)
+    handed = {save.place: worker.rank.hand_over(replace(save, flush=True)) for save in step.saves}
+    names = {save.place: save.identifier for save in step.saves}
+    durable = worker.rank.await_durable(set(names), time.monotonic() + wait_s)
+    worker.report(step, outcomes, handed)
+    return {names[place] for place in durable}
+
+
+def test_a_producer_knows_what_is_durable_without_a_pass_of_the_scheduler(tmp_path: Path) -> None:
+    """The scheduler side is itself waiting for the step."""
+    with Bench(tmp_path) as bench:
+        assert flushed(bench, bench.save(IMAGES)) == set(IMAGES)
+        assert stored(tmp_path) == set(IMAGES)
+        bench.settle()
+
+
+def test_a_producer_is_told_of_writes_that_fail_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    with Bench(Path("/proc")) as bench:  # a folder that refuses every write
+        assert flushed(bench, bench.save(IMAGES)) == set()
+        bench.settle()
+    with Bench(tmp_path) as bench, stopped(bench.serving()):
+        assert flushed(bench, bench.save(IMAGES), wait_s=0.05) == set()
+    with Bench(tmp_path / "killed") as bench:
+        pid = bench.serving()
+        with stopped(pid):
+            step = bench.save(IMAGES)
+            os.kill(pid, signal.SIGKILL)
+            assert flushed(bench, step) == set()
+        bench.settle()

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count, pairwise
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from lmcache_ec.channel import AnyMessage, Link, StoreLink
 from tests.integration.harness import (
     DEADLINE_S,
     MIB,
@@ -234,6 +235,26 @@ def test_killed_while_it_seals(tmp_path: Path) -> None:
         assert set(bench.unsaved()) == set(saves)
         assert bench.snapshot()["saves_dropped"] == len(saves)
         all_made_up_for(bench, tmp_path, set(saves))
+
+
+def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads its link in a thread of its own, so that a full one has to be feigned."""
+    send, refusals = Link.send, count()
+
+    def full_at_first(link: Link, message: AnyMessage, fds: Sequence[int] = ()) -> bool:
+        return not (isinstance(message, StoreLink) and next(refusals) < 3) and send(link, message, fds)
+
+    with Bench(tmp_path) as bench:
+        monkeypatch.setattr(Link, "send", full_at_first)
+        os.kill(bench.serving(), signal.SIGKILL)
+        bench.until("the loss is noticed", partial(noticed, bench, 0))
+        bench.serving()
+        bench.until("the rank knows it", lambda: bench.workers[0].rank.incarnation == 2)
+        bench.encode(["a"])
+        bench.settle()
+        assert stored(tmp_path) == {"a"}
 
 
 def test_killed_while_it_writes(tmp_path: Path) -> None:

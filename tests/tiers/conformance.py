@@ -185,6 +185,10 @@ def machine_over(tier: Tier) -> Callable[[], RuleBasedStateMachine]:
             tier.delete(self.key(name))
             self.model.pop(name, None)
 
+        @rule()
+        def maintain(self) -> None:
+            tier.maintain()
+
         @invariant()
         def the_list_is_complete(self) -> None:
             expected = {self.key(name).digest: len(held) for name, held in self.model.items()}

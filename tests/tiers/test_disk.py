@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 import errno
+import fcntl
 import os
 import random
-import select
 import signal
 import subprocess
 import sys
@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers import disk
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
+from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
 GIB = 1 << 30
 
@@ -28,7 +29,8 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def files(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file()]
+    """All but the account."""
+    return [path for path in root.rglob("*") if path.is_file() and path != root / ".usage"]
 
 
 def temporaries(root: Path) -> list[Path]:
@@ -51,10 +53,31 @@ def any_user_but_root() -> Iterator[None]:
         os.seteuid(user)
 
 
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def order_of_use(root: Path) -> list[str]:
+    """Names of the entries' files, the least recently used first."""
+    return [path.name for path in sorted(files(root), key=lambda path: path.stat().st_mtime_ns)]
+
+
 class TestDiskTier(TierConformance):
     @pytest.fixture
     def tier(self, tmp_path: Path) -> DiskTier:
         return DiskTier(tmp_path / "made" / "on" / "demand", GIB)
+
+
+class TestDiskTierWithoutLocks(TierConformance):
+    """As on a network mount whose server has no lock service."""
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskTier:
+        no_locks(monkeypatch)
+        return DiskTier(tmp_path, GIB)
 
 
 class TestDiskTierWithoutHardLinks(TierConformance):
@@ -110,48 +133,6 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     assert process.wait() == -signal.SIGKILL
     assert process.stdout is not None
     process.stdout.close()
-
-
-def test_a_killed_writer_leaves_whole_entries_and_after_the_next_list_no_temporary(tmp_path: Path) -> None:
-    moments = random.Random(0)
-    for _ in range(30):
-        process = writer(tmp_path)
-        select.select([], [], [], moments.uniform(0, 0.02))  # any moment of a write
-        kill(process)
-        tier = DiskTier(tmp_path, GIB)
-        assert {found.length for found in tier.list("ns")} <= {4 * MIB}
-        assert temporaries(tmp_path) == []
-        for path in files(tmp_path):
-            assert path.stat().st_size == 4 * MIB
-
-
-MOMENTS = ["open", "flock", "write", "link", "unlink", "close"]
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("before", [True, False])
-def test_a_writer_may_die_at_any_call_of_a_write(tmp_path: Path, moment: str, before: bool) -> None:
-    code = f"""
-import fcntl, os, signal; from pathlib import Path
-from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
-tier = DiskTier(Path({str(tmp_path)!r}), 1 << 40)
-tier.put(EncoderCacheKey("ns", "whole"), memoryview(b"x" * 100))
-module = fcntl if {moment!r} == "flock" else os
-call = getattr(module, {moment!r})
-def last(*args, **kwargs):
-    if not {before}: call(*args, **kwargs)
-    os.kill(os.getpid(), signal.SIGKILL)
-setattr(module, {moment!r}, last)
-tier.put(EncoderCacheKey("ns", "last"), memoryview(b"x" * 100))
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    tier = DiskTier(tmp_path, GIB)
-    published = moment in ("unlink", "close") or (moment == "link" and not before)
-    assert {found.digest for found in tier.list("ns")} == {key("whole").digest} | (
-        {key("last").digest} if published else set()
-    )
-    assert temporaries(tmp_path) == []
-    assert tier.put(key("last"), value("a", 100)) is not published
 
 
 def test_a_living_neighbours_temporary_is_left_alone(tmp_path: Path) -> None:
@@ -246,6 +227,141 @@ def test_a_list_notices_what_neighbours_wrote_and_deleted(tmp_path: Path) -> Non
     assert tier.contains(key("old")) is None
 
 
+def test_what_a_neighbour_has_just_used_is_not_evicted(tmp_path: Path) -> None:
+    tier, neighbour = DiskTier(tmp_path, 1000), DiskTier(tmp_path, 1000)
+    for name in "abc":
+        tier.put(key(name), value(name, 300))
+    tier.maintain()  # a is the first to go, as far as it knows
+    fetch(neighbour, key("a"))
+    tier.put(key("d"), value("d", 300))
+    assert {name for name in "abcd" if tier.contains(key(name))} == {"a", "c", "d"}
+
+
+def test_over_engines_and_restarts_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    chance, names = random.Random(0), [str(number) for number in range(200)]
+    tiers = [DiskTier(tmp_path, 200 * 50) for _ in range(3)]
+    for name in names:
+        chance.choice(tiers).put(key(name), value(name, 50))
+    for round_ in range(20):
+        if round_ % 5 == 0:
+            tiers[chance.randrange(3)] = DiskTier(tmp_path, 200 * 50)
+        if round_ % 4 == 0:
+            chance.choice(tiers).maintain()
+        for name in chance.choices(names, k=30):
+            fetch(chance.choice(tiers), key(name))
+        expected = order_of_use(tmp_path)
+        fresh = [f"{round_} {number}" for number in range(7)]
+        for name in fresh:
+            assert chance.choice(tiers).put(key(name), value(name, 50))
+        names += fresh
+        assert order_of_use(tmp_path)[:-7] == expected[7:]
+
+
+def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a survey is through: then it is the oldest again."""
+    monkeypatch.setattr(disk, "_SAMPLE", 64)
+    looked_at, status = [], disk._status
+    monkeypatch.setattr(disk, "_status", lambda file: looked_at.append(file.name) or status(file))
+    for number in range(400):
+        DiskTier(tmp_path, 400 * 50).put(key(str(number)), value(str(number), 50))
+    before, tier = order_of_use(tmp_path), DiskTier(tmp_path, 400 * 50)
+    assert tier.put(key("new"), value("new", 50))
+    assert len(looked_at) <= 65
+    [evicted] = set(before) - set(order_of_use(tmp_path))
+    assert before.index(evicted) < 200
+    tier.maintain()
+    before = order_of_use(tmp_path)
+    assert tier.put(key("newer"), value("newer", 50))
+    assert set(before) - set(order_of_use(tmp_path)) == {before[0]}
+
+
+def test_a_survey_remembers_only_the_least_recently_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_VICTIMS", 10)
+    tier = DiskTier(tmp_path, 100 * 50)
+    for number in range(100):
+        tier.put(key(str(number)), value(str(number), 50))
+    expected = order_of_use(tmp_path)
+    tier.maintain()
+    assert [Path(path).name for _, path in tier._victims] == expected[:10]
+
+
+def test_a_limit_that_was_lowered_is_kept_once_the_folder_is_surveyed(tmp_path: Path) -> None:
+    larger = DiskTier(tmp_path, 1000)
+    for name in "abcd":
+        larger.put(EncoderCacheKey("model-" + name, name), value(name, 250))
+    smaller = DiskTier(tmp_path, 600)
+    list(smaller.list("model-d"))
+    smaller.maintain()
+    assert [smaller.contains(EncoderCacheKey("model-" + name, name)) for name in "abcd"] == [None, None, 250, 250]
+    assert smaller.stored_bytes == 500
+
+
+def test_a_model_that_is_served_no_longer_leaves_no_folders_once_its_entries_are_evicted(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 100)
+    tier.put(EncoderCacheKey("old", "a"), value("a", 100))
+    tier.put(key("b"), value("b", 100))
+    assert (tmp_path / "old").exists()
+    list(tier.list("ns"))
+    tier.maintain()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".usage", "ns"]
+    assert tier.put(EncoderCacheKey("old", "a"), value("a", 100))
+
+
+@pytest.mark.parametrize("account", [None, b"", b"x" * 44, b"x" * 4096])
+def test_a_folder_whose_account_is_missing_or_damaged_is_counted_again(tmp_path: Path, account: bytes | None) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    for name in "abc":
+        tier.put(key(name), value(name, 300))
+    (tmp_path / ".usage").unlink()
+    if account is not None:
+        (tmp_path / ".usage").write_bytes(account)
+    for one in (tier, DiskTier(tmp_path, 1000)):
+        assert one.put(key("d" + str(id(one))), value("d", 400))
+        assert one.stored_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 1000
+
+
+def test_files_that_came_or_went_by_other_hands_are_in_the_account_after_a_survey(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key("a"), value("a", 300))
+    copied = tmp_path / key("b").object_name
+    copied.parent.mkdir(parents=True, exist_ok=True)
+    copied.write_bytes(value("b", 500))
+    (tmp_path / key("a").object_name).unlink()
+    tier.maintain()
+    assert tier.stored_bytes == 500
+
+
+def test_where_too_little_is_free_nothing_is_written_and_nothing_evicted(tmp_path: Path) -> None:
+    DiskTier(tmp_path, 1000).put(key("a"), value("a", 1000))
+    status = os.statvfs(tmp_path)
+    tier = DiskTier(tmp_path, 1000, min_free_bytes=status.f_blocks * status.f_frsize)
+    with pytest.raises(TierError, match="bytes are free on its file system") as caught:
+        tier.put(key("b"), value("b", 1000))
+    assert caught.value.errno == errno.ENOSPC
+    assert fetch(tier, key("a")) == value("a", 1000)
+    assert tier.put(key("a"), value("a", 1000)) is False
+    assert DiskTier(tmp_path, 1000, min_free_bytes=1).put(key("b"), value("b", 1000))
+
+
+def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_locks(monkeypatch)
+    tier = DiskTier(tmp_path, 1000)
+    assert "no locks on this file system" in tier.notice
+    tier.put(key("a"), value("a", 600))
+    for name, age in (("cafe", 3700), ("beef", 3500)):
+        path = tmp_path / "ns" / ".tmp" / f"100.{name}{0:020}"
+        path.write_bytes(bytes(100))
+        os.utime(path, (time.time() - age,) * 2)
+    assert len(list(tier.list("ns"))) == 1
+    assert [path.name for path in temporaries(tmp_path)] == ["100.beef" + "0" * 20]
+    tier.maintain()
+    assert tier.stored_bytes == 700
+
+
 def test_an_entry_larger_than_the_tier_is_refused_and_evicts_nothing(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 1000)
     tier.put(key("a"), value("a", 1000))
@@ -254,7 +370,7 @@ def test_an_entry_larger_than_the_tier_is_refused_and_evicts_nothing(tmp_path: P
     assert tier.contains(key("a")) == 1000
 
 
-@pytest.mark.parametrize("call", ["write", "link", "open"])
+@pytest.mark.parametrize("call", ["write", "link", "open", "pwrite"])
 def test_a_full_disk_is_an_error_that_leaves_nothing_and_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -293,6 +409,19 @@ def test_a_file_cut_short_while_it_is_read_is_a_miss(tmp_path: Path, monkeypatch
     assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
 
 
+def test_a_handle_that_becomes_stale_while_it_is_read_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path, 1000)
+    tier.put(key("a"), value("a", 100))
+
+    def stale(*_: object) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "readv", stale)
+    assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
+
+
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT, errno.ENOTDIR])
 def test_a_file_that_is_gone_when_it_is_opened_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -328,19 +457,40 @@ def test_a_disk_that_fails_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatc
 def test_a_read_only_folder_is_read_and_writing_is_an_error() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
+        assert DiskTier(root, 1000).notice == ""
         DiskTier(root, 1000).put(key("a"), value("a", 100))
         for path in (root, *root.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         with any_user_but_root():
             tier = DiskTier(root, 1000)
+            assert "only read, as nothing can be written there: Permission denied" in tier.notice
             assert fetch(tier, key("a")) == value("a", 100)
             assert len(list(tier.list("ns"))) == 1
+            tier.maintain()
+            for length in (100, 1000):
+                with pytest.raises(TierError, match=r"could not write .* Permission denied"):
+                    tier.put(key("b"), value("b", length))
+            assert fetch(tier, key("a")) == value("a", 100)
             with pytest.raises(TierError, match="Permission denied"):
-                tier.put(key("b"), value("b", 100))
-            with pytest.raises(TierError, match="could not evict"):
-                tier.put(key("b"), value("b", 1000))
+                tier.delete(key("a"))
         for path in (root, *root.rglob("*")):
             path.chmod(0o755)
+        assert tier.put(key("b"), value("b", 100))  # allowed meanwhile
+
+
+@pytest.mark.parametrize(("closed", "mode"), [(".", 0o000), (".", 0o333), (".", 0o444), ("ns", 0o333)])
+def test_a_folder_in_which_nothing_can_be_read_is_loud_at_start(closed: str, mode: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        DiskTier(root, 1000).put(key("a"), value("a", 100))
+        (root / closed).chmod(mode)
+        with (
+            any_user_but_root(),
+            pytest.raises(ValueError, match="nothing in this folder can be read: Permission denied"),
+        ):
+            DiskTier(root, 1000)
+        (root / closed).chmod(0o755)
 
 
 def test_a_folder_that_cannot_be_made_is_loud_at_start(tmp_path: Path) -> None:
@@ -362,13 +512,19 @@ def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> No
         tmp_path / "NOT OURS" / entry.relative_to(tmp_path / "ns"),
         tmp_path / "ns" / "note.txt",
         tmp_path / "ns" / "zz" / "zz" / entry.name,
+        tmp_path / "datasets" / "00" / "01" / "picture.png",
+        tmp_path / "datasets" / ".tmp" / "picture.png",
         entry.with_suffix(".bin"),
     ]
     for path in strangers:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x" * 200)
+    (tmp_path / "checkpoints" / "00" / "01").mkdir(parents=True)
     fresh = DiskTier(tmp_path, 100)
     assert [found.digest for found in fresh.list("ns")] == [key("a").digest]
+    fresh.maintain()
+    assert fresh.stored_bytes == 100
+    assert (tmp_path / "checkpoints" / "00" / "01").exists()
     fresh.put(key("b"), value("b", 100))
     assert all(path.exists() for path in strangers)
     assert not entry.exists()
@@ -379,4 +535,4 @@ def test_many_threads_keep_the_limit(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda number: tier.put(key(str(number)), value(str(number), 500 + number)), range(300)))
     assert 7_000 < sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
-    assert tier._stored == sum(path.stat().st_size for path in files(tmp_path))
+    assert tier.stored_bytes == sum(path.stat().st_size for path in files(tmp_path))

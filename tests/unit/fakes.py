@@ -66,6 +66,7 @@ class Request:
     request_id: str
     mm_features: list[Feature]
     num_preemptions: int = 0
+    ec_transfer_params: Any = None
 
     def get_num_encoder_embeds(self, index: int) -> int:
         return self.mm_features[index].mm_position.length
@@ -196,7 +197,13 @@ class Served:
     """A real scheduler side over a real cache and store process, with a real worker side of one rank."""
 
     def __init__(
-        self, folder: Path | None, arena_bytes: int = 1 << 20, runner: Any = None, name: str = "", **policy: Any
+        self,
+        folder: Path | None,
+        arena_bytes: int = 1 << 20,
+        runner: Any = None,
+        name: str = "",
+        announcer: Any = None,
+        **policy: Any,
     ) -> None:
         """`runner` is another than a `Runner`; it serves the engine `name`."""
         name = name or uuid.uuid4().hex
@@ -218,7 +225,7 @@ class Served:
             "persist_client_ids": False,
         }
         media: Any = SimpleNamespace(encodable=lambda feature: feature.data is not None)
-        self.side = SchedulerSide(self.cache, Policy(**{**defaults, **policy}), media, SILENT)
+        self.side = SchedulerSide(self.cache, Policy(**{**defaults, **policy}), media, SILENT, announcer)
         self.vllm = VllmScheduler(self.side)
 
     def ready(self) -> "Served":
@@ -402,8 +409,10 @@ class Cuda:
     side: list[Stream] = field(default_factory=list)
     recorded: list[tuple[int, Stream]] = field(default_factory=list)
     registered: list[tuple[int, int]] = field(default_factory=list)
+    registered_on: list[torch.device | None] = field(default_factory=list)
     register_status: int = 0
     _current: Stream | None = None
+    _device: torch.device | None = None
 
     def Stream(self, device: torch.device) -> Stream:
         self.side.append(Stream(device))
@@ -420,11 +429,20 @@ class Cuda:
         finally:
             self._current = before
 
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self._device, before = device, self._device
+        try:
+            yield
+        finally:
+            self._device = before
+
     def cudart(self) -> Any:
         return SimpleNamespace(cudaHostRegister=self._register)
 
     def _register(self, address: int, length: int, flags: int) -> int:
         self.registered.append((address, length))
+        self.registered_on.append(self._device)
         return self.register_status
 
 

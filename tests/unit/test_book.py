@@ -361,6 +361,22 @@ def test_eviction_takes_the_least_recently_used_and_never_a_pinned_one() -> None
     assert [name for name in "abcd" if book.live(name)] == ["a", "b", "d"]
 
 
+def test_a_retry_evicts_nothing_whose_own_write_is_owed() -> None:
+    """While a tier hangs, what could not be written yet must not push out its like, pass after pass."""
+    book = opened(4 * MIB, 4 * MIB)
+    for number, name in enumerate("abc"):  # a quarter of the arena may be dirty: the writes of b and c are owed
+        place = book.reserve_save(name, spec(1), persist=True)
+        assert place is not None
+        book.send_save(place, number, 0)
+        book.report(0, number, [(place.id, Outcome.COPIED, 1)], frozenset({1}))
+        book.sealed(place.id, 1, True)
+    assert book.reserve_save("d", spec(1.2), persist=True, retry=True) is None
+    book.evict_ahead()
+    assert [name for name in "abc" if book.live(name)] == ["a", "b", "c"]
+    assert book.reserve_save("e", spec(1), persist=True) is not None, "a new save takes room all the same"
+    assert [name for name in "abc" if book.live(name)] == ["a", "c"]
+
+
 def test_an_entry_larger_than_the_arena_evicts_nothing() -> None:
     book = opened(4 * MIB, 4 * MIB)
     assert stored(book, "a", 1)

@@ -65,7 +65,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         "ec:",
         "ec: {}",
         "chunk_size: 256\nlocal_cpu: true\nextra_config: {a: 1}",
-        "remote_url: redis://user:hunter2@host:6379\nremote_serde: naive",
+        "remote_serde: naive\nblocking_timeout_secs: 10\nec: {remote_url: null}",
     ],
 )
 def test_a_file_that_says_nothing_of_us_changes_nothing(file: File, text: str) -> None:
@@ -109,7 +109,7 @@ def test_environment_overrides_the_file_and_extra_overrides_both_and_each_value_
 
 
 def test_a_bad_value_that_is_overridden_is_no_error(file: File) -> None:
-    environ = file("ec: {epoch: -1, remote_url: redis://host}") | {"LMCACHE_EC_REMOTE_URL": ""}
+    environ = file("ec: {epoch: -1, remote_url: lm://host}") | {"LMCACHE_EC_REMOTE_URL": ""}
     assert load_config({"epoch": 3}, environ).epoch == 3
 
 
@@ -124,6 +124,35 @@ def test_the_place_of_the_kv_part_is_inherited_and_its_budget_is_not(file: File,
     assert load_config(environ={**file(text), "LMCACHE_EC_LOCAL_DISK": ""}).local_disk is None
     assert load_config(environ={**file(text), "LMCACHE_LOCAL_DISK": ""}).local_disk is None
     assert load_config(environ={**file(text), "LMCACHE_LOCAL_DISK": "/env"}).local_disk == Path("/env/encoder-cache")
+
+
+def test_the_remote_of_the_kv_part_is_inherited_where_we_have_a_tier_for_it(file: File) -> None:
+    text = "remote_url: rediss://user:hunter2@host:6379/1\nextra_config: {s3_region: x, other: y}\n"
+    resolved = resolve(environ=file(text))
+    assert resolved.config.remotes == ("rediss://user:hunter2@host:6379/1",)
+    assert resolved.config.extra_config == {"s3_region": "x"}
+    assert resolved.origins["remotes"].source is Source.INHERITED
+    line = summary(resolved.config, resolved.origins)
+    assert f"remotes=[redis host:6379/1] ({resolved.origins['remotes'].place})" in line
+    assert not {"hunter2", "user"} & set(re.split(r"\W+", f"{line} {resolved.config!r}"))
+    assert load_config(environ=file(text + "ec: {remotes: []}")).remotes == ()
+    assert load_config(environ=file(text + "ec: {remote_url: 's3://bucket'}")).remotes == ("s3://bucket",)
+    assert load_config(environ={**file(text), "LMCACHE_REMOTE_URL": "valkey://h"}).remotes == ("valkey://h",)
+    assert load_config(environ={**file(text), "LMCACHE_REMOTE_URL": ""}).remotes == ()
+    several = "redis-cluster://a:1,b:2, s3://bucket/prefix"
+    assert load_config(environ={"LMCACHE_EC_REMOTES": several}).remotes == tuple(several.split(", "))
+
+
+@pytest.mark.parametrize("url", ["lm://host:65432", "mooncakestore://host", "redis://[hunter2]", "s3://A"])
+def test_a_remote_of_the_kv_part_that_cannot_serve_here_is_noted_and_does_not_end_the_start(
+    file: File, url: str
+) -> None:
+    resolved = resolve(environ=file(f"remote_url: '{url}'\nextra_config: [1]"))
+    assert resolved.config == EncoderCacheConfig()
+    (note,) = resolved.notes
+    assert "remote_url of the KV part, " in note
+    assert "line 1, does not serve here: " in note
+    assert CANARY not in note
 
 
 def test_a_relative_place_of_the_kv_part_is_where_lmcache_would_put_it(
@@ -188,9 +217,10 @@ def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> Non
         assert comment, key
         said = re.search(r"Default: (.*)$", comment[1], re.MULTILINE)
         assert said, key
-        assert yaml.safe_load(said[1]) == default(key), key
+        value = yaml.safe_load(said[1])
+        assert (tuple(value) if isinstance(value, list) else value) == default(key), key
         unit = accepts(key).unit
-        assert not unit or f" {unit}. Default" in comment[1] or f"({unit}). Default" in comment[1], key
+        assert not unit or re.search(rf"( {unit}|\({unit}\))\.\s(  # )?Default", comment[1]), key
 
 
 # ---- mistakes
@@ -207,7 +237,6 @@ class Mistake:
 
 
 GIB = "a number of GiB"
-NOT_THERE = "remote tiers are not there yet: remove it"
 MISTAKES = {
     "a letter": Mistake(
         ("max_local_cpu_sise=4", "<file> line 2", "did you mean max_local_cpu_size?"), "ec:\n  max_local_cpu_sise: 4"
@@ -304,18 +333,42 @@ MISTAKES = {
         ("namespace='Qwen/Qwen3-VL'", "<file> line 1", "a-z 0-9 . _ -"), "ec: {namespace: Qwen/Qwen3-VL}"
     ),
     "another policy": Mistake(("cache_policy='LFU'", "<file> line 1", "LRU is accepted"), "ec: {cache_policy: LFU}"),
-    "a remote": Mistake(("remote_url='redis://host'", "<file> line 1", NOT_THERE), "ec: {remote_url: 'redis://host'}"),
-    "a remote by variable": Mistake(
-        ("remote_url='s3://bucket'", "LMCACHE_EC_REMOTE_URL", NOT_THERE),
-        environ={"LMCACHE_EC_REMOTE_URL": "s3://bucket"},
+    "a remote of lmcache alone": Mistake(
+        ("remotes='lm://host:65432'", "<file> line 1, remote_url", "no tier serves lm://; accepted are redis, "),
+        "ec: {remote_url: 'lm://host:65432'}",
     ),
-    "two remotes": Mistake(("remotes=<list>", EXTRA, NOT_THERE), extra={"remotes": ["redis://host", "s3://bucket"]}),
-    "a remote's time to live": Mistake(("ttl_s=60", "<file> line 1", NOT_THERE), "ec_ttl_s: 60"),
+    "a remote that is no address": Mistake(
+        ("remotes='myhost'", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
+        environ={"LMCACHE_EC_REMOTE_URL": "myhost"},
+    ),
+    "a bucket's name": Mistake(
+        ("remotes=['s3://My_Bucket']", EXTRA, "s3://bucket/prefix", "a-z 0-9"), extra={"remotes": ["s3://My_Bucket"]}
+    ),
+    "a password as it is": Mistake(
+        ("remotes=<hidden>", "<file> line 1, remote_url", "in user and password write %23 for #, %2F for /"),
+        f"ec: {{remote_url: 'redis://:{CANARY}/x@host'}}",
+    ),
+    "one remote twice": Mistake(
+        ("remotes=['redis://host', 'redis://host']", EXTRA, "each remote once"),
+        extra={"remotes": ["redis://host", "redis://host"]},
+    ),
+    "a number for remotes": Mistake(("remotes=5", "<file> line 1", "one URL or a list of them"), "ec: {remotes: 5}"),
+    "a word for a time to live": Mistake(("ttl_s='1d'", "<file> line 1", "seconds above 0"), "ec_ttl_s: 1d"),
+    "a way to ask": Mistake(
+        ("remote_lookup='ask'", "<file> line 1", "auto, probe or catalog"), "ec: {remote_lookup: ask}"
+    ),
+    "a map that is none": Mistake(
+        ("extra_config='s3_region=x'", "LMCACHE_EC_EXTRA_CONFIG", "a map is accepted, or its JSON"),
+        environ={"LMCACHE_EC_EXTRA_CONFIG": "s3_region=x"},
+    ),
+    "a map that vllm logs": Mistake(
+        ("extra_config", EXTRA, "may hold credentials: vLLM logs that map"), extra={"extra_config": {"s3_region": "x"}}
+    ),
     "lmcache's plugin": Mistake(
         ("storage_plugins=<list>", "<file> line 1", "remove it"), "ec: {storage_plugins: [mine]}"
     ),
     "lmcache's gds": Mistake(
-        ("gds_path='/gds'", "<file> line 1", "local_disk names the folder"), "ec: {gds_path: /gds}"
+        ("gds_path='/gds'", "<file> line 1", "local_disk and remotes name what is"), "ec: {gds_path: /gds}"
     ),
     "lmcache's transfer": Mistake(
         ("enable_pd='true'", "LMCACHE_EC_ENABLE_PD", "vLLM's ec_role"), environ={"LMCACHE_EC_ENABLE_PD": "true"}

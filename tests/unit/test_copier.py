@@ -165,6 +165,7 @@ def test_a_segment_is_pinned_at_its_own_bytes_and_a_refusal_is_an_error(cuda: Cu
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     copier.register(memory, mmap.PAGESIZE, 2 * mmap.PAGESIZE)
     assert cuda.registered == [(start + mmap.PAGESIZE, 2 * mmap.PAGESIZE)]
+    assert cuda.registered_on == [DEVICE], "not on whatever device a new thread starts with"
     cuda.register_status = 2
     with pytest.raises(RuntimeError, match="status 2"):
         copier.register(memory, 0, mmap.PAGESIZE)

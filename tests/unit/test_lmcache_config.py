@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve
-from lmcache_ec.config.lmcache_keys import NOT_YET, NOTED, REFUSED
+from lmcache_ec.config.lmcache_keys import NOTED, REFUSED
 from lmcache_ec.config.resolve import SHARED
 
 JUDGE = """
@@ -44,6 +44,14 @@ VALUES: Mapping[str, Mapping[str, object]] = {
     "max_local_cpu_size": {"kv": 20, "map": 3.5, "flat": "1.25", "environment": "0.75"},
     "local_disk": {"kv": "/kv/", "map": "file:///map/", "flat": "/flat", "environment": "file:///environment"},
     "max_local_disk_size": {"kv": 500.0, "map": 40, "flat": 30.5, "environment": "20"},
+    "remote_url": {"kv": "redis://a", "map": "redis://b", "flat": "rediss://c:1/2", "environment": "s3://bucket/d"},
+    "blocking_timeout_secs": {"kv": 11, "map": 12, "flat": 13, "environment": "14"},
+    "extra_config": {
+        "kv": {"s3_region": "a"},
+        "map": {"s3_region": "b"},
+        "flat": {"disable_tls": True},
+        "environment": '{"s3_region": "d"}',
+    },
     "cache_policy": {"kv": "FIFO", "map": "lru", "flat": "LRU", "environment": "Lru"},
 }
 
@@ -92,7 +100,7 @@ def judge(cases: list[Case]) -> dict[str, Any]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
     done = subprocess.run(
         [sys.executable, "-c", JUDGE],
-        input=json.dumps([SHARED, [case.environ for case in cases]]),
+        input=json.dumps([list(VALUES), [case.environ for case in cases]]),
         env=environ | {"LMCACHE_TRACK_USAGE": "false"},
         capture_output=True,
         text=True,
@@ -111,29 +119,35 @@ def test_what_is_written_for_the_encoder_cache_means_what_it_means_to_lmcache(
             continue
         config = load_config(environ=case.environ)
         expected = theirs[case.key]
-        found = getattr(config, case.key)
+        found = config.remotes if case.key == "remote_url" else getattr(config, case.key)
         if case.key == "local_disk":
             expected = Path(expected)
         elif case.key == "cache_policy":
             expected = expected.upper()
+        elif case.key == "remote_url":
+            expected = (expected,)
         assert found == expected, case
         compared += 1
-    assert compared == 4 * 18
+    assert compared == len(VALUES) * 18
 
 
-def test_of_the_kv_part_the_place_is_inherited_as_by_lmcache_and_no_budget(
+def test_of_the_kv_part_places_are_inherited_as_by_lmcache_and_no_budget(
     cases: list[Case], judge: dict[str, Any]
 ) -> None:
     """Here we differ on purpose: LMCache makes a second 20 GiB pool of the first."""
     answers = {
         case.key: (case, each) for case, each in zip(cases, judge["answers"], strict=True) if case.places == ("kv",)
     }
-    assert answers.keys() == set(SHARED)
+    assert answers.keys() == {*SHARED, "remote_url"}
     defaults = EncoderCacheConfig()
     for key, (case, theirs) in answers.items():
         config = load_config(environ=case.environ)
         if key == "local_disk":
             assert config.local_disk == Path(theirs["local_disk"]) / "encoder-cache"
+        elif key == "remote_url":
+            assert config.remotes == (theirs[key],)
+        elif key == "extra_config":
+            assert config.extra_config == theirs[key]
         else:
             assert theirs[key] == VALUES[key]["kv"]
             assert config == defaults
@@ -141,10 +155,10 @@ def test_of_the_kv_part_the_place_is_inherited_as_by_lmcache_and_no_budget(
 
 def test_every_key_of_lmcache_is_known_here_and_none_of_ours_is_taken(judge: dict[str, Any]) -> None:
     theirs = {*judge["definitions"], *judge["old"]}
-    assert theirs - NOTED.keys() - REFUSED.keys() - NOT_YET.keys() - set(SHARED) == set()
+    assert theirs - NOTED.keys() - REFUSED.keys() - set(SHARED) == {"remote_url"}
     assert (NOTED.keys() | REFUSED.keys()) - theirs == set()
     assert EncoderCacheConfig.model_fields.keys() & theirs == set(SHARED)
-    assert not EncoderCacheConfig.model_fields.keys() & (NOTED.keys() | REFUSED.keys() | NOT_YET.keys())
+    assert not EncoderCacheConfig.model_fields.keys() & (NOTED.keys() | REFUSED.keys())
     assert not NOTED.keys() & REFUSED.keys()
 
 

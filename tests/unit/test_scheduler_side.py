@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm import scheduler as module
-from tests.unit.fakes import Feature, Position, Request, Served, digest, embedding, request, until
+from tests.unit.fakes import PATIENCE_S, Feature, Position, Request, Served, digest, embedding, request, until
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")
@@ -355,6 +355,71 @@ def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_
     consumer.settle()
     assert torch.equal(consumer.runner.cache[X], embedding(X))
     assert (count(consumer, "saves"), count(consumer, "saves_dropped")) == (0, 0)
+
+
+# ---- what a producer announces
+
+
+class TwoItems:
+    """Stands in for vLLM's function that collects the items' metadata (0.32 and later)."""
+
+    def announce(self, asked: Request, stored: Callable[[str], bool]) -> dict[str, bool]:
+        return {feature.identifier: stored(feature.identifier) for feature in asked.mm_features}
+
+
+def test_a_producer_announces_as_stored_only_what_a_tier_has(serve: Serve) -> None:
+    producer = serve(consumer=False, announcer=TwoItems())
+    asking = request("asking", X, UUID)  # the client's own name stays in memory
+    producer.schedule(asking)
+    until(lambda: (producer.cache.drain(0.0), count(producer, "writes") == 1)[1])
+    assert producer.side.request_finished(asking) == {X: True, UUID: False}
+    assert serve().side.request_finished(request("text")) is None
+
+
+def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
+    asking = request(name, *identifiers, data=data)
+    asking.ec_transfer_params = {identifier: {"namespace": namespace, "metadata": {}} for identifier in identifiers}
+    return asking
+
+
+def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve: Serve) -> None:
+    consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=PATIENCE_S)
+    asking, unannounced = told("asking", X), request("unannounced", Y)
+    assert consumer.vllm.offer(asking) is None
+    assert consumer.schedule(unannounced) == "encode"
+    finish(consumer, unannounced)
+    until(lambda: (consumer.vllm.offer(asking), consumer.step(), count(consumer, "fetch_misses") >= 3)[2])
+    assert consumer.vllm.offer(asking) is None
+    neighbour = serve()
+    neighbour.store(X)
+    assert consumer.schedule(asking) == "load"
+    finish(consumer, asking)
+
+
+def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alone(serve: Serve) -> None:
+    consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=0.2)
+    asking = told("asking", X)
+    assert consumer.schedule(asking) == "encode"
+    assert count(consumer, "deferred_passes") > 0
+    finish(consumer, asking)
+    empty = told("empty", Y, data=None)
+    until(lambda: (consumer.vllm.offer(empty), consumer.step(), consumer.side.take_unavailable_requests())[2])
+    finish(consumer, empty)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{X: {"namespace": "another"}}, {X: {"namespace": 7}}, {X: "tests"}, {X: {}}, ["tests"], {"nobody": {}}, "text"],
+    ids=str,
+)
+def test_what_another_namespace_or_nobody_announced_is_not_waited_for(serve: Serve, params: Any) -> None:
+    consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=PATIENCE_S)
+    asking = request("asking", X)
+    asking.ec_transfer_params = params
+    assert consumer.vllm.offer(asking) == "encode"
+    consumer.step(asking)
+    finish(consumer, asking)
+    assert count(consumer, "foreign_announcements") == (params == {X: {"namespace": "another"}})
 
 
 # ---- requests that carry nothing to encode

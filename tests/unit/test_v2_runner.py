@@ -191,7 +191,7 @@ def test_a_save_dropped_once_is_made_up_for_from_the_runners_cache(
 ) -> None:
     held, book = request("held", X), served.cache.book
     with monkeypatch.context() as full:
-        full.setattr(book, "reserve_save", lambda identifier, spec, persist: book.remember(identifier, spec))
+        full.setattr(book, "reserve_save", lambda identifier, spec, *rest, **keys: book.remember(identifier, spec))
         served.schedule(held)
     finish(served, held)
     counts = served.settle()

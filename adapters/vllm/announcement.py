@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a producer's answer says of its entries, and what a consumer's request brings of that.
+
+`ec_transfer_params` maps an identifier to what is known of the item. vLLM's own connectors put in `metadata`, with
+which a proxy can leave the media out of the consumer's request (vllm/distributed/ec_transfer/ec_connector/utils.py);
+ours adds `namespace`, so that engines that encode differently are told apart at once and not by a miss each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.v1.request import Request
+
+NAMESPACE = "namespace"
+
+
+class Announcer:
+    """A producer's side. Runs on the scheduler's thread; before vLLM 0.32 there is nothing that could be announced."""
+
+    def __init__(self, model_config: ModelConfig, namespace: str) -> None:
+        self._namespace = namespace
+        try:
+            from vllm.distributed.ec_transfer.ec_connector.utils import (
+                PlaceholderMetadataResolver,
+                collect_ec_item_metadata,
+            )
+        except ImportError:
+            self._collect: Callable[[Request], dict[str, dict[str, Any]]] = lambda request: {}
+        else:
+            resolver = PlaceholderMetadataResolver(model_config)
+            self._collect = lambda request: collect_ec_item_metadata(request.mm_features, resolver)
+
+    def announce(self, request: Request, stored: Callable[[str], bool]) -> dict[str, Any] | None:
+        """What the answer to `request` says. An item that is not `stored` is announced without metadata: its media has
+        to stay with the request, or the consumer had nothing to encode."""
+        items = self._collect(request)
+        for identifier, item in items.items():
+            if stored(identifier):
+                item[NAMESPACE] = self._namespace
+            else:
+                item["metadata"] = {}
+        return items or None
+
+
+def announced(request: Request) -> dict[str, str]:
+    """Identifier to namespace, of the items that a producer of ours has announced for this request.
+
+    The parameters come from a client, so nothing about their shape is taken for granted.
+    """
+    params = getattr(request, "ec_transfer_params", None)
+    if not isinstance(params, dict):
+        return {}
+    found = ((identifier, item.get(NAMESPACE)) for identifier, item in params.items() if isinstance(item, dict))
+    return {identifier: namespace for identifier, namespace in found if isinstance(namespace, str)}

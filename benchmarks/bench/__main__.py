@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make bench`: all parties in turn, round after round; then a table, a file of figures and a picture.
+
+A bar that is missed is shown as missed, with its floor beside it; the exit status is 0 all the same.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.bench.child import Child
+from benchmarks.bench.churn import churn
+from benchmarks.bench.machine import header
+from benchmarks.bench.result import BUSY, Collected, bars
+from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make bench", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=13, help="rounds that count; one more goes before them")
+    parser.add_argument("--sizes", type=float, nargs="+", default=MEGABYTES, help="of the entries, in MB")
+    parser.add_argument("--folder", type=Path, help="measure the disk that this folder is on (default: that of TMPDIR)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures and the picture go")
+    options = parser.parse_args()
+    os.environ.update(_ONE_THREAD)
+    with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as folder:
+        about = header(Path(folder), options.rounds)
+        collected = measure(folder, options.rounds, options.sizes)
+    say("the arena under churn")
+    arena = churn()
+    rows = collected.rows()
+    verdicts = bars(rows, arena)
+
+    from benchmarks.bench.plot import draw
+    from benchmarks.bench.table import show
+
+    options.results.mkdir(parents=True, exist_ok=True)
+    figures = {**about, "arena": asdict(arena), "bars": [asdict(bar) for bar in verdicts]}
+    figures["rows"] = [asdict(row) for row in rows]
+    (options.results / "latest.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
+    draw(rows, options.results / "latest.svg")
+    show(rows, verdicts)
+    say(f"written to {options.results}: latest.json, latest.svg")
+    return 0
+
+
+def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
+    """A round that warms up, then those that count."""
+    collected, largest = Collected(), rows_of(max(sizes))
+    with ExitStack() as stack:
+        say("starting the parties")
+        disk, copies, peer, hooks = children = [
+            Child("benchmarks.bench.disk:Disk", f"{folder}/store", largest),
+            Child("benchmarks.bench.copies:Copies", f"{folder}/copies", largest),
+            Child("benchmarks.bench.peer:Peer", f"{folder}/peer", largest),
+            Child("benchmarks.bench.hooks:Hooks", f"{folder}/hooks"),
+        ]
+        for child in children:
+            stack.callback(child.end)
+        for child in children:
+            child.ready()
+        for number in range(rounds + 1):
+            began = time.monotonic()
+            taken = Collected() if number == 0 else collected
+            taken.add(hooks.call("measure"), 0)
+            taken.add(peer.call("look_ups"), 0)
+            for megabytes in sizes:
+                rows = rows_of(megabytes)
+                for busy in (False, True):
+                    _one_size(taken, rows, busy, disk, copies, peer)
+            say(f"round {number} of {rounds}: {time.monotonic() - began:.1f} s")
+    return collected
+
+
+def _one_size(collected: Collected, rows: int, busy: bool, disk: Child, copies: Child, peer: Child) -> None:
+    """`busy`: this process runs Python beside what is measured on a thread that the engine waits for; where the engine
+    goes on meanwhile, its own main thread does."""
+    suffix, size = BUSY if busy else "", rows * WIDTH * 2
+    collected.add(disk.call("measure", rows, suffix, beside_python=busy), size)
+    collected.add(copies.call("copies", rows, suffix, beside_python=busy), size)
+    collected.add(peer.call("calls", rows, suffix, beside_python=busy), size)
+    collected.add(copies.call("ways", rows, busy), size)
+    collected.add(peer.call("ways", rows, busy), size)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

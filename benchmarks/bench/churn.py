@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of a full arena holds live entries, where sizes are mixed."""
+
+import random
+import statistics
+from dataclasses import dataclass
+
+from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
+from lmcache_ec.arena import SEGMENT_BYTES
+from lmcache_ec.book import Book, Outcome
+from lmcache_ec.entry import TensorSpec
+
+_CAPACITY = 2 << 30
+_WEIGHTS = (40, 30, 20, 10)
+_FILLED_AFTER = 500
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Live bytes as a part of the arena's: the least and the mean of what was seen once it had filled."""
+
+    least: float
+    mean: float
+
+
+def churn(entries: int = 3000, seed: int = 0) -> Utilisation:
+    """Save entries of 0.5 to 134 MB, one after another, into the book of an arena of 2 GiB."""
+    book, sizes, seen = Book(_CAPACITY, SEGMENT_BYTES, 1), random.Random(seed), []
+    for offset in range(0, _CAPACITY, SEGMENT_BYTES):
+        book.open_segment(offset, SEGMENT_BYTES)
+    for number in range(entries):
+        megabytes = sizes.choices(MEGABYTES, _WEIGHTS)[0]
+        _save(book, f"{number:064x}", TensorSpec(rows_of(megabytes), WIDTH, "BF16"))
+        book.evict_ahead()
+        if number >= _FILLED_AFTER:
+            seen.append(book.snapshot()["live_bytes"] / book.capacity)
+    return Utilisation(min(seen), statistics.fmean(seen))
+
+
+def _save(book: Book, identifier: str, spec: TensorSpec) -> None:
+    """Through a whole save, with the parts of rank and store process played; it may find no room."""
+    place = book.reserve_save(identifier, spec, persist=False)
+    if place is not None:
+        book.send_save(place, place.id, 0)
+        book.report(0, place.id, [(place.id, Outcome.COPIED, 1)], frozenset({1}))
+        book.sealed(place.id, 1, ok=True)

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forward pass is held up by, and the way of an entry through hook, store process and next pass."""
+
+import ctypes
+import gc
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.bench.example import Example
+from benchmarks.bench.sample import BACK_TO_BACK_S, PASS_S, WIDTH, Samples, in_any_order, pause_of, timed, times_of
+from benchmarks.bench.served import Engine, new_identifier
+from lmcache_ec import arena
+
+
+class Copies:
+    """Runs in a process of its own, as an engine with one process does: both sides of the connector on one thread.
+
+    load_cpu         ours: bind and load. Floor: memcpy into a buffer allocated in the same way
+    report           what the end of a step that has loaded adds, however much it has loaded
+    save             ours: bind, copy, hand over, report a step. Floor: memcpy
+    fetch_to_live    from the first hook to the pass that finds the entry
+    save_to_written  from the forward pass' copy to the pass that finds it written
+
+    vLLM's example connector saves and loads in the forward pass, from and to files: its figures stand in all four rows.
+    """
+
+    def __init__(self, folder: str, largest_rows: int) -> None:
+        torch.set_num_threads(1)
+        self._source = torch.randn(largest_rows, WIDTH).to(torch.bfloat16)
+        self._engine = Engine(Path(folder) / "engine", 1 << 30, self._source)
+        self._example = Example(folder)
+        self._memory = arena.attach(arena.create(self._source.nbytes))
+        self._place = torch.frombuffer(self._memory, dtype=torch.bfloat16).view_as(self._source)
+        self._place.copy_(self._source)
+        gc.collect()
+        gc.freeze()  # as vLLM does when an engine has started
+
+    def copies(self, rows: int, suffix: str) -> Samples:
+        samples: Samples = {}
+        for _ in range(times_of(rows)):
+            self._copies(samples, rows, suffix)
+        return samples
+
+    def _copies(self, samples: Samples, rows: int, suffix: str) -> None:
+        identifier, tensor, place = new_identifier(), self._source[:rows], self._place[:rows]
+        save, load, held_up = f"save{suffix}", f"load_cpu{suffix}", Samples()
+
+        def save_ours() -> None:
+            seconds, _, _ = self._engine.save(identifier, rows, time.sleep, BACK_TO_BACK_S)
+            samples.setdefault((save, "ours"), []).append(seconds)
+
+        def load_ours() -> None:
+            loaded_s, report_s = self._engine.load(identifier, rows)
+            samples.setdefault((load, "ours"), []).append(loaded_s)
+            samples.setdefault((f"report{suffix}", "ours"), []).append(report_s)
+
+        in_any_order(
+            save_ours,
+            lambda: timed(samples, save, "floor", lambda: _copy(place, tensor)),
+            lambda: timed(held_up, save, "example", lambda: self._example.save(identifier, tensor)),
+        )
+        in_any_order(
+            load_ours,
+            lambda: timed(samples, load, "floor", lambda: _copy(torch.empty_like(place), place)),
+            lambda: timed(held_up, load, "example", lambda: self._example.load(identifier, tensor)),
+        )
+        for row, way in ((save, f"save_to_written{suffix}"), (load, f"fetch_to_live{suffix}")):
+            for name in (row, way):
+                samples.setdefault((name, "example"), []).extend(held_up[row, "example"])
+        self._engine.forget(identifier, everywhere=True)
+        self._example.delete(identifier)
+
+    def ways(self, rows: int, busy: bool) -> Samples:
+        """With `busy` this process' main thread runs Python between its passes, else it sleeps."""
+        samples: Samples = {}
+        pause, suffix = pause_of(busy), "_busy" if busy else ""
+        for pass_s in [BACK_TO_BACK_S] * times_of(rows) + [PASS_S]:
+            identifier = new_identifier()
+            _, written_s, write_passes = self._engine.save(identifier, rows, pause, pass_s)
+            self._engine.forget(identifier)
+            live_s, fetch_passes = self._engine.fetch(identifier, rows, pause, pass_s)
+            self._engine.forget(identifier, everywhere=True)
+            counted = pass_s == PASS_S
+            whose = "passes" if counted else "ours"
+            samples.setdefault((f"save_to_written{suffix}", whose), []).append(write_passes if counted else written_s)
+            samples.setdefault((f"fetch_to_live{suffix}", whose), []).append(fetch_passes if counted else live_s)
+        return samples
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)

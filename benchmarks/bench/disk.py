@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier as the store process uses it, beside plain system calls. Imports what the store process would."""
+
+import mmap
+import os
+import sys
+from pathlib import Path
+
+import xxhash
+
+from benchmarks.bench.sample import WIDTH, Samples, in_any_order, noise, timed, times_of
+from lmcache_ec import entry
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.disk import DiskTier
+
+_NAMESPACE = "bench"
+_HELD = 512
+
+
+class Disk:
+    """Runs in a process of its own, on its one thread, in shared memory whose pages are there, as a used arena's are.
+    The tier holds a few hundred entries: most of its folders of the first level are there, few of the second are.
+
+    disk_get    ours: open, read into the place, verify. Floor: open, read into the place, xxh3_128
+    disk_put    ours: put a sealed entry. Floor: write a file, rename it
+    """
+
+    def __init__(self, folder: str, largest_rows: int) -> None:
+        if "torch" in sys.modules:
+            raise RuntimeError("the store process imports no torch, and so does what is measured in its place")
+        self._folder = Path(folder)
+        (self._folder / "floor").mkdir(parents=True)
+        self._tier = DiskTier(self._folder / "tier", 1 << 40)
+        length = entry.entry_length("0" * 64, entry.TensorSpec(largest_rows, WIDTH, "BF16"))
+        fd = os.memfd_create("bench")
+        os.ftruncate(fd, length)
+        self._memory = memoryview(mmap.mmap(fd, length))
+        self._memory[:] = noise(length)
+        self._number = 0
+        while self._number < _HELD:
+            key, place = self._sealed(1)
+            self._tier.put(key, place)
+
+    def measure(self, rows: int, suffix: str) -> Samples:
+        samples: Samples = {}
+        for _ in range(times_of(rows)):
+            key, place = self._sealed(rows)
+            self._floor(Samples(), suffix, place)  # the pages it gives back are those that both will get
+            in_any_order(
+                lambda: self._ours(samples, suffix, key, place),  # noqa: B023
+                lambda: self._floor(samples, suffix, place),  # noqa: B023
+            )
+        return samples
+
+    def _ours(self, samples: Samples, suffix: str, key: EncoderCacheKey, place: memoryview) -> None:
+        def get() -> None:
+            if self._tier.get_into(key, place) != len(place):
+                raise RuntimeError("what was put is not there")
+            entry.verify(place, key)
+
+        timed(samples, f"disk_put{suffix}", "ours", lambda: self._tier.put(key, place))
+        timed(samples, f"disk_get{suffix}", "ours", get)
+        self._tier.delete(key)  # at once: what has not reached the disk yet never will, and holds up nobody
+
+    def _floor(self, samples: Samples, suffix: str, place: memoryview) -> None:
+        path = self._folder / "floor" / str(self._number)
+        timed(samples, f"disk_put{suffix}", "floor", lambda: _write(path, place))
+        timed(samples, f"disk_get{suffix}", "floor", lambda: _read(path, place))
+        path.unlink()
+
+    def _sealed(self, rows: int) -> tuple[EncoderCacheKey, memoryview]:
+        """The next entry, and the memory it is in."""
+        self._number += 1
+        spec = entry.TensorSpec(rows, WIDTH, "BF16")
+        key = EncoderCacheKey(_NAMESPACE, f"{self._number:064x}")
+        place = self._memory[: entry.entry_length(key.identifier, spec)]
+        entry.seal(place, key, spec, "bench")
+        return key, place
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _write(path: Path, data: memoryview) -> None:
+    temporary = path.with_suffix(".tmp")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+
+
+def _read(path: Path, buffer: memoryview) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if os.readv(fd, [buffer]) != len(buffer):
+            raise RuntimeError("a short read")
+    finally:
+        os.close(fd)
+    xxhash.xxh3_128_digest(buffer)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a run: medians and quartiles of what was sampled, and the bars that they are held against."""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from benchmarks.bench.churn import Utilisation
+
+BUSY = "_busy"
+_PARTIES = ("ours", "peer", "example", "floor")
+_OF_ANY_SIZE = {"report"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians in ms, None where a party has nothing of the kind. `quartiles_ms`: 25 % and 75 %, by party.
+
+    `size_bytes` is the tensor's; 0 for what does not depend on it. `passes` counts scheduling passes of 5 ms.
+    """
+
+    name: str
+    size_bytes: int
+    ours_ms: float | None
+    peer_ms: float | None
+    example_ms: float | None
+    floor_ms: float | None
+    quartiles_ms: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    samples: int = 0
+    passes: float | None = None
+
+    @property
+    def times_floor(self) -> float | None:
+        return self.ours_ms / self.floor_ms if self.ours_ms and self.floor_ms else None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is promised of a figure. `met` is None where it was not measured."""
+
+    text: str
+    value: str
+    met: bool | None
+
+
+class Collected:
+    """All samples of a run, in seconds, by (row, size) and party."""
+
+    def __init__(self) -> None:
+        self._samples: dict[tuple[str, int], dict[str, list[float]]] = {}
+
+    def add(self, samples: Mapping[tuple[str, str], list[float]], size_bytes: int) -> None:
+        for (name, whose), values in samples.items():
+            size = 0 if name.removesuffix(BUSY) in _OF_ANY_SIZE else size_bytes
+            self._samples.setdefault((name, size), {}).setdefault(whose, []).extend(values)
+
+    def rows(self) -> list[Row]:
+        """In the order of names and sizes in which they were first seen, a busy row behind its idle one."""
+        names = list(dict.fromkeys(name.removesuffix(BUSY) for name, _ in self._samples))
+        order = sorted(self._samples, key=lambda key: (names.index(key[0].removesuffix(BUSY)), key[0], key[1]))
+        return [_row(name, size, self._samples[name, size]) for name, size in order]
+
+
+def _row(name: str, size_bytes: int, samples: Mapping[str, list[float]]) -> Row:
+    taken = {whose: [second * 1e3 for second in samples[whose]] for whose in _PARTIES if whose in samples}
+    medians = {whose: round(statistics.median(values), 6) for whose, values in taken.items()}
+    passes = statistics.median(samples["passes"]) if "passes" in samples else None
+    ours, peer, example, floor = (medians.get(whose) for whose in _PARTIES)
+    quartiles = {whose: _quartiles(values) for whose, values in taken.items()}
+    return Row(name, size_bytes, ours, peer, example, floor, quartiles, len(taken.get("ours", ())), passes)
+
+
+def _quartiles(values: list[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return round(first, 6), round(third, 6)
+
+
+# ---- the bars
+
+
+def bars(rows: Iterable[Row], arena: Utilisation) -> list[Bar]:
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(row.name, []).append(row)
+    return [
+        _at_most(by_name, "has_cache_item", 0.002),
+        _at_most(by_name, "ensure_idle_step", 0.1),
+        _at_most(by_name, "hook_p99_promoting", 1.0),
+        *(_busy(by_name, name) for name in by_name if name + BUSY in by_name),
+        _near_floor("load_cpu", [row for row in by_name.get("load_cpu", ()) if _is_an_image(row)], 1.15, "memcpy"),
+        _near_floor("disk_get", by_name.get("disk_get", ()), 1.3, "read + xxh3"),
+        _near_floor("disk_put", by_name.get("disk_put", ()), 1.2, "write + rename"),
+        Bar(
+            "arena >= 85 % live",
+            f"{arena.least:.1%} at least, {arena.mean:.1%} on average",
+            arena.least >= 0.85,
+        ),
+    ]
+
+
+def _is_an_image(row: Row) -> bool:
+    return 2e6 < row.size_bytes < 3e6
+
+
+def _at_most(by_name: Mapping[str, list[Row]], name: str, limit_ms: float) -> Bar:
+    value = next((row.ours_ms for row in by_name.get(name, ())), None)
+    return Bar(f"{name} <= {ms(limit_ms)}", ms(value), None if value is None else value <= limit_ms)
+
+
+def _busy(by_name: Mapping[str, list[Row]], name: str) -> Bar:
+    idle = {row.size_bytes: row.ours_ms for row in by_name[name]}
+    ratios = [
+        (row.ours_ms / before, row.size_bytes)
+        for row in by_name[name + BUSY]
+        if row.ours_ms and (before := idle.get(row.size_bytes))
+    ]
+    return _worst(f"{name}{BUSY} <= 2 x idle", ratios, 2.0)
+
+
+def _near_floor(name: str, rows: Iterable[Row], limit: float, floor: str) -> Bar:
+    ratios = [(row.times_floor, row.size_bytes) for row in rows if row.times_floor is not None]
+    return _worst(f"{name} <= {limit:g} x ({floor})", ratios, limit)
+
+
+def _worst(text: str, ratios: list[tuple[float, int]], limit: float) -> Bar:
+    if not ratios:
+        return Bar(text, "not measured", None)
+    ratio, _ = max(ratios)
+    return Bar(text, ", ".join(f"{each:.2f} ({mb(size)})" for each, size in ratios), ratio <= limit)
+
+
+# ---- how figures are written
+
+
+def ms(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.2f} µs" if value < 0.01 else f"{value:.3f} ms" if value < 10 else f"{value:.1f} ms"
+
+
+def mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.3g} MB" if size_bytes else "-"

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tier as the store process drives it: threads of its own, and whether it is asked at all."""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.tiers.base import Tier
+
+NEVER = float("inf")
+_SMOOTHING = 0.25
+_REST_S = (1.0, 2.0, 5.0, 15.0, 30.0)
+"""How long a tier that failed is left alone: longer each time in a row."""
+
+_LOOK_UPS = 3
+"""Of a survey: the quickest of them says how the tier answers, the others how busy this machine is."""
+
+_REMEASURED_S = 5.0
+"""A tier that was found slow is measured again so often."""
+
+_QUEUED_ITEMS = 4096
+_QUEUED_BYTES = 1 << 30
+
+
+class Lookup(enum.StrEnum):
+    """How it is found out whether a tier has an entry that nobody has told of."""
+
+    AUTO = "auto"
+    """By asking, as long as its answers are quick; by its listing otherwise."""
+    PROBE = "probe"
+    """By asking, always."""
+    CATALOG = "catalog"
+    """By its listing; by asking until the first listing is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How a tier is treated.
+
+    `slow_s`: with AUTO, one whose answers take longer on average is not asked about what it has not listed.
+    `refresh_s` between two listings, and never more than a twentieth of the time spent on them.
+    `local`: a look-up is so cheap that it is always asked, and a fault is one file's, not the tier's.
+    """
+
+    lookup: Lookup
+    refresh_s: float
+    slow_s: float = 0.025
+    local: bool = False
+
+
+class Lane:
+    """One tier, its threads, and what is known of how it answers; a stuck tier holds up nothing but itself.
+
+    Its "complete" flag in the presence filter says to the scheduler side: do not wait for this tier about what the
+    filter does not hold. So it is set when a listing is complete, while a tier is slow, and while it is left alone
+    because it failed. Methods may be called from any thread of the store process; `_lock` guards the numbers and is
+    never held across I/O.
+    """
+
+    def __init__(self, tier: Tier, name: str, presence: PresenceFilter, habits: Habits) -> None:
+        self.tier = tier
+        self.name = name
+        self.habits = habits
+        self.listed = 0
+        self.due_at = 0.0
+        """When `survey` is due (monotonic seconds)."""
+        self.reads = ThreadPoolExecutor(4 if habits.local else 8, f"{name}-read")
+        self.writes = ThreadPoolExecutor(1 if habits.local else 4, f"{name}-write")
+        self.scans = ThreadPoolExecutor(1, f"{name}-scan")
+        self._presence = presence
+        self._lists = habits.local or habits.lookup is Lookup.CATALOG
+        self._list_at = 0.0
+        self._answer_s = 0.0
+        self._failures = 0
+        self._rests_until = 0.0
+        self._queued_items = self._queued_bytes = 0
+        self._lock = threading.Lock()
+
+    # ---- whether to ask it
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is left alone for now, because it failed."""
+        return time.monotonic() < self._rests_until
+
+    def asks(self, digest: bytes, insist: bool = False) -> bool:
+        """Whether the tier is worth asking for the entry of this key; `insist`: even if its listing lacks it."""
+        if self.habits.local:
+            return True
+        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest)
+        return listed and not self.rests
+
+    def answered(self, seconds: float) -> None:
+        """A look-up that moved no payload took so long."""
+        with self._lock:
+            self._failures = 0
+            spike = 1 / _SMOOTHING * self.habits.slow_s  # one alone does not make a tier slow: this process may be busy
+            self._answer_s += (min(seconds, spike) - self._answer_s) * _SMOOTHING
+            slow = self.habits.lookup is Lookup.AUTO and not self._lists and self._answer_s > self.habits.slow_s
+            if slow:
+                self._lists = True
+                self._list_at = self.due_at = 0.0
+        if slow:
+            self._presence.set_complete(self.name)
+
+    def failed(self) -> None:
+        """It did not do what was asked: leave it alone for a while, and have nobody wait for it."""
+        if self.habits.local:
+            return
+        with self._lock:
+            if not self.rests:
+                self._rests_until = time.monotonic() + _REST_S[min(self._failures, len(_REST_S) - 1)]
+                self._failures += 1
+                self.due_at = self._rests_until
+        self._presence.set_complete(self.name)
+
+    def survey(self, namespace: str) -> None:
+        """Measure how it answers, and list what it holds where that decides whether it is asked. On its scan thread.
+
+        Raises whatever the tier raises; it is then left alone, and surveyed again later.
+        """
+        self.due_at = NEVER
+        began = time.monotonic()
+        try:
+            if not self.habits.local:
+                self._measured(min(self._timed_look_up(namespace) for _ in range(_LOOK_UPS)))
+            if self._lists and began >= self._list_at:
+                listed = 0
+                for listed, entry in enumerate(self.tier.list(namespace), 1):
+                    self._presence.add(entry.digest)
+                    self.listed = max(self.listed, listed)
+                self.listed = listed
+                self._presence.set_complete(self.name)
+                self.tier.maintain()
+                self._list_at = time.monotonic() + max(self.habits.refresh_s, 20 * (time.monotonic() - began))
+        except Exception:
+            self.due_at = time.monotonic() + self.habits.refresh_s
+            self.failed()
+            raise
+        with self._lock:
+            self._rests_until = 0.0
+        self._presence.set_complete(self.name, self._lists)
+        if self._lists:
+            remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
+            self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+
+    def _timed_look_up(self, namespace: str) -> float:
+        began = time.monotonic()
+        self.tier.contains(EncoderCacheKey(namespace, f"nobody's {os.urandom(16).hex()}"))
+        return time.monotonic() - began
+
+    def _measured(self, seconds: float) -> None:
+        """What a survey found: the one way in which a tier that was slow is seen to be quick again, and the other way
+        round where nothing else asks it."""
+        with self._lock:
+            if self.habits.lookup is not Lookup.AUTO:
+                return
+            slow = self._lists
+            if seconds > self.habits.slow_s:
+                self._lists = True
+            elif seconds < self.habits.slow_s / 2:
+                self._lists, self._answer_s = False, 0.0
+            if self._lists and not slow:
+                self._list_at = 0.0
+
+    # ---- what waits to be written
+
+    def enqueue(self, length: int, job: Callable[[], None]) -> bool:
+        """Have a write of `length` bytes done by the tier's own threads. False if too many wait, or the tier rests."""
+        with self._lock:
+            full = self._queued_items >= _QUEUED_ITEMS or self._queued_bytes + length > _QUEUED_BYTES
+            if (full and self._queued_items) or self.rests:
+                return False
+            self._queued_items += 1
+            self._queued_bytes += length
+
+        def run() -> None:
+            try:
+                job()
+            finally:
+                with self._lock:
+                    self._queued_items -= 1
+                    self._queued_bytes -= length
+
+        self.writes.submit(run)
+        return True

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much a folder holds, known to all who write into it: the account, a small file that they share.
+
+It is changed under a lock (flock) that is held for an addition and never across other I/O, so a put learns whether
+there is room without looking at the folder. The rule that makes it safe to be killed anywhere: room is reserved before
+bytes are written and given back after they are gone. So the account never says less than the folder holds; what a
+killed writer reserved and did not use, or removed and did not give back, is found by the next survey of the folder.
+
+A survey takes its time while others go on. It says between which bounds the truth lies: what it saw, less what was
+given back meanwhile, and what it saw with what was reserved meanwhile. `settle` moves the total into these bounds and
+no further: where nothing happened they are one number, and the account equals the folder.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+_FIELDS = struct.Struct("<8sQQQQ")
+_CHECKSUM = struct.Struct("<I")
+_SIZE = _FIELDS.size + _CHECKSUM.size
+_MAGIC = b"LMCECUS1"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_LOCK_TIMEOUT_S = 5.0
+_LOCK_RETRY_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One state of the account, in bytes. `corrections` tells how often a survey has changed the total."""
+
+    total: int = 0
+    reserved: int = 0  # ever
+    released: int = 0  # ever
+    corrections: int = 0
+
+
+class FolderAccount:
+    """The account of one folder, at `path`. Any thread or process; on a file system without locks, one process each.
+
+    It may block for as long as the file system does, and at most 5 s for a neighbour that holds the lock. OSError if
+    the file cannot be read or changed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.shared = True
+        """Whether neighbours see it; false from when the file system is found to have no locks."""
+        self._path = path
+        self._alone: Account | None = None
+        self._guard = threading.Lock()
+
+    def open(self) -> None:
+        """Find out whether the account can be changed; OSError if not."""
+        self._change(lambda account: account)
+
+    def read(self) -> Account | None:
+        """The state, None while nobody has counted the folder."""
+        if not self.shared:
+            return self._alone
+        try:
+            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            data = os.pread(fd, _SIZE, 0)
+        finally:
+            os.close(fd)
+        account = _decode(data)
+        if account is None and data:  # read in the middle of a change, or damaged
+            account = self._change(lambda account: account)
+        return account
+
+    def reserve(self, length: int, limit: int) -> Account | None:
+        """Reserve `length` bytes: the state that results, or None if they do not fit under `limit` at this moment."""
+        fits = False
+
+        def change(account: Account | None) -> Account | None:
+            nonlocal fits
+            fits = account is not None and account.total + length <= limit
+            if account is None or not fits:
+                return account
+            return replace(account, total=account.total + length, reserved=account.reserved + length)
+
+        after = self._change(change)
+        return after if fits else None
+
+    def release(self, length: int, since: Account | None) -> None:
+        """Give back `length` bytes that are gone from the folder, `since` being a state from before they went.
+
+        Where a survey has corrected the total in between, it may have missed them already: then they are not taken off
+        a second time.
+        """
+
+        def change(account: Account | None) -> Account | None:
+            if account is None:
+                return None
+            known = since is not None and since.corrections == account.corrections
+            total = max(0, account.total - length) if known else account.total
+            return replace(account, total=total, released=account.released + length)
+
+        self._change(change)
+
+    def settle(self, since: Account | None, least: int, most: int) -> None:
+        """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
+        since = since or Account()
+
+        def change(account: Account | None) -> Account | None:
+            if account is None:
+                return Account(total=most)
+            reserved, released = account.reserved - since.reserved, account.released - since.released
+            if reserved < 0 or released < 0:
+                return account  # begun anew meanwhile
+            total = min(max(account.total, least - released), most + reserved)
+            if total == account.total:
+                return account
+            return replace(account, total=total, corrections=account.corrections + 1)
+
+        self._change(change)
+
+    def _change(self, change: Callable[[Account | None], Account | None]) -> Account | None:
+        """Replace the state by what `change` makes of it."""
+        if self.shared:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                if _lock(fd):
+                    before = _decode(os.pread(fd, _SIZE, 0))
+                    after = change(before)
+                    if after is not None and after != before:
+                        os.pwrite(fd, _encode(after), 0)
+                    return after
+            finally:
+                os.close(fd)
+            self.shared = False
+        with self._guard:
+            self._alone = change(self._alone)
+            return self._alone
+
+
+def try_lock(fd: int) -> bool | None:
+    """Lock the open file: True if that was possible at once, False if another holds it, None if there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _lock(fd: int) -> bool:
+    """Lock the account; False if there are no locks. Never waits without end: a holder may have been stopped."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while (locked := try_lock(fd)) is False:
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held the account for {_LOCK_TIMEOUT_S} s")
+        time.sleep(_LOCK_RETRY_S)
+    return locked is not None
+
+
+def _encode(account: Account) -> bytes:
+    fields = _FIELDS.pack(_MAGIC, account.total, account.reserved, account.released, account.corrections)
+    return fields + _CHECKSUM.pack(zlib.crc32(fields))
+
+
+def _decode(data: bytes) -> Account | None:
+    """None for what is no account: a new file, or a damaged one; the folder is then counted again."""
+    if len(data) != _SIZE or _CHECKSUM.unpack_from(data, _FIELDS.size) != (zlib.crc32(data[: _FIELDS.size]),):
+        return None
+    magic, *numbers = _FIELDS.unpack_from(data)
+    return Account(*numbers) if magic == _MAGIC else None

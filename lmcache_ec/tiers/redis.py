@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis (or Valkey, or what speaks like it): one value an entry, on a single server, behind Sentinels, or a Cluster.
+
+An entry is under `<prefix><object name>`. It is written with SET NX and lives until its time (PX, counted from the
+write) is over or the server evicts it: both are plain misses.
+"""
+
+import errno
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import (
+    AskError,
+    ClusterDownError,
+    InvalidResponse,
+    RedisClusterException,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
+from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
+from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.resp import (
+    moment_of_end,
+    until,
+)
+
+_REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
+_PAGE = 1000  # keys that one SCAN looks at
+_NOTHING = memoryview(bytearray())
+
+Answer = int | None | TierError
+"""Of one entry among several: what `get_into` or `contains` returns for it, or the error that it raises."""
+
+_Answers = list[Answer]
+_Replies = list[object]
+_Numbers = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
+
+    args: tuple[Any, ...]
+    into: memoryview | None = None
+
+
+class RedisTier(Tier):
+    """Entries as values of a Redis store; made by `open_redis`.
+
+    Runs in the store process, on the tier's own threads: any number, of which `connections` are served at once. A call
+    takes at most a little more than twice `timeout_s` (a listing: each step of it). A full server that evicts nothing
+    fails `put` with ENOSPC. The time that an entry has left is not prolonged by reading it.
+    """
+
+    name = "redis"
+
+    def __init__(self, client: Any, place: Place, options: RedisOptions) -> None:
+        self.place = place
+        self.options = options
+        self._client = client
+        self._slots = threading.BoundedSemaphore(options.connections)
+        self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
+
+    def __repr__(self) -> str:
+        return f"RedisTier({self.place.layout.value}, {self.place})"
+
+    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+        with self._call(f"read {key.object_name}"):
+            return self._length(self._ask(_Command(("GET", self._name(key)), buffer)))
+
+    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        limit, name = self.options.max_entry_bytes, self._name(key)
+        if len(data) > limit:
+            raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
+        ttl_s = self.options.ttl_s
+        lifetime = () if ttl_s is None else ("PX", max(1, round(ttl_s * 1000)))
+        with self._call(f"write {key.object_name}, {len(data)} bytes"):
+            # Asked first: what another engine has stored already would be sent for nothing.
+            if self._ask(_Command(("STRLEN", name))):
+                return False
+            return bool(self._ask(_Command(("SET", name, data, "NX", *lifetime))))
+
+    def contains(self, key: EncoderCacheKey) -> int | None:
+        (answer,) = self.contains_each([key])
+        if isinstance(answer, TierError):
+            raise answer
+        return answer
+
+    def delete(self, key: EncoderCacheKey) -> None:
+        with self._call(f"delete {key.object_name}"):
+            self._ask(_Command(("UNLINK", self._name(key))))
+
+    def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> _Answers:
+        """`get_into` for several entries, in the time that one call may take.
+
+        One round trip: to each server of a Cluster, side by side; and one for each `batch_bytes` of buffers. What fails
+        is the answer for its entry; TierError is raised only where nothing could be asked.
+        """
+        action = f"read {len(wanted)} entries"
+        with self._call(action):
+            replies = self._ask_each([_Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
+            return [self._answer(action, reply) for reply in replies]
+
+    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> _Answers:
+        """`contains` for several entries, in one round trip, as `get_each_into`."""
+        action, names = f"look for {len(keys)} entries", [self._name(key) for key in keys]
+        with self._call(action):
+            # STRLEN says 0 of what is not there, too.
+            replies = self._ask_each([_Command((verb, name)) for name in names for verb in ("EXISTS", "STRLEN")])
+            return [
+                self._answer(action, self._known_length(name, there, length))
+                for name, there, length in zip(names, replies[::2], replies[1::2], strict=True)
+            ]
+
+    def list(self, namespace: str) -> Iterator[Listed]:
+        """As every tier; `modified` is the present where the server does not say when an entry was last used.
+
+        It says so unless it evicts by frequency. To be listed is no use, from Redis 7.2 and Valkey 7.2 on.
+        """
+        prefix = f"{self.options.prefix}{check_namespace(namespace)}/".encode()
+        pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
+        name = re.compile(re.escape(prefix) + rb"[0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64})\.safetensors")
+        seen = set[bytes]()  # a key may come twice while the server's table of keys grows or shrinks
+        with self._call(f"list {namespace}"):
+            masters = self._masters()
+        for pool in masters:
+            cursor = None
+            while cursor != b"0":
+                with self._call(f"list {namespace}"):
+                    (page,) = _exchange(pool, [_Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
+                    cursor, keys = _or_raise(page)
+                    new = {bytes.fromhex(match[1].decode()): match[0] for match in map(name.fullmatch, keys) if match}
+                    found = _described(pool, {digest: key for digest, key in new.items() if digest not in seen})
+                seen.update(new)
+                yield from found
+
+    def close(self) -> None:
+        self._fan_out.shutdown(wait=False)
+        disconnect(self._client)
+
+    @contextmanager
+    def _call(self, action: str) -> Iterator[None]:
+        """One call of the tier: it has an end, one of the slots, and TierError for whatever goes wrong."""
+        longest_s = 2 * self.options.timeout_s
+        with until(time.monotonic() + longest_s):
+            if not self._slots.acquire(timeout=longest_s):
+                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {self.options.connections} calls go on")
+            try:
+                yield
+            except TierError:
+                raise
+            except Exception as error:  # redis-py raises more kinds than it names
+                raise self._failure(action, error) from None
+            finally:
+                self._slots.release()
+
+    def _failure(self, action: str, error: Exception) -> TierError:
+        number, reason = explain(error, self.place, self.options)
+        return TierError(number, f"Redis tier at {self.place} could not {action}: {reason}")
+
+    def _answer(self, action: str, reply: object) -> Answer:
+        return self._failure(action, reply) if isinstance(reply, Exception) else self._length(reply)
+
+    @staticmethod
+    def _length(reply: object) -> int | None:
+        if reply is None or isinstance(reply, int):
+            return reply
+        raise InvalidResponse("a length was expected")
+
+    def _name(self, key: EncoderCacheKey) -> bytes:
+        return f"{self.options.prefix}{key.object_name}".encode()
+
+    def _known_length(self, name: bytes, there: object, length: object) -> object:
+        if isinstance(there, Exception) or there == 0:
+            return there or None
+        return length or self._ask(_Command(("GET", name), _NOTHING))  # empty; or gone in between
+
+    def _ask(self, command: _Command) -> Any:
+        """One round trip, through redis-py's retries and redirects."""
+        options = {} if command.into is None else {"into": command.into}
+        return self._client.execute_command(*command.args, **options)
+
+    def _ask_each(self, commands: Sequence[_Command]) -> _Replies:
+        """The reply of each, in order; for what failed, an exception. A Cluster's servers are asked side by side."""
+        replies: _Replies = [None] * len(commands)
+        servers: dict[Any, _Numbers] = {}
+        for number, command in enumerate(commands):
+            servers.setdefault(self._pool_of(command.args[1]), []).append(number)
+        ends_at = moment_of_end()
+
+        def ask(server: tuple[Any, _Numbers]) -> None:
+            pool, numbers = server
+            with until(ends_at):
+                for part in _parts(numbers, commands, self.options.batch_bytes):
+                    asked = [commands[number] for number in part]
+                    for number, reply in zip(part, self._ask_again(asked, _exchange(pool, asked)), strict=True):
+                        replies[number] = reply
+
+        for _ in (map if len(servers) == 1 else self._fan_out.map)(ask, servers.items()):
+            pass
+        return replies
+
+    def _ask_again(self, commands: Sequence[_Command], replies: _Replies) -> _Replies:
+        """The replies, after one more try, one by one, for what another server has or a broken connection cost."""
+        clustered = self.place.layout is Layout.CLUSTER
+        lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
+        if clustered and isinstance(replies[-1], lost):
+            self._learn_topology()
+        for number, reply in enumerate(replies):
+            if isinstance(reply, (*_REDIRECTS, *lost)):
+                try:
+                    replies[number] = self._ask(commands[number])
+                except ResponseError as error:
+                    replies[number] = error
+                except Exception as error:
+                    replies[number] = error
+                    break  # the others would fare no better
+        return replies
+
+    def _learn_topology(self) -> None:
+        try:
+            self._client.nodes_manager.initialize()
+        except Exception:
+            pass  # what is then asked says why
+
+    def _pool_of(self, name: bytes) -> Any:
+        """The connections to the server that has this key; None if a Cluster's slot is nobody's, as far as is known."""
+        if self.place.layout is not Layout.CLUSTER:
+            return self._client.connection_pool
+        try:
+            node = self._client.get_node_from_key(name)
+        except RedisClusterException:
+            return None
+        return self._client.get_redis_connection(node).connection_pool
+
+    def _masters(self) -> Sequence[Any]:
+        """The connections to each server that has entries of its own."""
+        if self.place.layout is not Layout.CLUSTER:
+            return [self._client.connection_pool]
+        self._client.nodes_manager.initialize()
+        return [self._client.get_redis_connection(node).connection_pool for node in self._client.get_primaries()]
+
+
+def _parts(numbers: Sequence[int], commands: Sequence[_Command], most_bytes: int) -> Iterator[Sequence[int]]:
+    """`numbers` in runs whose buffers are not more than `most_bytes` together; one alone may be larger."""
+    run: list[int] = []
+    total = 0
+    for number in numbers:
+        target = commands[number].into
+        length = 0 if target is None else len(target)
+        if run and total + length > most_bytes:
+            yield run
+            run, total = [], 0
+        run.append(number)
+        total += length
+    if run:
+        yield run
+
+
+def _exchange(pool: Any, commands: Sequence[_Command]) -> list[object]:
+    """All commands in one go to one server, then their replies; for those that failed, or never came, an exception."""
+    replies: list[object] = []
+    failure: Exception = ClusterDownError("no server has this slot")
+    if pool is not None:
+        try:
+            connection = pool.get_connection()
+            try:
+                connection.send_packed_command(connection.pack_commands([command.args for command in commands]))
+                connection.expect(command.into for command in commands)
+                for _ in commands:
+                    try:
+                        replies.append(connection.read_response())
+                    except ResponseError as error:
+                        replies.append(error)
+            finally:
+                if len(replies) < len(commands):
+                    connection.disconnect()  # answers may still come, and nobody would expect them
+                pool.release(connection)
+        except Exception as error:
+            failure = error
+    return replies + [failure] * (len(commands) - len(replies))
+
+
+def _described(pool: Any, names: dict[bytes, bytes]) -> list[Listed]:
+    """What a server has under `names` (by digest)."""
+    if not names:
+        return []
+    asked = [_Command(args) for name in names.values() for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
+    on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
+    _, *replies, _ = _exchange(pool, [on, *asked, off])
+    now, found = time.time(), []
+    for digest, idle_s, length in zip(names, replies[::2], replies[1::2], strict=True):
+        if isinstance(length, ResponseError):
+            continue  # it is another server's by now, or no entry
+        if _or_raise(length) or isinstance(idle_s, int):  # else it is gone
+            found.append(Listed(digest, _or_raise(length), now - idle_s if isinstance(idle_s, int) else now))
+    return found
+
+
+def _or_raise(reply: object) -> Any:
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:
+    """The tier at `url`, once a question was answered that only a store which can be used answers.
+
+    ValueError says which it is: the URL, the address, the credentials, the rights, TLS, or what kind of store it is;
+    it shows no credentials. Takes at most a little more than twice `timeout_s`.
+    """
+    place, options = parse_redis_url(url, options or RedisOptions())
+    try:
+        with until(time.monotonic() + 2 * options.timeout_s):
+            client = connect(place, options)
+            try:
+                probe(client, place, options)
+            except BaseException:
+                disconnect(client)
+                raise
+    except Exception as error:
+        number, reason = explain(error, place, options)
+        text = f"Redis tier at {place}: {reason}"
+        raise (TierAway(number, text) if number in AWAY else ValueError(text)) from None
+    return RedisTier(client, place, options)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""redis-py's client for each layout of a store, with connections of ours, and what its errors mean."""
+
+import errno
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    InvalidResponse,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.retry import Retry
+from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
+
+from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, host_and_port
+from lmcache_ec.tiers.resp import (
+    CLOSED,
+    PlainConnection,
+    SentinelPlainConnection,
+    SentinelTlsConnection,
+    SocketFileConnection,
+    TlsConnection,
+)
+
+
+def _any_answers(servers: Sequence[Any]) -> None:
+    failure: Exception | None = None
+    for server in servers:
+        try:
+            server.ping()
+            return
+        except Exception as error:
+            failure = error
+    if failure:
+        raise failure
+
+
+def connect(place: Place, options: RedisOptions) -> Any:
+    """redis-py's client for the store. That of a Cluster asks for the topology at once."""
+    settings: dict[str, Any] = {
+        "protocol": 2,
+        "username": options.username,
+        "password": options.password,
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.connect_timeout_s,
+        "max_connections": 2 * options.connections,  # a call may ask the same server for the topology as well
+    }
+    if place.tls:
+        settings |= {
+            "ssl_ca_certs": options.ca_file,
+            "ssl_certfile": options.certificate_file,
+            "ssl_keyfile": options.key_file,
+            "ssl_password": options.key_password or "",  # None would ask at a terminal
+            "ssl_check_hostname": options.check_hostname and options.verify,
+            "ssl_cert_reqs": "required" if options.verify else "none",
+        }
+        _check_files(options)
+    connection = TlsConnection if place.tls else PlainConnection
+    once_more = Retry(NoBackoff(), 1, (RedisConnectionError,))
+    if place.layout is Layout.CLUSTER:
+        first, *others = place.servers
+        return RedisCluster(
+            url=f"redis://{host_and_port(first)}",  # only with a URL may we name the class of its connections
+            startup_nodes=[ClusterNode(host, port) for host, port in others],
+            require_full_coverage=False,  # what a lost server had is a miss, the rest goes on
+            retry=once_more,
+            connection_class=connection,
+            **settings,
+        )
+    settings |= {"retry": once_more, "db": options.database}
+    if place.layout is Layout.SENTINEL:
+        return _sentinels(place, options, settings, connection).master_for(
+            options.service,
+            connection_class=SentinelTlsConnection if place.tls else SentinelPlainConnection,
+            **settings,
+        )
+    if place.layout is Layout.SOCKET:
+        return redis.Redis.from_pool(
+            redis.ConnectionPool(connection_class=SocketFileConnection, path=place.path, **settings)
+        )
+    ((host, port),) = place.servers
+    return redis.Redis.from_pool(redis.ConnectionPool(connection_class=connection, host=host, port=port, **settings))
+
+
+def _check_files(options: RedisOptions) -> None:
+    """ValueError for those of TLS that cannot be used: redis-py loads them anew for each connection, and says less."""
+    context = ssl.create_default_context()
+    files = options.ca_file
+    try:
+        if options.ca_file:
+            context.load_verify_locations(options.ca_file)
+        if options.certificate_file:
+            files = f"{options.certificate_file}, {options.key_file or 'with its key'}"
+            context.load_cert_chain(options.certificate_file, options.key_file, options.key_password or "")
+    except OSError as error:
+        reason = "no PEM, or a wrong password" if isinstance(error, ssl.SSLError) else error.strerror
+        raise ValueError(f"TLS: {files} cannot be used: {reason}") from None
+
+
+def _sentinels(place: Place, options: RedisOptions, settings: dict[str, Any], connection: type) -> Sentinel:
+    manager = Sentinel([])
+    own = settings | {
+        "db": 0,
+        "username": options.sentinel_username,
+        "password": options.sentinel_password,
+        "socket_timeout": min(options.connect_timeout_s, options.timeout_s),  # the next one may know
+    }
+    manager.sentinels = [
+        redis.Redis.from_pool(redis.ConnectionPool(connection_class=connection, host=host, port=port, **own))
+        for host, port in place.servers
+    ]
+    return manager
+
+
+def disconnect(client: Any) -> None:
+    if isinstance(client, RedisCluster):
+        client.disconnect_connection_pools()
+        return
+    client.close()
+    if isinstance(client.connection_pool, SentinelConnectionPool):
+        for sentinel in client.connection_pool.sentinel_manager.sentinels:
+            sentinel.close()
+
+
+def probe(client: Any, place: Place, options: RedisOptions) -> None:
+    if place.layout is Layout.SENTINEL:
+        _any_answers(client.connection_pool.sentinel_manager.sentinels)
+    client.execute_command("STRLEN", f"{options.prefix}is-anybody-there")
+    if place.layout is Layout.SINGLE:
+        try:
+            clustered = client.info("cluster").get("cluster_enabled")
+        except ResponseError:
+            return  # a user without the right to ask
+        if clustered:
+            raise AskError("0 another:1")
+
+
+def explain(error: BaseException, place: Place, options: RedisOptions) -> tuple[int, str]:
+    """What went wrong: a number of `errno`, and words that show no credentials."""
+    said = str(error) or type(error).__name__
+    link: BaseException | None = error
+    while link is not None:  # the outermost that says something; further in is what was tried before
+        if isinstance(link, ssl.SSLError) or "handshake" in str(link):
+            return _explain_tls(link)
+        if isinstance(link, ConnectionResetError | BrokenPipeError) or CLOSED in str(link):
+            return _explain_end("a client certificate" if place.tls else "TLS, rediss://")
+        for kinds, number, words in _EXPLANATIONS:
+            if isinstance(link, kinds):
+                return number, words
+        said = f"{said} {link}" if link is not error else said
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    if "Cluster mode is not enabled" in said:
+        return errno.EPROTO, "this is no Cluster: a single server is redis://"
+    for secret in options.secrets:  # a server may answer an AUTH that it does not know with what it was sent
+        said = said.replace(secret, "***")
+    return errno.EIO, said
+
+
+_EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
+    ((AuthenticationError,), errno.EACCES, "the server refuses the credentials, or wants some"),
+    ((NoPermissionError,), errno.EACCES, "the user has no right to do this to keys with this prefix"),
+    ((OutOfMemoryError,), errno.ENOSPC, "the server is full and evicts nothing"),
+    ((ReadOnlyError,), errno.EROFS, "the server is a read-only replica"),
+    ((AskError,), errno.EPROTO, "this is a server of a Cluster: redis-cluster:// is what follows its redirects"),
+    ((MasterNotFoundError,), errno.EHOSTDOWN, "the Sentinels know no master of this service that is up"),
+    ((socket.gaierror,), errno.EHOSTUNREACH, "a host of this name is not known"),
+    ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
+    ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
+    ((InvalidResponse,), errno.EPROTO, "what answers is not Redis' protocol; TLS is rediss://"),
+)
+
+
+def _explain_end(missing: str) -> tuple[int, str]:
+    return errno.ECONNRESET, f"the server broke off the connection (does it want {missing}?)"
+
+
+def _explain_tls(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return errno.EPROTO, f"TLS: the server's certificate is refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLEOFError):
+        return _explain_end("a client certificate")
+    reason = str(getattr(error, "reason", None) or "no answer")
+    if "ALERT" in reason and re.search("CERT|CA$|HANDSHAKE|DENIED", reason):
+        return errno.EPROTO, f"TLS: the server refuses the client's certificate, or wants one ({reason})"
+    return errno.EPROTO, f"TLS: no connection came about, does the server speak TLS at this port? ({reason})"

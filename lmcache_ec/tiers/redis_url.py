@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a Redis store is and how it is used: a URL, and options.
+
+    redis://[user:password@]host[:6379][/database]              rediss:// with TLS; valkey://, valkeys://, resp:// alike
+    redis-sentinel://[user:password@]host[:26379][,…][/service] rediss-sentinel:// with TLS
+    redis-cluster://[user:password@]host[:6379][,…]             rediss-cluster:// with TLS
+    unix://[user:password@]/path/of/the/socket
+
+Parameters after `?` have redis-py's names; `_PARAMETERS` has those that are understood.
+"""
+
+import enum
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+_MIB = 1 << 20
+
+
+class Layout(enum.Enum):
+    """How the servers of one store are arranged."""
+
+    SINGLE = "a single server"
+    SENTINEL = "a master that Sentinels name"
+    CLUSTER = "a Cluster"
+    SOCKET = "a Unix socket"
+
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """How a store is used. What the URL says of it wins. ValueError for what cannot be."""
+
+    prefix: str = "lmcache-ec/"
+    """Of each key."""
+    ttl_s: float | None = None
+    """How long an entry lives from its write on; None: as long as the server keeps it."""
+    max_entry_bytes: int = 512 * _MIB
+    """Larger ones are not sent (a server's own limit, `proto-max-bulk-len`, is 512 MiB)."""
+    timeout_s: float = 2.0
+    """The longest silence of a server. A whole call takes at most twice as long, retries and all."""
+    connect_timeout_s: float = 1.0
+    """For one address. A Sentinel that is silent for so long is passed over."""
+    connections: int = 16
+    """Calls that may be under way at once; more wait."""
+    batch_bytes: int = 64 * _MIB
+    """Of replies that one server is asked for in one go."""
+    database: int = 0
+    service: str = "mymaster"
+    """Whose master the Sentinels are asked for."""
+    username: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    sentinel_username: str | None = field(default=None, repr=False)
+    sentinel_password: str | None = field(default=None, repr=False)
+    ca_file: str | None = None
+    """Certificates (PEM) that a server's is checked by; None: the system's."""
+    certificate_file: str | None = None
+    """The client's certificate (PEM), if the server asks for one."""
+    key_file: str | None = None
+    key_password: str | None = field(default=None, repr=False)
+    check_hostname: bool = True
+    verify: bool = True
+    """Whether a server without a valid certificate is refused."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_s", "connect_timeout_s", "ttl_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not (0 < seconds < math.inf):
+                raise ValueError(f"{name} of a Redis tier: {seconds} given, a positive number of seconds is accepted")
+        for name in ("max_entry_bytes", "connections", "batch_bytes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} of a Redis tier: {getattr(self, name)} given, a positive number is accepted")
+        if self.database < 0:
+            raise ValueError(f"database of a Redis tier: {self.database} given, 0 or more is accepted")
+
+    @property
+    def secrets(self) -> list[str]:
+        """What no text may show."""
+        given = (self.username, self.password, self.sentinel_username, self.sentinel_password, self.key_password)
+        return [secret for secret in given if secret]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a store is: its servers (those that are asked first), or the path of a socket."""
+
+    layout: Layout
+    servers: tuple[tuple[str, int], ...]
+    path: str
+    tls: bool
+
+    def __str__(self) -> str:
+        if self.layout is Layout.SOCKET:
+            return self.path
+        return ",".join(map(host_and_port, self.servers))
+
+
+def host_and_port(server: tuple[str, int]) -> str:
+    """As in a URL."""
+    host, port = server
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+_SCHEMES = {
+    scheme: (layout, tls)
+    for names, layout, tls in (
+        ("redis valkey resp", Layout.SINGLE, False),
+        ("rediss valkeys resps", Layout.SINGLE, True),
+        ("redis-sentinel valkey-sentinel", Layout.SENTINEL, False),
+        ("rediss-sentinel valkeys-sentinel", Layout.SENTINEL, True),
+        ("redis-cluster valkey-cluster", Layout.CLUSTER, False),
+        ("rediss-cluster valkeys-cluster", Layout.CLUSTER, True),
+        ("unix", Layout.SOCKET, False),
+    )
+    for scheme in names.split()
+}
+
+
+def _flag(text: str) -> bool:
+    try:
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+    except KeyError:
+        raise ValueError("true or false is accepted") from None
+
+
+def _verify(text: str) -> bool:
+    try:
+        return {"required": True, "none": False}[text.lower()]
+    except KeyError:
+        raise ValueError("required or none is accepted") from None
+
+
+_PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "db": ("database", int),
+    "username": ("username", str),
+    "password": ("password", str),
+    "sentinel_username": ("sentinel_username", str),
+    "sentinel_password": ("sentinel_password", str),
+    "service": ("service", str),
+    "socket_timeout": ("timeout_s", float),
+    "socket_connect_timeout": ("connect_timeout_s", float),
+    "max_connections": ("connections", int),
+    "ssl_ca_certs": ("ca_file", str),
+    "ssl_certfile": ("certificate_file", str),
+    "ssl_keyfile": ("key_file", str),
+    "ssl_password": ("key_password", str),
+    "ssl_check_hostname": ("check_hostname", _flag),
+    "ssl_cert_reqs": ("verify", _verify),
+}
+
+
+def parse_redis_url(url: str, options: RedisOptions) -> tuple[Place, RedisOptions]:
+    """Where the store is, and `options` with what the URL says of them. ValueError, which shows nothing of the URL."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ValueError("URL of a Redis tier: it cannot be read") from None
+    if parts.scheme not in _SCHEMES:
+        raise ValueError(f"URL of a Redis tier: one that begins with {', '.join(_SCHEMES)} is accepted")
+    if "@" in parts.path + parts.query + parts.fragment or parts.fragment:
+        raise ValueError("URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @")
+    layout, tls = _SCHEMES[parts.scheme]
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    found: dict[str, Any] = {}
+    if credentials:
+        username, _, password = (unquote(part) for part in credentials.partition(":"))
+        found |= {"username": username or None, "password": password or None}
+    path = unquote(parts.path)
+    if layout is Layout.SENTINEL and path.strip("/"):
+        found["service"] = path.strip("/")
+    elif layout in (Layout.SINGLE, Layout.CLUSTER) and path.strip("/"):
+        found["database"] = _value("the path (number of a database)", int, path.strip("/"))
+    for name, text in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in _PARAMETERS:
+            raise ValueError(f"URL of a Redis tier: of parameters {', '.join(_PARAMETERS)} are accepted")
+        option, reads = _PARAMETERS[name]
+        found[option] = _value(f"parameter {name}", reads, text)
+    port = 26379 if layout is Layout.SENTINEL else 6379
+    servers = () if layout is Layout.SOCKET else tuple(_server(text, port) for text in hosts.split(","))
+    if layout is Layout.SOCKET and (hosts or path in ("", "/")):
+        raise ValueError("URL of a Redis tier: unix:///path/of/the/socket is accepted")
+    if layout is Layout.SINGLE and len(servers) > 1:
+        raise ValueError("URL of a Redis tier: several servers are a redis-cluster:// or a redis-sentinel://")
+    merged = replace(options, **found)
+    if layout is Layout.CLUSTER and merged.database:
+        raise ValueError(f"URL of a Redis tier: a Cluster has no database {merged.database}, only 0")
+    return Place(layout, servers, path, tls), merged
+
+
+def _value(what: str, reads: Callable[[str], object], text: str) -> object:
+    try:
+        return reads(text)
+    except ValueError as error:
+        told = "a number is accepted" if reads in (int, float) else str(error)
+        raise ValueError(f"URL of a Redis tier: {what}: {told}") from None
+
+
+def _server(text: str, port: int) -> tuple[str, int]:
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text)
+    if match is None or int(match[3] or port) not in range(1, 65536):
+        raise ValueError("URL of a Redis tier: host, host:port or [address]:port is accepted, several with commas")
+    return unquote(match[1] or match[2]), int(match[3] or port)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remote tiers by their URL: which there are, and one that is away when it is opened.
+
+What a tier needs is imported when a remote of its kind is opened, and not before.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import Listed, Tier, TierError
+
+_REDIS = ("redis", "rediss", "valkey", "valkeys", "resp", "resps", "unix")
+_ARRANGED = ("redis", "rediss", "valkey", "valkeys")
+
+SCHEMES: dict[str, str] = {
+    **dict.fromkeys(_REDIS, "redis"),
+    **{f"{name}-{how}": "redis" for name in _ARRANGED for how in ("sentinel", "cluster")},
+    "s3": "s3",
+}
+"""URL scheme to the tier's name."""
+
+EXTRA_KEYS = ("s3_region", "disable_tls", "aws_access_key_id", "aws_secret_access_key")
+"""What of LMCache's `extra_config` belongs to a remote."""
+
+S3_ENVIRONMENT = (
+    *("AWS_", "SSL_CERT_", "REQUESTS_CA_BUNDLE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+)
+"""Beginnings of the names of environment variables that boto3 and obstore read: credentials, addresses, proxies."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """What holds for a remote besides its URL. `extra_config` is LMCache's; it may hold credentials."""
+
+    ttl_s: float | None = None
+    timeout_s: float = 5.0
+    max_entry_bytes: int = 512 << 20
+    extra_config: Mapping[str, object] = field(default_factory=dict, repr=False)
+
+
+def tier_name(url: str) -> str:
+    """The name of the tier that serves a URL. ValueError, which shows the scheme alone, if there is none."""
+    scheme = urlsplit(url).scheme.lower()
+    if scheme not in SCHEMES:
+        raise ValueError(f"no tier serves {scheme or 'a URL without scheme'}://; accepted are {', '.join(SCHEMES)}")
+    return SCHEMES[scheme]
+
+
+def place_of(url: str) -> str:
+    """What a log may show of a URL: neither user nor password nor parameters."""
+    parts = urlsplit(url)
+    return f"{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def check_url(url: str, options: RemoteOptions) -> None:
+    """ValueError, which shows no secret, for a URL that cannot be meant. Imports no client and asks nobody."""
+    if tier_name(url) == "s3":
+        from lmcache_ec.tiers.s3_url import s3_options
+
+        s3_options(url, options.extra_config)
+    else:
+        from lmcache_ec.tiers.redis_url import RedisOptions, parse_redis_url
+
+        parse_redis_url(url, RedisOptions())
+
+
+def open_remote(url: str, options: RemoteOptions) -> Tier:
+    """The tier at `url`, after one request that shows that it can be used. TierAway if nobody answers, ValueError if
+    something else is wrong; neither shows a secret."""
+    if tier_name(url) == "s3":
+        from lmcache_ec.tiers.s3 import open_s3
+
+        return open_s3(url, options.extra_config, ttl_s=options.ttl_s, timeout_s=options.timeout_s)
+    from lmcache_ec.tiers.redis import open_redis
+    from lmcache_ec.tiers.redis_url import RedisOptions
+
+    return open_redis(
+        url,
+        RedisOptions(ttl_s=options.ttl_s, timeout_s=options.timeout_s, max_entry_bytes=options.max_entry_bytes),
+    )
+
+
+class AwaitedTier(Tier):
+    """A remote that was away when it was opened: the first call that finds it there opens it, until then all fail.
+
+    Runs in the store process, on the tier's own threads; `_lock` lets one of them try at a time.
+    """
+
+    def __init__(self, name: str, opener: Callable[[], Tier]) -> None:
+        self.name = name
+        self._opener = opener
+        self._tier: Tier | None = None
+        self._lock = threading.Lock()
+
+    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+        return self._opened().get_into(key, buffer)
+
+    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        return self._opened().put(key, data)
+
+    def contains(self, key: EncoderCacheKey) -> int | None:
+        return self._opened().contains(key)
+
+    def delete(self, key: EncoderCacheKey) -> None:
+        self._opened().delete(key)
+
+    def list(self, namespace: str) -> Iterator[Listed]:
+        return self._opened().list(namespace)
+
+    def close(self) -> None:
+        if self._tier is not None:
+            self._tier.close()
+
+    def _opened(self) -> Tier:
+        with self._lock:
+            if self._tier is None:
+                try:
+                    self._tier = self._opener()
+                except TierError:
+                    raise
+                except ValueError as error:
+                    raise TierError(errno.EIO, str(error)) from None
+            return self._tier

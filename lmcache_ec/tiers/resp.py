@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""redis-py's connections, with two things of ours: where a payload is received, and when a call ends.
+
+Where: the reply to a command that was sent with `into` is received straight into that buffer (`PayloadParser`, RESP2);
+its length is the answer. Everything else that a connection does, from authentication to redirects, is redis-py's.
+
+When: `until` gives all that this thread asks of any connection one moment at which it ends. A socket's own timeout
+starts again with every byte, and redis-py connects, retries and asks for the topology inside one command.
+"""
+
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from redis._parsers import BaseParser, Encoder
+from redis.connection import AbstractConnection, Connection, PythonRespSerializer, SSLConnection
+from redis.connection import UnixDomainSocketConnection as UnixConnection
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import InvalidResponse, ResponseError
+from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
+
+CLOSED = "the server closed the connection"
+_BUFFER_BYTES = 64 << 10
+_CHUNK_BYTES = 256 << 10
+_DISCARD_BYTES = 4 << 20  # up to here reading what nobody wants is cheaper than to connect again
+_TEXT_BYTES = 16 << 20  # of a value that is received into no buffer: a page of a listing, the topology
+_NESTED = 8
+_SHORTEST_S = 0.001  # 0 would mean: do not wait, which a socket reports in another way
+
+_call = threading.local()
+
+
+@contextmanager
+def until(moment: float) -> Iterator[None]:
+    """What this thread asks of connections inside ends at `moment` (monotonic seconds), if it need not earlier."""
+    outer = moment_of_end()
+    _call.ends_at = min(moment, outer)
+    try:
+        yield
+    finally:
+        _call.ends_at = outer
+
+
+def moment_of_end() -> float:
+    """When what this thread is doing has to end (monotonic seconds)."""
+    return cast(float, getattr(_call, "ends_at", float("inf")))
+
+
+def left(longest_s: float) -> float:
+    """How long this thread may wait for the next byte, at most `longest_s`. TimeoutError if no time is left."""
+    seconds = min(longest_s, moment_of_end() - time.monotonic())
+    if seconds <= 0:
+        raise TimeoutError("the time for this call is over")
+    return seconds
+
+
+class PayloadParser(BaseParser):
+    """Reads RESP2 replies off one connection's socket; used by the thread that holds the connection.
+
+    A reply that is not read to its end leaves the stream at an unknown place: after any error, and where `abandoned`
+    is set, the connection has to be closed. Values are bytes, never decoded.
+    """
+
+    def __init__(self, socket_read_size: int) -> None:
+        self.targets: deque[memoryview | None] = deque()
+        """Where the payloads of the coming replies go, in order; none named, or None: into bytes of their own."""
+        self.abandoned = False
+        self._sock: Any = None
+        self._timeout_s = 0.0
+        self._buffer = bytearray(max(socket_read_size, _BUFFER_BYTES))
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+
+    def on_connect(self, connection: Any) -> None:
+        self.on_disconnect()
+        self._sock = connection._sock
+        self._timeout_s = connection._socket_timeout
+
+    def on_disconnect(self) -> None:
+        self._sock = None
+        self._start = self._end = 0
+        self.targets.clear()
+        self.abandoned = False
+
+    def can_read(self, timeout: float = 0) -> bool:
+        """Whether something was sent that nobody has asked for. redis' ConnectionError if the connection has ended."""
+        if self._start < self._end:
+            return True
+        if self._sock is None:
+            return False
+        self._sock.settimeout(timeout)
+        try:
+            self._end = self._received(self._view)
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        self._start = 0
+        return True
+
+    def read_response(self, disable_decoding: bool = False, **_: object) -> Any:
+        return self._reply(self.targets.popleft() if self.targets else None, 0)
+
+    def _reply(self, target: memoryview | None, depth: int) -> Any:
+        if self._start == self._end:
+            self._more()
+        kind = bytes(self._view[self._start : self._start + 1])
+        if kind not in (b"-", b"$", b"+", b":", b"*"):  # said at once: a line of what is no Redis may never end
+            raise InvalidResponse(f"no reply of Redis begins with {kind!r}")
+        rest = self._line()[1:]
+        if kind == b"-":
+            return self._error(rest.decode(errors="replace"))
+        if kind == b"$":
+            return self._bulk(_number(rest), target)
+        if target is None and kind == b"+":
+            return rest
+        if target is None and kind == b":":
+            return _number(rest)
+        if target is None and kind == b"*" and depth < _NESTED:
+            count = _number(rest)
+            return None if count < 0 else [self._reply(None, depth + 1) for _ in range(count)]
+        raise InvalidResponse(f"a reply of another kind was expected, this one begins with {kind!r}")
+
+    def _error(self, text: str) -> Any:
+        try:
+            error = self.parse_error(text)
+        except ValueError:  # a redirect that names no address
+            return ResponseError(text)
+        if isinstance(error, RedisConnectionError):
+            raise error
+        return error
+
+    def _bulk(self, length: int, target: memoryview | None) -> int | bytes | None:
+        if length == -1:
+            return None
+        if target is None:
+            if not 0 <= length <= _TEXT_BYTES:
+                raise InvalidResponse(f"a value of {length} bytes where text was expected")
+            text = bytearray(length)
+            self._fill(memoryview(text))
+            return bytes(text)
+        if length < 0:
+            raise InvalidResponse(f"a value of {length} bytes")
+        if length == len(target):
+            self._fill(target)
+        elif length <= _DISCARD_BYTES:
+            self._fill(memoryview(bytearray(length)))
+        else:
+            self.abandoned = True
+        return length
+
+    def _line(self) -> bytes:
+        """The next line, without its end."""
+        while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
+            self._more()
+        line = bytes(self._view[self._start : end])
+        self._start = end + 2
+        return line
+
+    def _more(self) -> None:
+        """Wait for more of a reply to come into the buffer."""
+        unread = self._buffer[self._start : self._end]
+        self._buffer[: len(unread)] = unread
+        self._start, self._end = 0, len(unread)
+        if self._end == len(self._buffer):
+            raise InvalidResponse(f"a line of more than {self._end} bytes")
+        self._end += self._wait(self._view[self._end :])
+
+    def _fill(self, target: memoryview) -> None:
+        """Receive a payload, and the end of line after it."""
+        have = min(len(target), self._end - self._start)
+        target[:have] = self._view[self._start : self._start + have]
+        self._start += have
+        while have < len(target):
+            have += self._wait(target[have:])
+        if self._line():
+            raise InvalidResponse(f"a value of more than the {len(target)} bytes that were announced")
+
+    def _wait(self, view: memoryview) -> int:
+        self._sock_or_raise().settimeout(left(self._timeout_s))
+        return self._received(view)
+
+    def _received(self, view: memoryview) -> int:
+        count = cast(int, self._sock_or_raise().recv_into(view))
+        if count == 0:
+            raise RedisConnectionError(CLOSED)  # of no class of its own: a Cluster's client retries by the exact class
+        return count
+
+    def _sock_or_raise(self) -> Any:
+        if self._sock is None:
+            raise RedisConnectionError("the connection is closed")
+        return self._sock
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidResponse("a number was expected") from None
+
+
+class PayloadConnection(AbstractConnection):
+    """What every kind of connection here adds to redis-py's; used by one thread at a time, as its pool sees to it."""
+
+    _parser: PayloadParser
+
+    def __init__(self, **settings: Any) -> None:
+        # The packer is named because with hiredis installed redis-py's choice is one that copies each payload.
+        packer = PythonRespSerializer(_BUFFER_BYTES, Encoder("utf-8", "strict", False).encode)
+        super().__init__(parser_class=PayloadParser, command_packer=packer, **settings)
+
+    @property
+    def socket_timeout(self) -> float:
+        """The longest silence, in seconds, and never past the end of the call that is under way."""
+        return self._capped(self._socket_timeout)
+
+    @socket_timeout.setter
+    def socket_timeout(self, seconds: float) -> None:
+        self._socket_timeout = seconds
+
+    @property
+    def socket_connect_timeout(self) -> float:
+        return self._capped(self._socket_connect_timeout)
+
+    @socket_connect_timeout.setter
+    def socket_connect_timeout(self, seconds: float) -> None:
+        self._socket_connect_timeout = seconds
+
+    @staticmethod
+    def _capped(seconds: float) -> float:
+        # Never an error: pools read this while they make a connection, and would lose count of them.
+        return max(_SHORTEST_S, min(seconds, moment_of_end() - time.monotonic()))
+
+    def send_command(self, *args: Any, into: memoryview | None = None, **options: Any) -> None:
+        """As redis-py's; with `into` the reply is the length of the payload, which is received there if it fits."""
+        super().send_command(*args, **options)
+        if into is not None:
+            self._parser.targets.append(into)
+
+    def expect(self, targets: Iterable[memoryview | None]) -> None:
+        """Where the payloads of the coming replies are to be received, as for `send_command`."""
+        self._parser.targets.extend(targets)
+
+    def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        super().send_packed_command(self._paced(command), check_health)
+
+    def _paced(self, pieces: Iterable[Any]) -> Iterator[memoryview]:
+        """Large values in pieces, each with the time that is then left: TLS takes a timeout for each record."""
+        for piece in pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _CHUNK_BYTES):
+                self._sock.settimeout(left(self._socket_timeout))
+                yield view[start : start + _CHUNK_BYTES]
+
+    def read_response(self, *args: Any, **options: Any) -> Any:
+        options["disconnect_on_error"] = True  # a Sentinel's connections would be kept, at an unknown place of a reply
+        reply = super().read_response(*args, **options)
+        if self._parser.abandoned:
+            self.disconnect()
+        return reply
+
+
+class PlainConnection(PayloadConnection, Connection):
+    """TCP."""
+
+
+class TlsConnection(PayloadConnection, SSLConnection):
+    """TLS over TCP."""
+
+
+class SocketFileConnection(PayloadConnection, UnixConnection):
+    """A Unix socket."""
+
+
+class SentinelPlainConnection(PayloadConnection, SentinelManagedConnection):
+    """TCP to the master that the Sentinels name."""
+
+
+class SentinelTlsConnection(PayloadConnection, SentinelManagedSSLConnection):
+    """TLS to the master that the Sentinels name."""

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""S3: one object an entry, in a bucket of AWS or of any store that speaks its protocol.
+
+    s3://<bucket>/<prefix>/<namespace>/<aa>/<bb>/<sha256>.safetensors
+
+The bytes go through obstore, whose requests run outside the interpreter; boto3 finds the credentials and the address of
+the bucket, as it does for every program of an AWS user, and does what an administrator asks for. Both are imported when
+an S3 remote is opened, and not before.
+
+An object is written with `If-None-Match: *`, so that a fleet writes it once, and with the SHA-256 of its bytes, so
+that the server refuses what was torn or altered on the way.
+
+Every request is bounded. Reading is given up when nothing arrives for `timeout_s`. An upload cannot be watched like
+that, so it has a total that grows with its length, and a page of a list has a total of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
+from lmcache_ec.tiers.s3_access import S3Access
+from lmcache_ec.tiers.s3_faults import Fault, told
+from lmcache_ec.tiers.s3_url import S3Options, s3_options
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import S3Store
+
+_LIST_PATIENCE = 6  # a page of a list may take so many times as long as a read may be silent
+_SLOWEST_UPLOAD = 4 << 20  # bytes a second; slower is a hang
+_CHUNK = 256 << 10  # stays in the processor's cache between obstore's buffer and the caller's
+_PAGE = 1000  # what S3 answers at most
+_LISTERS = 16
+_DAY_S = 86_400
+_NEVER_WRITTEN = "lmcache-ec-probe"
+
+_Answer = TypeVar("_Answer")
+
+_OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/([0-9a-f]{2})/((?:\1\2)[0-9a-f]{60})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceUse:
+    """What a namespace takes: objects, bytes, and when the last one was written (Unix)."""
+
+    namespace: str
+    objects: int
+    bytes: int
+    modified: float
+
+
+def open_s3(
+    url: str | S3Options,
+    extra_config: Mapping[str, object] | None = None,
+    *,
+    ttl_s: float | None = None,
+    timeout_s: float = 5.0,
+) -> S3Tier:
+    """The tier at an S3 URL (see `s3_options`), after one request that shows that it can be read.
+
+    ValueError says what is wrong: URL, credentials, bucket, region, clock, TLS, or no answer. Takes half a second for
+    the imports, and `timeout_s` more if nobody answers. Call it in the process that uses the tier: obstore's threads
+    do not survive a fork.
+    """
+    if timeout_s <= 0 or (ttl_s is not None and ttl_s <= 0):
+        raise ValueError(f"S3: timeout_s={timeout_s} and ttl_s={ttl_s} must be above 0")
+    options = url if isinstance(url, S3Options) else s3_options(url, extra_config)
+    access = S3Access.of(options)
+    tier = S3Tier(access, ttl_s=ttl_s, timeout_s=timeout_s)
+    tier.check()
+    return tier
+
+
+class S3Tier(Tier):
+    """Entries as objects under a prefix of a bucket; those written more than `ttl_s` ago count as absent.
+
+    An aged object stays in the bucket until it is written again or a lifecycle rule (`set_lifecycle`) removes it.
+
+    Runs in the store process, on the tier's own threads; `list` starts some for itself. Its only state is the clients,
+    one for each time limit, kept under `_lock`.
+    """
+
+    name = "s3"
+
+    def __init__(self, access: S3Access, *, ttl_s: float | None, timeout_s: float) -> None:
+        """Use `open_s3`."""
+        self._access = access
+        self._ttl_s = ttl_s
+        self._timeout_s = timeout_s
+        self._prompt = access.client(timeout_s, silence=True)
+        self._patient: dict[int, S3Store] = {}
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"S3Tier({self._access.where})"
+
+    def check(self) -> None:
+        """Ask for an object that is not there. ValueError for any other answer than that, TierAway for none at all."""
+        from obstore.exceptions import BaseError
+
+        access = self._access
+        try:
+            self._prompt.get(_NEVER_WRITTEN)
+            advice = "it answers to any name, as S3 does not"
+        except (BaseError, OSError) as error:
+            fault = Fault.of(error)
+            if fault.code == "NoSuchKey":
+                return
+            advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
+            if fault.number in AWAY:
+                raise TierAway(fault.number, f"S3 at {access.where}: {advice}") from None
+        raise ValueError(f"S3 at {access.where}: {advice}")
+
+    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+        with _reported(f"read {key.object_name}"):
+            found = _unless_absent(lambda: self._prompt.get(key.object_name))
+            if found is None or self._aged(found.meta):
+                return None
+            length, position = found.meta["size"], 0
+            if length != len(buffer):
+                return length  # the connection is closed with what is left of the answer
+            for chunk in found.stream(min_chunk_size=_CHUNK):
+                end = position + len(chunk)
+                if end > length:
+                    break  # a read that broke off is resumed by obstore; trust no server to resume it right
+                buffer[position:end] = chunk
+                position = end
+            if position != length:
+                raise TierError(errno.EIO, f"s3 tier read {position} of {length} bytes of {key.object_name}")
+        return length
+
+    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        from obstore.exceptions import PreconditionError
+
+        client = self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
+        with _reported(f"write {key.object_name}, {len(data)} bytes"):
+            held = self._head(key)  # bytes are sent before the store refuses them
+            if held is None:
+                return self._created(client, key, data)
+            if not self._aged(held):
+                return False
+            try:  # replace what has aged, and nothing that a neighbour wrote meanwhile
+                client.put(key.object_name, data, mode={"e_tag": held["e_tag"]}, use_multipart=False)
+                return True
+            except (PreconditionError, FileNotFoundError):
+                return False
+
+    def contains(self, key: EncoderCacheKey) -> int | None:
+        with _reported(f"look for {key.object_name}"):
+            held = self._head(key)
+        return None if held is None or self._aged(held) else held["size"]
+
+    def delete(self, key: EncoderCacheKey) -> None:
+        with _reported(f"delete {key.object_name}"):
+            _unless_absent(lambda: self._prompt.delete(key.object_name))
+
+    def list(self, namespace: str) -> Iterator[Listed]:
+        """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel."""
+        for page in self._pages(check_namespace(namespace)):
+            for found in page:
+                match = _OBJECT.fullmatch(found["path"])
+                if match and not self._aged(found):
+                    yield Listed(bytes.fromhex(match[3]), found["size"], found["last_modified"].timestamp())
+
+    def close(self) -> None:
+        """There is nothing to let go of: idle connections end by themselves."""
+
+    def namespaces(self) -> Iterator[NamespaceUse]:
+        """What each namespace under the prefix takes, aged objects included. Lists all of it."""
+        with _reported("list the namespaces"):
+            folders = self._lister.list_with_delimiter()["common_prefixes"]
+        for folder in folders:
+            use = self._use(folder.strip("/"))
+            if use.objects:
+                yield use
+
+    def remove(self, namespace: str) -> int:
+        """Delete the entries of a namespace, aged ones included, and nothing else; how many there were."""
+        removed = 0
+        with _reported(f"remove {namespace}"):
+            for page in self._pages(check_namespace(namespace)):
+                names = [found["path"] for found in page if _is_entry(found)]
+                if names:
+                    self._lister.delete(names)
+                removed += len(names)
+        return removed
+
+    def set_lifecycle(self, ttl_s: float) -> None:
+        """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up.
+
+        Other rules of the bucket stay as they are. ValueError without a prefix: the rule would empty the bucket.
+        """
+        if not self._access.prefix:
+            raise ValueError("S3 lifecycle rule: the remote has no prefix, and the rule would be for the whole bucket")
+        rule = {
+            "ID": self._rule_id,
+            "Status": "Enabled",
+            "Filter": {"Prefix": f"{self._access.prefix}/"},
+            "Expiration": {"Days": math.ceil(ttl_s / _DAY_S)},
+        }
+        with _reported("set the lifecycle rule"):
+            others = [one for one in self._rules() if one.get("ID") != self._rule_id]
+            self._access.admin.put_bucket_lifecycle_configuration(
+                Bucket=self._access.bucket, LifecycleConfiguration={"Rules": [*others, rule]}
+            )
+
+    def lifecycle_s(self) -> float | None:
+        """The age in seconds at which the store deletes entries by our rule; None if that is not in force."""
+        with _reported("read the lifecycle rules"):
+            for rule in self._rules():
+                ours = rule.get("ID") == self._rule_id and rule.get("Filter") == {"Prefix": f"{self._access.prefix}/"}
+                if ours and rule.get("Status") == "Enabled" and "Days" in rule.get("Expiration", {}):
+                    return float(rule["Expiration"]["Days"] * _DAY_S)
+        return None
+
+    @property
+    def _rule_id(self) -> str:
+        return f"lmcache-ec {self._access.prefix}"
+
+    def _rules(self) -> Sequence[dict[str, Any]]:
+        from botocore.exceptions import ClientError
+
+        try:
+            answer = self._access.admin.get_bucket_lifecycle_configuration(Bucket=self._access.bucket)
+        except ClientError as error:
+            if error.response["Error"]["Code"] == "NoSuchLifecycleConfiguration":
+                return ()
+            raise
+        return tuple(answer["Rules"])
+
+    def _use(self, namespace: str) -> NamespaceUse:
+        objects, length, modified = 0, 0, 0.0
+        with _reported(f"list {namespace}"):
+            for page in self._pages(namespace):
+                for found in filter(_is_entry, page):
+                    objects += 1
+                    length += found["size"]
+                    modified = max(modified, found["last_modified"].timestamp())
+        return NamespaceUse(namespace, objects, length, modified)
+
+    def _created(self, client: S3Store, key: EncoderCacheKey, data: memoryview) -> bool:
+        from obstore.exceptions import AlreadyExistsError
+
+        for _ in range(2):
+            try:
+                client.put(key.object_name, data, mode="create", use_multipart=False)
+                return True
+            except AlreadyExistsError as error:
+                if Fault.of(error).status != "409":  # that one says: deleted while this was under way, try again
+                    return False
+        raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others write and delete it")
+
+    def _head(self, key: EncoderCacheKey) -> ObjectMeta | None:
+        return _unless_absent(lambda: self._prompt.head(key.object_name))
+
+    def _aged(self, found: ObjectMeta) -> bool:
+        return self._ttl_s is not None and found["last_modified"].timestamp() < time.time() - self._ttl_s
+
+    @property
+    def _lister(self) -> S3Store:
+        return self._within(_LIST_PATIENCE * self._timeout_s)
+
+    def _within(self, seconds: float) -> S3Store:
+        """A client whose requests end within twice `seconds`: its limit is the next power of two."""
+        limit = 1 << max(0, math.ceil(math.log2(seconds)))
+        with self._lock:
+            if limit not in self._patient:
+                self._patient[limit] = self._access.client(limit, silence=False)
+            return self._patient[limit]
+
+    def _pages(self, namespace: str) -> Iterator[Sequence[ObjectMeta]]:
+        """The objects of a namespace as pages arrive: the first alone, the others over all `<aa>` at once.
+
+        No order is relied on: of the second listing what the first page had is left out.
+        """
+        client = self._lister
+        with _reported(f"list {namespace}"):
+            first = next(client.list(namespace, chunk_size=_PAGE), ())
+        yield first
+        if len(first) < _PAGE:
+            return
+        seen = {found["path"] for found in first}
+        streams = (client.list(f"{namespace}/{part:02x}", chunk_size=_PAGE) for part in range(256))
+        pool = ThreadPoolExecutor(_LISTERS, "s3-list")
+        try:
+            pending = {pool.submit(next, stream, ()): stream for stream in islice(streams, _LISTERS)}
+            while pending:
+                for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                    page: Sequence[ObjectMeta] = _page(done, namespace)
+                    stream = pending.pop(done)
+                    following = stream if page else next(streams, None)
+                    if following is not None:
+                        pending[pool.submit(next, following, ())] = following
+                    yield [found for found in page if found["path"] not in seen]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for a page that nobody wants
+
+
+@contextmanager
+def _reported(action: str) -> Iterator[None]:
+    from botocore.exceptions import BotoCoreError, ClientError
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except TierError:
+        raise
+    except (BotoCoreError, ClientError) as error:
+        raise TierError(errno.EIO, f"s3 tier could not {action}: {told(error)}") from None
+    except (BaseError, OSError) as error:
+        fault = Fault.of(error)
+        raise TierError(fault.number, f"s3 tier could not {action}: {fault}") from None
+
+
+def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
+    """What the request answers, None for an object that is not there; a bucket that is gone is an error."""
+    try:
+        return request()
+    except FileNotFoundError as error:
+        if Fault.of(error).code in ("", "NoSuchKey"):
+            return None
+        raise
+
+
+def _is_entry(found: ObjectMeta) -> bool:
+    return _OBJECT.fullmatch(found["path"]) is not None
+
+
+def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:
+    with _reported(f"list {namespace}"):
+        return done.result()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What went wrong with S3, in words that may be shown.
+
+Of obstore's and boto3's error texts only S3's error code, the HTTP status and the kind of failure are passed on: the
+rest may quote the request, access key and signature included.
+"""
+
+import errno
+import re
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What may be told of an error of obstore."""
+
+    number: int  # errno
+    status: str  # HTTP, or ""
+    code: str  # S3's, or ""
+    region: str  # that S3 names as the right one, or ""
+    kind: str  # of failure, where there was no answer
+
+    @classmethod
+    def of(cls, error: Exception) -> Self:
+        text = str(error)
+        if status := _first(r"status code: (\d{3})", text):
+            number = errno.EACCES if status in ("401", "403") else errno.EIO
+            code = _first(r"<Code>([A-Za-z]{1,64})</Code>", text)
+            return cls(number, status, code, _first(r"<Region>([a-z0-9-]{1,64})</Region>", text), "")
+        if "redirect without LOCATION" in text:
+            return cls(errno.EIO, "301", "", "", "")
+        for sign, number, kind in _KINDS:
+            if sign in text:
+                return cls(number, "", "", "", kind)
+        return cls(errno.EIO, "", "", "", type(error).__name__)
+
+    def __str__(self) -> str:
+        return self.kind or f"HTTP {self.status} {self.code}".strip()
+
+    def advice(self, *, bucket: str, region: str, tls: bool) -> str:
+        """What is wrong with a remote that was just opened, and what to do."""
+        if self.kind:
+            return f"{self.kind}{_WHAT_TO_DO.get(self.kind, '')}"
+        if self.code in _BAD_REGION or self.status in ("301", "307", "308"):
+            answer = f"its server says {self.region}" if self.region else "its server does not say which one is right"
+            return f"wrong region: the bucket is not in {region}, {answer}; give region=… in the URL, or set AWS_REGION"
+        if self.code in _ADVICE or self.status == "403":
+            return f"{_ADVICE.get(self.code, _ADVICE['AccessDenied'])} ({self})".replace("{bucket}", bucket)
+        if self.status == "400" and not tls:
+            return "HTTP 400: perhaps it expects TLS; then let the endpoint begin with https://, or tls be true"
+        if self.status >= "500":
+            return f"{self}: its server has a fault of its own"
+        return f"{self}: it does not answer as S3 does"
+
+
+_UNTRUSTED = "TLS: its certificate is not trusted"
+_NO_TLS = "TLS: it does not answer with TLS"
+_SILENT = "no answer in time"
+_REFUSED = "it refuses connections"
+_UNKNOWN_HOST = "its name cannot be resolved"
+_KINDS = (
+    ("InvalidCertificate", errno.EPROTO, _UNTRUSTED),
+    ("InvalidContentType", errno.EPROTO, _NO_TLS),
+    ("kind: Timeout", errno.ETIMEDOUT, _SILENT),
+    ("TimedOut", errno.ETIMEDOUT, _SILENT),
+    ("ConnectionRefused", errno.ECONNREFUSED, _REFUSED),
+    ("dns error", errno.EHOSTUNREACH, _UNKNOWN_HOST),
+    ("External AWS credential provider", errno.EACCES, "credentials could not be renewed"),
+    ("kind: Connect", errno.EHOSTUNREACH, "it cannot be reached"),
+    ("HttpError", errno.ECONNRESET, "the connection broke"),
+    ("reqwest::Error", errno.ECONNRESET, "the connection broke"),
+)
+_WHAT_TO_DO = {
+    _UNTRUSTED: "; name the authority's certificate with ca_bundle=/path",
+    _NO_TLS: "; if it is meant to do without, let the endpoint begin with http://, or tls be false",
+    _SILENT: "; check endpoint, network and proxy",
+    _REFUSED: "; check the endpoint, and whether the server runs",
+    _UNKNOWN_HOST: "; check endpoint and region",
+}
+_BAD_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
+_BAD_CREDENTIALS = "credentials refused: check which ones boto3 finds here, and that they are for this store"
+_ADVICE = {
+    "NoSuchBucket": "bucket {bucket} does not exist: create it, or correct the URL",
+    "InvalidAccessKeyId": _BAD_CREDENTIALS,
+    "SignatureDoesNotMatch": _BAD_CREDENTIALS,
+    "InvalidToken": _BAD_CREDENTIALS,
+    "ExpiredToken": _BAD_CREDENTIALS,
+    "AccessDenied": "access denied: needed are s3:ListBucket on the bucket, and on its objects s3:GetObject, "
+    "s3:DeleteObject and, but for consumers, s3:PutObject",
+    "RequestTimeTooSkewed": "clock skew: this machine's clock and the server's are too far apart",
+}
+
+
+def told(error: Exception) -> str:
+    """What may be told of an error of boto3: the name of its class and S3's code, no text."""
+    response = getattr(error, "response", {})
+    return f"{type(error).__name__} {response.get('Error', {}).get('Code', '')}".strip()
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""

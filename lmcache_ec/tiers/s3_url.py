@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where an S3 remote is: its URL, read. Nothing here imports boto3 or obstore, or asks anything."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
+_HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9a-fA-F:.]+\](?::[0-9]{1,5})?")
+_AWS_HOST = re.compile(r"(?P<bucket>.+)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com(?:\.cn)?")
+_CREDENTIALS = "S3 URL with credentials: leave them to the environment, a profile or a role"
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """A bucket, the place in it, and how to get there. Made by `s3_options`; its repr shows no secret."""
+
+    bucket: str
+    prefix: str = ""
+    region: str | None = None  # None: as boto3 finds it, else us-east-1
+    endpoint: str | None = None  # http(s)://host[:port] of another store; None: as boto3 finds it, else AWS
+    tls: bool = True  # for an address that boto3 finds; an endpoint says it by its scheme
+    path_style: bool | None = None  # None: as boto3 decides, which is path style for another store's endpoint
+    ca_bundle: Path | None = None  # PEM, trusted besides the system's; None: as boto3 finds it
+    profile: str | None = None
+    access_key_id: str | None = field(default=None, repr=False)
+    secret_access_key: str | None = field(default=None, repr=False)
+
+
+def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3Options:
+    """Read an S3 URL, and the `extra_config` of LMCache that belongs to it. ValueError says what is not accepted.
+
+    - `s3://bucket/prefix?endpoint=…&region=…&path_style=true&tls=false&ca_bundle=/path&profile=…`, all but the bucket
+      optional; `endpoint` with or without `http://` or `https://`
+    - as LMCache writes it, bucket and host in one: `s3://bucket.s3.eu-west-1.amazonaws.com`, `s3://bucket.host:9000`,
+      or without a port if `extra_config` has `s3_region`
+
+    Of `extra_config`: `s3_region`, `disable_tls`, `aws_access_key_id`, `aws_secret_access_key`; the URL goes first.
+    """
+    extra = extra_config or {}
+    if "@" in url:
+        raise ValueError(_CREDENTIALS)
+    parts = urlsplit(url)
+    asked = _query(parts.query)
+    tls = asked.get("tls", not extra.get("disable_tls", False))
+    bucket, region, host = _place(parts.netloc, "s3_region" in extra and "endpoint" not in asked)
+    endpoint = asked.get("endpoint", host)
+    prefix = parts.path.strip("/")
+    if parts.scheme != "s3" or parts.fragment or not _BUCKET.fullmatch(bucket):
+        raise ValueError("S3 URL: accepted is s3://bucket/prefix, the bucket of 3 to 63 characters a-z 0-9 . -")
+    if bucket.endswith("--x-s3") or extra.get("s3_enable_s3express"):
+        raise ValueError("S3 Express directory buckets are not supported: name a general-purpose bucket")
+    if prefix and not _PREFIX.fullmatch(prefix):
+        raise ValueError("S3 URL: accepted in the prefix are A-Z a-z 0-9 . _ = - and single slashes")
+    access_key_id, secret_access_key = extra.get("aws_access_key_id"), extra.get("aws_secret_access_key")
+    if bool(access_key_id) != bool(secret_access_key):
+        raise ValueError("aws_access_key_id and aws_secret_access_key are given together or not at all")
+    ca_bundle = Path(asked["ca_bundle"]) if "ca_bundle" in asked else None
+    if ca_bundle is not None and not ca_bundle.is_file():
+        raise ValueError(f"S3 URL: ca_bundle {ca_bundle} is no file")
+    return S3Options(
+        bucket=bucket,
+        prefix=prefix,
+        region=asked.get("region", region or _text(extra.get("s3_region"))),
+        endpoint=None if endpoint is None else _endpoint(endpoint, tls, contradicts="tls" in asked),
+        tls=tls,
+        path_style=asked.get("path_style", False if host else None),
+        ca_bundle=ca_bundle,
+        profile=asked.get("profile"),
+        access_key_id=_text(access_key_id),
+        secret_access_key=_text(secret_access_key),
+    )
+
+
+def _place(netloc: str, lmcache: bool) -> tuple[str, str | None, str | None]:
+    """Bucket, region and host that the first part of an S3 URL names; without a host it names AWS or our endpoint."""
+    aws = _AWS_HOST.fullmatch(netloc)
+    if aws:
+        return aws["bucket"], aws["region"], None
+    if netloc.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        raise ValueError("S3 URL: of AWS's hosts accepted is bucket.s3.region.amazonaws.com; others go to endpoint=…")
+    if ":" in netloc or (lmcache and "." in netloc):
+        bucket, _, host = netloc.partition(".")
+        return bucket, None, host or None
+    return netloc, None, None
+
+
+def _endpoint(text: str, tls: bool, *, contradicts: bool) -> str:
+    scheme, _, host = text.rpartition("://")
+    host = host.rstrip("/")
+    if scheme not in ("", "http", "https") or not _HOST.fullmatch(host):
+        raise ValueError("S3 endpoint: accepted is host[:port], or http(s)://host[:port]")
+    if scheme and contradicts and (scheme == "https") != tls:
+        raise ValueError(f"S3 endpoint with {scheme}:// but tls={str(tls).lower()}: they contradict each other")
+    return f"{scheme or ('https' if tls else 'http')}://{host}"
+
+
+def _query(text: str) -> dict[str, Any]:
+    """The options in a URL; an error names the key, and no value."""
+    readers: dict[str, Callable[[str], object]] = {
+        "endpoint": str, "region": str, "ca_bundle": str, "profile": str, "path_style": _bool, "tls": _bool
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for key, value in parse_qsl(text, keep_blank_values=True):
+        if key not in readers:
+            secret = re.search(r"key|secret|token|password", key, re.IGNORECASE)
+            raise ValueError(_CREDENTIALS if secret else f"S3 URL: unknown option, accepted are {', '.join(readers)}")
+        try:
+            found[key] = readers[key](value)
+        except ValueError:
+            raise ValueError(f"S3 URL: {key} is true or false") from None
+        if value == "":
+            raise ValueError(f"S3 URL: {key} is empty")
+    return found
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("true", "false", "1", "0"):
+        raise ValueError
+    return text.lower() in ("true", "1")
+
+
+def _text(value: object) -> str | None:
+    return None if value is None or value == "" else str(value)

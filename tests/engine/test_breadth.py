@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every model and modality: encoded once, and loaded by a new process with equal outputs."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.rig import Reference, Rig
+from tests.engine_env import Layout
+from tests.media import WORDINGS, Prompt
+
+CASES = [
+    ("qwen2vl", "float32"),
+    ("qwen25vl", "float32"),
+    ("qwen3vl", "bfloat16"),
+    ("gemma3", "bfloat16"),
+    ("llava", "float32"),
+    ("paligemma", "float32"),
+    ("idefics3", "float32"),
+    ("qwen2audio", "bfloat16"),
+]
+
+
+def prompts(model: str) -> tuple[tuple[Prompt, ...], int]:
+    """One item, two in one prompt, one of each kind together; and how many distinct items these are."""
+    wording = WORDINGS[model]
+    if wording.audio is not None:
+        return (Prompt(audios=(1,)), Prompt(audios=(2, 1))), 2
+    if wording.video is not None:
+        return (Prompt(images=(1,)), Prompt(videos=(2,)), Prompt(images=(3, 1), videos=(4,), size=(84, 112))), 5
+    if model == "paligemma":  # one image a prompt
+        return (Prompt(images=(1,)), Prompt(images=(2,))), 2
+    return (Prompt(images=(1,)), Prompt(images=(2, 3), size=(84, 112))), 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "dtype"), CASES, ids=["-".join(case) for case in CASES])
+def test_encoded_once_and_loaded_by_a_new_process(model: str, dtype: str, tmp_path: Path, reference: Reference) -> None:
+    """One after another, so that bf16 arithmetic is the same whenever an entry arrives."""
+    asked, items = prompts(model)
+    with Rig(model, Layout.ONE_PROCESS, tmp_path, reference, dtype=dtype) as rig:
+        assert rig.ask(*asked, one_by_one=True) == items
+        rig.settle()
+        assert len(rig.files()) == items
+        assert rig.left_over() == {}
+        rig.restart()
+        assert rig.ask(*asked, one_by_one=True) == 0
+        assert rig.left_over() == {}
+    reference.forget(model, dtype)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that only encodes and one that only loads, joined by a disk folder alone."""
+
+from pathlib import Path
+
+from tests.engine.rig import Reference, Rig
+from tests.engine_env import Layout
+from tests.engine_runner import Generate
+from tests.media import Prompt
+
+MODEL = "qwen3vl"
+PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 3)), Prompt(videos=(4,)))
+ITEMS = 4
+NEW = Prompt(images=(5,))
+
+
+def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Reference) -> None:
+    """The consumer is told no widths, encodes itself what nobody has stored, and never writes."""
+    disk = tmp_path / "disk"
+    producer = Rig(
+        MODEL,
+        Layout.MULTI_PROCESS,
+        tmp_path / "producer",
+        reference,
+        disk=disk,
+        connector={"ec_role": "ec_producer"},
+        mm_encoder_only=True,
+    )
+    with producer:
+        report = producer.engine.do(Generate(PROMPTS, 1))
+        assert producer.encodes(report.encodes) == ITEMS
+        assert len(producer.files()) == ITEMS, "a producer's answer says that its entries can be fetched"
+        namespace = producer.status()["namespace"]
+        again = producer.engine.do(Generate(PROMPTS, 1))
+        assert len(producer.files()) == ITEMS, f"encoded {again.encodes} again"
+    consumer = Rig(
+        MODEL, Layout.MULTI_PROCESS, tmp_path / "consumer", reference, disk=disk, connector={"ec_role": "ec_consumer"}
+    )
+    with consumer:
+        assert consumer.status()["namespace"] == namespace
+        assert consumer.ask(*PROMPTS) == 0
+        assert consumer.ask(NEW) == 1
+        assert consumer.left_over() == {}
+        counts = consumer.counts()
+        assert (counts["saves"], counts["loads_disk"]) == (0, ITEMS)
+        assert len(consumer.files()) == ITEMS

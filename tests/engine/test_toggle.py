@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One LMCache file for KV and encoder outputs: what switches the cache on and off, and what stands beside it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.rig import Reference, Rig
+from tests.engine_env import Layout
+from tests.media import Prompt
+
+MODEL = "gemma3"
+PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 1), text="both"))
+ITEMS = 2
+GIB = 1 << 30
+
+KV_ONLY = """
+chunk_size: 256
+local_cpu: true
+max_local_cpu_size: 20
+local_disk: file://{disk}/kv/
+max_local_disk_size: 100
+"""
+
+EXAMPLE_KV = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+LMCACHE_KV = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+
+
+def lmcache_file(folder: Path, text: str) -> dict[str, str]:
+    """The environment that names a file of this text."""
+    file = folder / "lmcache.yaml"
+    file.write_text(text.format(disk=folder))
+    return {"LMCACHE_CONFIG_FILE": str(file)}
+
+
+def test_a_file_for_kv_alone_gives_safe_defaults_and_no_second_pool(tmp_path: Path, reference: Reference) -> None:
+    """Places are inherited, budgets are not: LMCache's 20 GiB for KV are not taken once more."""
+    environment = lmcache_file(tmp_path, KV_ONLY)
+    nothing_said: dict[str, Any] = {"ec_connector_extra_config": {}}
+    disk = tmp_path / "kv" / "encoder-cache"
+    with Rig(
+        MODEL, Layout.ONE_PROCESS, tmp_path, reference, disk=disk, environment=environment, connector=nothing_said
+    ) as rig:
+        assert rig.ask(*PROMPTS) == ITEMS
+        assert rig.counts()["capacity_bytes"] == 2 * GIB
+        assert len(rig.files()) == ITEMS
+        assert sum(rig.arenas().values()) < GIB // 4
+        rig.restart()
+        assert rig.ask(*PROMPTS) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["file", "environment", "extra"])
+def test_switched_off_wherever_that_is_said(where: str, tmp_path: Path, reference: Reference) -> None:
+    text = "ec:\n  enabled: false\n" if where == "file" else "ec: {{}}\n"
+    environment = lmcache_file(tmp_path, text)
+    if where == "environment":
+        environment["LMCACHE_EC_ENABLED"] = "false"
+    keys = {"enabled": False} if where == "extra" else {}
+    with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys, environment=environment) as rig:
+        for _ in range(2):
+            assert rig.ask(PROMPTS[0]) == 1
+            rig.forget()
+        assert rig.statuses() == []
+        assert not rig.disk.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", [EXAMPLE_KV, LMCACHE_KV], ids=lambda kv: kv["kv_connector"])
+def test_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+    """Both read one file and serve one engine; neither keeps the other from a warm restart."""
+    stored = {"shared_storage_path": str(tmp_path / "kv")} if kv is EXAMPLE_KV else {}
+    environment = lmcache_file(tmp_path, "chunk_size: 16\nlocal_cpu: true\nmax_local_cpu_size: 0.1\nec: {{}}\n")
+    transfer = {**kv, "kv_connector_extra_config": stored}
+    with Rig(
+        MODEL, Layout.MULTI_PROCESS, tmp_path, reference, environment=environment, kv_transfer_config=transfer
+    ) as rig:
+        assert rig.ask(*PROMPTS) == ITEMS
+        assert rig.left_over() == {}
+        rig.restart()
+        assert rig.ask(*PROMPTS) == 0
+        assert rig.left_over() == {}
+        assert len(rig.files()) == ITEMS

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remote tiers under the whole core: warm on another host, in order, and in nobody's way when they are not there."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
+from lmcache_ec.key import EncoderCacheKey
+from tests.integration.harness import NAMESPACE, Bench, names, own_arenas, store_processes, stored, wait_until
+from tests.seaweed import Seaweed, seaweed
+from tests.servers.redis import RedisServer, redis_server
+from tests.servers.relay import relay
+
+IMAGES = names("image", 6)
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A store that is there, and how a test looks into it."""
+
+    name: str
+    url: str
+    held: Callable[[], int]
+    spoil: Callable[[str], None]
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def in_redis(redis: RedisServer) -> Remote:
+    redis.client().flushall()
+
+    def spoil(identifier: str) -> None:
+        redis.client().setrange(f"lmcache-ec/{object_name(identifier)}", 5000, b"\xff\x00\xff")
+
+    return Remote("redis", redis.url, lambda: redis.client().dbsize(), spoil)
+
+
+@pytest.fixture
+def in_s3(s3: Seaweed, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Remote:
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    prefix = f"test-{abs(hash(request.node.name))}"
+
+    def held() -> int:
+        return int(s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=f"{prefix}/")["KeyCount"])
+
+    def spoil(identifier: str) -> None:
+        place = {"Bucket": s3.bucket, "Key": f"{prefix}/{object_name(identifier)}"}
+        body = bytearray(s3.client().get_object(**place)["Body"].read())
+        body[5000] ^= 0xFF
+        s3.client().put_object(**place, Body=bytes(body))
+
+    return Remote("s3", f"s3://{s3.bucket}/{prefix}?endpoint={s3.endpoint}", held, spoil)
+
+
+@pytest.fixture(params=["redis", "s3"])
+def remote(request: pytest.FixtureRequest) -> Remote:
+    found: Remote = request.getfixturevalue(f"in_{request.param}")
+    return found
+
+
+def object_name(identifier: str) -> str:
+    return EncoderCacheKey(NAMESPACE, identifier).object_name
+
+
+def filled(folder: Path | None, *remotes: Remote) -> None:
+    """A host that encoded, stored and went."""
+    with Bench(folder, remotes=[remote.url for remote in remotes]) as bench:
+        bench.encode(IMAGES)
+        bench.settle()
+        for remote in remotes:
+            wait_until(f"all is in {remote.name}", lambda remote=remote: remote.held() == len(IMAGES))
+
+
+def test_another_host_is_warm_and_keeps_what_it_fetched(tmp_path: Path, remote: Remote) -> None:
+    filled(tmp_path / "one", remote)
+    with Bench(tmp_path / "two", remotes=[remote.url]) as other:
+        assert all(other.serves(identifier) for identifier in IMAGES)
+        other.settle()
+        assert other.snapshot()[f"loads_{remote.name}"] == len(IMAGES)
+        wait_until("all is on its disk, too", lambda: stored(tmp_path / "two") == set(IMAGES))
+    assert remote.held() == len(IMAGES)
+    with Bench(tmp_path / "two") as alone:
+        assert all(alone.serves(identifier) for identifier in IMAGES)
+
+
+def test_a_host_without_a_disk_writes_and_reads_the_remote(remote: Remote) -> None:
+    filled(None, remote)
+    with Bench(None, remotes=[remote.url]) as other:
+        assert all(other.serves(identifier) for identifier in IMAGES)
+        assert not other.serves("never stored")
+        other.settle()
+
+
+def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
+    tmp_path: Path, in_redis: Remote, in_s3: Remote, redis: RedisServer
+) -> None:
+    filled(tmp_path / "one", in_redis, in_s3)
+    redis.client().flushall()
+    with Bench(tmp_path / "two", remotes=[in_redis.url, in_s3.url]) as other:
+        assert all(other.serves(identifier) for identifier in IMAGES)
+        assert other.snapshot()["loads_s3"] == len(IMAGES)
+        wait_until("Redis has all again", lambda: in_redis.held() == len(IMAGES))
+        wait_until("the disk has all", lambda: stored(tmp_path / "two") == set(IMAGES))
+        other.settle()
+
+
+def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
+    filled(None, remote)
+    remote.spoil(IMAGES[0])
+    with Bench(None, remotes=[remote.url]) as other:
+        assert not other.serves(IMAGES[0])
+        assert other.serves(IMAGES[1])
+        wait_until("it is deleted", lambda: remote.held() == len(IMAGES) - 1)
+        other.encode([IMAGES[0]])
+        other.settle()
+        wait_until("it is written again", lambda: remote.held() == len(IMAGES))
+    with Bench(None, remotes=[remote.url]) as third:
+        assert third.serves(IMAGES[0])
+
+
+def asks(bench: Bench, identifier: str) -> bool:
+    """Whether a first-seen image would wait for a tier."""
+    before = bench.snapshot()["fetches"]
+    asked = bench.cache.fetch(identifier, 8192, time.monotonic())
+    bench.until("that is answered", lambda: not bench.snapshot()["fetches_under_way"])
+    assert asked == (bench.snapshot()["fetches"] > before)
+    return asked
+
+
+def test_redis_is_asked_while_it_answers_quickly_and_not_waited_for_once_it_is_slow(
+    tmp_path: Path, in_redis: Remote, redis: RedisServer
+) -> None:
+    filled(tmp_path / "one", in_redis)
+    with relay(redis.port) as between:
+        url = f"redis://127.0.0.1:{between.port}"
+        with Bench(tmp_path / "two", remotes=[url]) as bench:
+            bench.scanned_disk()
+            assert all(asks(bench, identifier) for identifier in names("new", 20))
+            between.delay_s = 0.2
+            for number in range(20):
+                if not asks(bench, f"newer-{number}"):
+                    break
+            assert not any(asks(bench, identifier) for identifier in names("newest", 20))
+            bench.scanned()
+            bench.until("what it has is still found", lambda: bench.serves(IMAGES[0]))
+            bench.settle()
+
+
+def test_s3_is_not_asked_about_what_its_catalog_lacks(tmp_path: Path, in_s3: Remote) -> None:
+    filled(tmp_path / "one", in_s3)
+    with Bench(tmp_path / "two", remotes=[in_s3.url]) as bench:
+        bench.scanned()
+        assert not any(asks(bench, identifier) for identifier in names("new", 20))
+        assert bench.serves(IMAGES[0])
+        bench.settle()
+
+
+def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
+        bench.encode(IMAGES[:1])
+        bench.settle()
+        server.kill()
+        bench.until("that is found out", lambda: not asks(bench, f"new-{time.monotonic()}"))
+        bench.encode(IMAGES[1:])
+        bench.settle()
+        assert stored(tmp_path / "disk") == set(IMAGES)
+        server.start()
+        bench.until("it is asked again", lambda: asks(bench, f"newer-{time.monotonic()}"), 20.0)
+        bench.encode(["later"])
+        bench.settle()
+        wait_until("and written to", lambda: server.client().dbsize() == 1)
+
+
+def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "server") as server:
+        server.kill()
+        with Bench(tmp_path / "disk", remotes=[server.url]) as bench:
+            bench.encode(IMAGES)
+            bench.settle()
+            assert stored(tmp_path / "disk") == set(IMAGES)
+            assert not asks(bench, "new")
+            server.start()
+            bench.until("it is asked", lambda: asks(bench, f"newer-{time.monotonic()}"), 20.0)
+
+
+def test_what_cannot_be_meant_is_said_at_the_start_and_leaves_nothing(
+    tmp_path: Path, s3: Seaweed, in_s3: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
+        wrong = f"redis://:wr0ng-canary@127.0.0.1:{server.port}"
+        mistakes = {
+            wrong: "the server refuses the credentials",
+            f"s3://no-such-bucket/x?endpoint={s3.endpoint}": "no-such-bucket does not exist",
+            f"rediss://127.0.0.1:{server.port}": "TLS",
+        }
+        for url, words in mistakes.items():
+            before = own_arenas()
+            with pytest.raises(ConfigError, match=words) as raised:
+                Bench(tmp_path / "disk", remotes=[url])
+            assert "canary" not in str(raised.value)
+            assert own_arenas() == before
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wr0ng-canary")
+        with pytest.raises(ConfigError, match="credentials refused") as raised:
+            Bench(tmp_path / "disk", remotes=[in_s3.url])
+        assert "canary" not in str(raised.value)
+
+
+def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
+        url = f"redis://:s3cr3t-canary@127.0.0.1:{server.port}"
+        assert "canary" not in summary(EncoderCacheConfig(remotes=[url]))
+        with Bench(tmp_path / "disk", remotes=[url]) as bench:
+            pid = bench.serving()
+            bench.encode(IMAGES)
+            bench.settle()
+            server.kill()
+            bench.until("the fault is told", lambda: not asks(bench, f"new-{time.monotonic()}"))
+            shown = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
+            assert not any(b"canary" in text for text in shown)
+            status = subprocess.run([sys.executable, "-m", "lmcache_ec.cli", "status", "--json"], capture_output=True)
+            assert b"canary" not in status.stdout + status.stderr
+    assert caplog.records
+    assert "canary" not in caplog.text
+    assert not [file for file in (tmp_path / "disk").rglob("*") if file.is_file() and b"canary" in file.read_bytes()]
+
+
+def test_credentials_of_the_environment_reach_the_store_process_only_for_s3(
+    tmp_path: Path, in_s3: Remote, in_redis: Remote
+) -> None:
+    seen = {}
+    for remote in (in_s3, in_redis):
+        with Bench(tmp_path, remotes=[remote.url]) as bench:
+            [pid] = store_processes(bench.arena)
+            seen[remote.name] = b"AWS_SECRET_ACCESS_KEY" in Path(f"/proc/{pid}/environ").read_bytes()
+    assert seen == {"s3": True, "redis": False}

@@ -1,0 +1,897 @@
+# SPDX-License-Identifier: Apache-2.0
+import errno
+import logging
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import Tier, TierError
+from lmcache_ec.tiers.redis import RedisTier, open_redis
+from lmcache_ec.tiers.redis_client import connect
+from lmcache_ec.tiers.redis_url import Layout, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.resp import PayloadParser
+from tests.servers.authority import Authority, Identity
+from tests.servers.redis import (
+    SERVICE,
+    RedisServer,
+    SentinelProcess,
+    cluster,
+    free_port,
+    redis_server,
+    wait_for,
+    watched_pair,
+)
+from tests.servers.relay import Then, relay
+from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
+
+USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"
+QUICK = RedisOptions(timeout_s=0.3, connect_timeout_s=0.3)
+TRAP = 64
+
+
+def new_key() -> EncoderCacheKey:
+    return EncoderCacheKey(new_namespace(), "picture")
+
+
+@contextmanager
+def opened(url: str, options: RedisOptions | None = None) -> Iterator[RedisTier]:
+    tier = open_redis(url, options)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def trapped(length: int) -> tuple[bytearray, memoryview]:
+    """A buffer between two stretches that nobody may touch, and the buffer alone."""
+    around = bytearray(b"\xaa") * (length + 2 * TRAP)
+    return around, memoryview(around)[TRAP : TRAP + length]
+
+
+def assert_untouched(around: bytearray) -> None:
+    assert around[:TRAP] == around[-TRAP:] == b"\xaa" * TRAP
+
+
+def every_call(tier: Tier) -> Sequence[Callable[[], object]]:
+    key, buffer = new_key(), memoryview(bytearray(100))
+    return (
+        lambda: tier.get_into(key, buffer),
+        lambda: tier.contains(key),
+        lambda: tier.put(key, buffer),
+        lambda: tier.delete(key),
+        lambda: list(tier.list(key.namespace)),
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[RedisServer]]:
+    with cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Sequence[RedisServer], Sequence[SentinelProcess]]]:
+    with watched_pair(tmp_path_factory.mktemp("sentinel")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def client_identity(authority: Authority) -> Identity:
+    return authority.identity("client")
+
+
+@pytest.fixture(scope="module")
+def tls_port(server: RedisServer, authority: Authority) -> Iterator[int]:
+    """Where `server` is reached through TLS, by a client with a certificate."""
+    with relay(server.port, authority.server_context(authority.identity("server"), wants_client=True)) as front:
+        yield front.port
+
+
+def cluster_url(masters: Sequence[RedisServer]) -> str:
+    return "redis-cluster://" + ",".join(f"127.0.0.1:{one.port}" for one in masters)
+
+
+def sentinel_url(sentinels: Sequence[SentinelProcess], service: str = SERVICE) -> str:
+    return "redis-sentinel://" + ",".join(f"127.0.0.1:{one.port}" for one in sentinels) + f"/{service}"
+
+
+def tls_url(port: int, authority: Authority, identity: Identity | None) -> str:
+    own = f"&ssl_certfile={identity.certificate}&ssl_keyfile={identity.key}" if identity else ""
+    return f"rediss://127.0.0.1:{port}?ssl_ca_certs={authority.file}{own}"
+
+
+class TestRedisTier(TierConformance):
+    @pytest.fixture
+    def tier(self, server: RedisServer) -> Iterator[RedisTier]:
+        with opened(server.url, RedisOptions(prefix="any/pre[f]ix*\\?-")) as tier:
+            yield tier
+
+
+class TestRedisTierOverTls(TierConformance):
+    @pytest.fixture
+    def tier(self, tls_port: int, authority: Authority, client_identity: Identity) -> Iterator[RedisTier]:
+        with opened(tls_url(tls_port, authority, client_identity)) as tier:
+            yield tier
+
+
+class TestRedisTierOnACluster(TierConformance):
+    @pytest.fixture
+    def tier(self, masters: Sequence[RedisServer]) -> Iterator[RedisTier]:
+        with opened(cluster_url(masters)) as tier:
+            yield tier
+
+
+class TestRedisTierBehindSentinels(TierConformance):
+    @pytest.fixture
+    def tier(self, pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]]) -> Iterator[RedisTier]:
+        with opened(sentinel_url(pair[1])) as tier:
+            yield tier
+
+
+def test_a_unix_socket_and_a_database_of_its_own(server: RedisServer) -> None:
+    key = new_key()
+    with opened(f"unix://{server.socket}?db=3") as tier, opened(server.url) as other:
+        assert tier.put(key, value("a", 5000)) is True
+        assert fetch(tier, key) == value("a", 5000)
+        assert other.contains(key) is None
+        assert server.client(db=3).get(f"lmcache-ec/{key.object_name}") == value("a", 5000)
+
+
+def test_a_hit_is_one_round_trip_and_so_are_many(server: RedisServer) -> None:
+    keys = [EncoderCacheKey(new_namespace(), str(number)) for number in range(8)]
+    buffers = [memoryview(bytearray(3 * MIB)) for _ in keys]
+    with relay(server.port) as line, opened(f"redis://127.0.0.1:{line.port}") as tier:
+        for key in keys[:-1]:
+            tier.put(key, value(key.identifier, 3 * MIB))
+        for call, expected in (
+            (lambda: tier.get_into(keys[0], buffers[0]), 3 * MIB),
+            (lambda: tier.contains(keys[0]), 3 * MIB),
+            (lambda: tier.contains(keys[-1]), None),
+            (lambda: tier.get_each_into(list(zip(keys, buffers, strict=True))), [3 * MIB] * 7 + [None]),
+            (lambda: tier.contains_each(keys), [3 * MIB] * 7 + [None]),
+        ):
+            before = line.turns
+            assert call() == expected
+            assert line.turns == before + 1
+    assert all(buffer == value(key.identifier, 3 * MIB) for key, buffer in zip(keys[:-1], buffers, strict=False))
+
+
+def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer) -> None:
+    keys = [EncoderCacheKey(new_namespace(), str(number)) for number in range(6)]
+    buffers = [memoryview(bytearray(1000)) for _ in keys]
+    options = RedisOptions(batch_bytes=2000)
+    with relay(server.port) as line, opened(f"redis://127.0.0.1:{line.port}", options) as tier:
+        for key in keys:
+            tier.put(key, value(key.identifier, 1000))
+        before = line.turns
+        assert tier.get_each_into(list(zip(keys, buffers, strict=True))) == [1000] * 6
+        assert line.turns == before + 3
+        assert tier.get_each_into([]) == tier.contains_each([]) == []
+
+
+@pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
+@pytest.mark.parametrize("asked", [0, 11, 71_000])
+def test_a_wrong_length_is_told_and_what_comes_after_it_is_right(server: RedisServer, stored: int, asked: int) -> None:
+    """Whether the connection went on, or was closed because the value is too long to be thrown away."""
+    wrong, right = new_key(), new_key()
+    around, buffer = trapped(asked)
+    good = memoryview(bytearray(1000))
+    with opened(server.url) as tier:
+        tier.put(wrong, value("wrong", stored))
+        tier.put(right, value("right", 1000))
+        for _ in range(3):
+            assert tier.get_into(wrong, buffer) == stored
+            assert tier.get_into(right, good) == 1000
+            assert good == value("right", 1000)
+            good[:] = bytes(1000)
+        assert tier.get_each_into([(wrong, buffer), (right, good), (wrong, buffer)]) == [stored, 1000, stored]
+        assert good == value("right", 1000)
+    assert_untouched(around)
+
+
+def test_an_error_reply_is_an_error_of_its_entry_and_the_connection_goes_on(server: RedisServer) -> None:
+    bad, good = new_key(), new_key()
+    buffer = memoryview(bytearray(100))
+    with opened(server.url) as tier:
+        server.client().rpush(f"lmcache-ec/{bad.object_name}", "a list")
+        tier.put(good, value("a", 100))
+        connections = server.client().info("stats")["total_connections_received"]
+        with pytest.raises(TierError, match="WRONGTYPE"):
+            tier.get_into(bad, buffer)
+        with pytest.raises(TierError, match="WRONGTYPE"):
+            tier.contains(bad)
+        first, second = tier.get_each_into([(bad, buffer), (good, buffer)])
+        assert isinstance(first, TierError)
+        assert (second, buffer) == (100, value("a", 100))
+        assert list(tier.list(bad.namespace)) == []
+        assert server.client().info("stats")["total_connections_received"] == connections + 1
+
+
+@pytest.mark.parametrize("then", Then)
+@pytest.mark.parametrize("answered", [0, 1, 9, 10, 11, 40_000, 99_999, 100_010])
+def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer, then: Then, answered: int) -> None:
+    """Cut: it is asked again on another connection. Silent: an error. What is asked next is answered right."""
+    key = new_key()
+    around, buffer = trapped(100_000)
+    with relay(server.port) as line, opened(f"redis://127.0.0.1:{line.port}", QUICK) as tier:
+        tier.put(key, value("a", 100_000))
+        line.allow(answered, then)
+        if then is Then.CUT:
+            assert tier.get_into(key, buffer) == 100_000
+        else:
+            with pytest.raises(TierError, match="no answer in time") as caught:
+                tier.get_into(key, buffer)
+            assert caught.value.errno == errno.ETIMEDOUT
+            assert tier.get_into(key, buffer) == 100_000
+        assert buffer == value("a", 100_000)
+        line.allow(answered, then)
+        answers = tier.get_each_into([(key, buffer), (new_key(), buffer[:7])])
+        if then is Then.CUT:
+            assert answers == [100_000, None]
+        else:
+            assert any(isinstance(answer, TierError) for answer in answers)
+        assert tier.contains(new_key()) is None
+    assert_untouched(around)
+
+
+@contextmanager
+def answering_gets_with(*pieces: bytes, pause_s: float = 0.0) -> Iterator[RedisTier]:
+    """A tier on a port where every GET is answered so. No real server sends what this one sends."""
+    over = threading.Event()
+
+    def serve(client: socket.socket) -> None:
+        with client:
+            while request := client.recv(1 << 16):
+                for piece in pieces if b"\r\nGET\r\n" in request else (b":0\r\n" * request.count(b"*"),):
+                    client.sendall(piece)
+                    if over.wait(pause_s):
+                        return
+
+    def accept() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=_quietly, args=(serve, client), daemon=True).start()
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=accept, daemon=True).start()
+    place, options = parse_redis_url(f"redis://127.0.0.1:{listener.getsockname()[1]}", QUICK)
+    tier = RedisTier(connect(place, options), place, options)
+    try:
+        yield tier
+    finally:
+        tier.close()
+        over.set()
+        listener.close()
+
+
+def _quietly(serve: Callable[[socket.socket], None], client: socket.socket) -> None:
+    try:
+        serve(client)
+    except OSError:
+        pass
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_never_stops_to_trickle_is_left() -> None:
+    """Each byte is in time, but the call has an end. Without one this test has none."""
+    answer = [b"$1000000\r\n", *[b"x"] * 10_000]
+    with answering_gets_with(*answer, pause_s=0.05) as tier, pytest.raises(TierError, match="no answer in time"):
+        tier.get_into(new_key(), memoryview(bytearray(1_000_000)))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"$100\r\n" + b"x" * 100 + b"yy\r\n",  # longer than announced
+        b"$-7\r\n",
+        b"$1x0\r\n",
+        b"*1\r\n$100\r\n" + b"x" * 100 + b"\r\n",
+        b":100\r\n",
+        b"+OK\r\n",
+        b"-MOVED nonsense\r\n",
+        b"-MOVED 1 127.0.0.1:1\r\n",
+        b"-\xff\xfe\r\n",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"$" + b"1" * 100_000,
+    ],
+)
+def test_an_answer_that_makes_no_sense_is_an_error_and_touches_nothing(answer: bytes) -> None:
+    around, buffer = trapped(100)
+    with answering_gets_with(answer) as tier:
+        for _ in range(2):
+            with pytest.raises(TierError):
+                tier.get_into(new_key(), buffer)
+            (one,) = tier.get_each_into([(new_key(), buffer)])
+            assert isinstance(one, TierError)
+            assert list(tier.contains_each([new_key(), new_key()])) == [None, None]
+    assert_untouched(around)
+
+
+@pytest.mark.parametrize("length", [10**9, 10**30])
+def test_a_length_beyond_all_reason_is_told_and_not_waited_for(length: int) -> None:
+    with answering_gets_with(b"$%d\r\n" % length) as tier:
+        assert tier.get_into(new_key(), memoryview(bytearray(100))) == length
+        assert tier.contains(new_key()) is None
+
+
+REPLIES = st.lists(
+    st.one_of(
+        st.tuples(st.just("value"), st.binary(max_size=200), st.integers(0, 200)),
+        st.tuples(st.just("text"), st.binary(max_size=200), st.just(0)),
+        st.tuples(st.just("none"), st.just(b""), st.integers(0, 200)),
+        st.tuples(st.just("error"), st.just(b"ERR no"), st.integers(0, 200)),
+        st.tuples(st.just("list"), st.binary(max_size=20), st.just(0)),
+    ),
+    max_size=12,
+)
+
+
+class _Line:
+    """A connection as a parser sees it, whose bytes come in pieces of any size."""
+
+    def __init__(self, sent: bytes, sizes: Sequence[int]) -> None:
+        self._sent, self._sizes, self._socket_timeout = sent, list(sizes), 1.0
+        self._sock = self
+
+    def settimeout(self, seconds: float) -> None:
+        assert seconds > 0
+
+    def recv_into(self, view: memoryview) -> int:
+        size = min(self._sizes.pop() if self._sizes else 1, len(view), len(self._sent))
+        view[:size], self._sent = self._sent[:size], self._sent[size:]
+        return size
+
+
+@settings(deadline=None, max_examples=300)
+@given(REPLIES, st.lists(st.integers(1, 300), max_size=60))
+def test_answers_are_read_alike_however_they_arrive(replies: list[tuple[str, bytes, int]], sizes: list[int]) -> None:
+    encoded = {
+        "value": lambda data: b"$%d\r\n%s\r\n" % (len(data), data),
+        "text": lambda data: b"$%d\r\n%s\r\n" % (len(data), data),
+        "none": lambda _: b"$-1\r\n",
+        "error": lambda data: b"-%s\r\n" % data,
+        "list": lambda data: b"*3\r\n:7\r\n*1\r\n$%d\r\n%s\r\n+OK\r\n" % (len(data), data),
+    }
+    parser = PayloadParser(socket_read_size=1)
+    parser.on_connect(_Line(b"".join(encoded[kind](data) for kind, data, _ in replies), sizes))
+    buffers = [trapped(len(data) if length < 100 else length) for _, data, length in replies]
+    parser.targets.extend(
+        None if kind in ("text", "list") else buffer for (kind, _, _), (_, buffer) in zip(replies, buffers, strict=True)
+    )
+    for (kind, data, _), (around, buffer) in zip(replies, buffers, strict=True):
+        reply = parser.read_response()
+        if kind == "value":
+            assert reply == len(data)
+            assert len(buffer) != len(data) or buffer == data
+        elif kind == "error":
+            assert isinstance(reply, redis.ResponseError)
+        else:
+            assert reply == {"text": data, "none": None, "list": [7, [data], b"OK"]}[kind]
+        assert_untouched(around)
+
+
+def test_a_frozen_server_is_an_error_in_time_and_none_once_it_goes_on(server: RedisServer) -> None:
+    with opened(server.url, QUICK) as tier:
+        large = new_key()
+        server.freeze()
+        try:
+            for call in (*every_call(tier), lambda: tier.put(large, value("a", 32 * MIB))):
+                with pytest.raises(TierError, match="no answer in time") as caught:
+                    call()
+                assert caught.value.errno == errno.ETIMEDOUT
+        finally:
+            server.thaw()
+        for call in every_call(tier):
+            call()
+        assert tier.contains(large) is None
+
+
+def test_a_killed_server_is_an_error_and_none_once_it_is_back(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server, opened(server.url) as tier:
+        with ThreadPoolExecutor(4) as threads:  # several connections, all of which will be dead
+            list(threads.map(lambda _: [call() for call in every_call(tier)], range(4)))
+        server.kill()
+        for call in every_call(tier):
+            with pytest.raises(TierError, match="nothing listens there"):
+                call()
+        server.start()
+        for _ in range(4):
+            for call in every_call(tier):
+                call()
+
+
+def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> None:
+    limit = ("--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
+    with redis_server(tmp_path, *limit) as server, opened(server.url) as tier:
+        stored: list[EncoderCacheKey] = []
+
+        def fill() -> None:
+            for number in range(12):
+                key = EncoderCacheKey("ns", str(number))
+                tier.put(key, value(key.identifier, MIB))
+                stored.append(key)
+
+        with pytest.raises(TierError, match="full") as caught:
+            fill()
+        assert caught.value.errno == errno.ENOSPC
+        assert {found.digest: found.length for found in tier.list("ns")} == {key.digest: MIB for key in stored}
+        assert stored
+        assert fetch(tier, stored[-1]) == bytes(value(stored[-1].identifier, MIB))
+
+
+def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_path: Path) -> None:
+    limit = ("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru")
+    with redis_server(tmp_path, *limit) as server, opened(server.url) as tier:
+        keys = [EncoderCacheKey("ns", str(number)) for number in range(24)]
+        for key in keys:
+            assert tier.put(key, value(key.identifier, MIB)) is True
+        present = [key for key in keys if fetch(tier, key) is not None]
+        assert 0 < len(present) < len(keys)
+        client, idle = server.client(), ("OBJECT", "IDLETIME", f"lmcache-ec/{present[0].object_name}")
+        wait_for("a second without use", lambda: client.execute_command(*idle) >= 1)
+        (listed,) = [found for found in tier.list("ns") if found.digest == present[0].digest]
+        assert client.execute_command(*idle) >= 1
+        assert listed.modified <= client.time()[0]
+
+
+def test_an_entry_lives_as_long_as_is_configured_whoever_reads_it(server: RedisServer) -> None:
+    key, other = new_key(), new_key()
+    with opened(server.url, RedisOptions(ttl_s=0.5)) as tier, opened(server.url) as eternal:
+        tier.put(key, value("a", 100))
+        eternal.put(other, value("a", 100))
+        assert server.client().pttl(f"lmcache-ec/{other.object_name}") == -1
+        assert 0 < server.client().pttl(f"lmcache-ec/{key.object_name}") <= 500
+        wait_for("the end of an entry", lambda: fetch(tier, key) is None)
+        assert tier.put(key, value("b", 100)) is True
+
+
+def test_an_entry_over_the_limit_is_refused_before_anything_is_sent(server: RedisServer) -> None:
+    with opened(server.url, RedisOptions(max_entry_bytes=1000)) as tier:
+        assert tier.put(new_key(), value("a", 1000)) is True
+        before = server.client().info("stats")["total_commands_processed"]
+        with pytest.raises(TierError, match="1001 bytes does not fit: the Redis tier takes 1000") as caught:
+            tier.put(new_key(), value("a", 1001))
+        assert caught.value.errno == errno.EFBIG
+        assert server.client().info("stats")["total_commands_processed"] == before + 3
+
+
+def test_what_is_there_already_is_not_sent_again(server: RedisServer) -> None:
+    key = new_key()
+    with opened(server.url) as tier:
+        tier.put(key, value("a", MIB))
+        before = server.client().info("stats")["total_net_input_bytes"]
+        assert tier.put(key, value("b", MIB)) is False
+        assert server.client().info("stats")["total_net_input_bytes"] < before + MIB // 2
+
+
+def test_connections_are_bounded_and_given_back(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        watcher = server.client()
+        with opened(server.url, RedisOptions(connections=2)) as tier:
+            keys = [EncoderCacheKey("ns", str(number)) for number in range(40)]
+
+            def use(key: EncoderCacheKey) -> bool:
+                tier.put(key, value(key.identifier, 100_000))
+                return fetch(tier, key) == value(key.identifier, 100_000)
+
+            with ThreadPoolExecutor(12) as threads:
+                assert all(threads.map(use, keys))
+            assert watcher.info("clients")["connected_clients"] <= 1 + 2
+        wait_for("closed connections", lambda: watcher.info("clients")["connected_clients"] == 1)
+
+
+def test_a_call_that_finds_no_connection_free_is_an_error_in_time(server: RedisServer) -> None:
+    with opened(server.url, RedisOptions(timeout_s=0.3, connections=1)) as tier:
+        server.freeze()
+        try:
+            with ThreadPoolExecutor(6) as threads:
+                for failed in [threads.submit(tier.contains, new_key()) for _ in range(6)]:
+                    assert isinstance(failed.exception(), TierError)
+        finally:
+            server.thaw()
+        assert tier.contains(new_key()) is None
+
+
+def slot_of(key: EncoderCacheKey, server: RedisServer) -> int:
+    return int(server.client().execute_command("CLUSTER KEYSLOT", f"lmcache-ec/{key.object_name}"))
+
+
+def owner_of(slot: int, masters: Sequence[RedisServer]) -> RedisServer:
+    for first, last, (_, port, *_), *_ in masters[0].client().execute_command("CLUSTER SLOTS"):
+        if first <= slot <= last:
+            return next(server for server in masters if server.port == port)
+    raise AssertionError(slot)
+
+
+def node_id(server: RedisServer) -> str:
+    return bytes(server.client().execute_command("CLUSTER MYID")).decode()
+
+
+def test_on_a_cluster_redirects_are_followed_by_every_call(masters: Sequence[RedisServer]) -> None:
+    """ASK while a slot is on its way to another server, MOVED once it is there."""
+    key, missing = new_key(), new_key()
+    buffer = memoryview(bytearray(100))
+    with opened(cluster_url(masters)) as tier:
+        slot = slot_of(key, masters[0])
+        old = owner_of(slot, masters)
+        new = next(server for server in masters if server is not old)
+        new.client().execute_command("CLUSTER SETSLOT", slot, "IMPORTING", node_id(old))
+        old.client().execute_command("CLUSTER SETSLOT", slot, "MIGRATING", node_id(new))
+        for _ in range(2):
+            assert tier.put(key, value("a", 100)) is True
+            assert tier.get_into(key, buffer) == 100
+            assert buffer == value("a", 100)
+            assert tier.contains(key) == 100
+            assert tier.get_each_into([(key, buffer), (missing, buffer)]) == [100, None]
+            assert tier.contains_each([missing, key]) == [None, 100]
+            tier.delete(key)
+            for server in (new, old):
+                server.client().execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(new))
+        tier.put(key, value("a", 100))
+        for server in masters:
+            server.client().execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(new))
+    with opened(cluster_url(masters)) as tier:
+        assert [found.digest for found in tier.list(key.namespace)] == [key.digest]
+
+
+def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Sequence[RedisServer]) -> None:
+    """Killed, or frozen: the others answer in the same call, which asks all of them side by side."""
+    namespace = new_namespace()
+    keys = [EncoderCacheKey(namespace, str(number)) for number in range(30)]
+    wanted = [(key, memoryview(bytearray(100))) for key in keys]
+    with opened(cluster_url(masters), QUICK) as tier:
+        for key in keys:
+            tier.put(key, value(key.identifier, 100))
+        victim = masters[1]
+        lost = [owner_of(slot_of(key, masters[0]), masters) is victim for key in keys]
+        assert 0 < sum(lost) < len(keys)
+        assert tier.get_each_into(wanted) == [100] * 30
+        for hurt, heal, keeps in ((victim.freeze, victim.thaw, True), (victim.kill, victim.start, False)):
+            hurt()
+            try:
+                for answers in (tier.get_each_into(wanted), tier.contains_each(keys)):
+                    assert [isinstance(answer, TierError) for answer in answers] == lost
+                    assert {answer for answer, gone in zip(answers, lost, strict=True) if not gone} == {100}
+            finally:
+                heal()
+            back = [100 if keeps or not gone else None for gone in lost]
+            wait_for("the server back", lambda back=back: tier.contains_each(keys) == back)
+            assert tier.get_each_into(wanted) == back
+        wait_for(
+            "a Cluster that is whole again",
+            lambda: all(b"cluster_state:ok" in _info(server) for server in masters),
+        )
+
+
+def _info(server: RedisServer) -> bytes:
+    return b"cluster_state:" + server.client().execute_command("CLUSTER INFO")["cluster_state"].encode()
+
+
+def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_over(
+    pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
+) -> None:
+    (first, second), sentinels = pair
+    key, buffer = new_key(), memoryview(bytearray(100))
+    with opened(sentinel_url(sentinels), RedisOptions(timeout_s=1, connect_timeout_s=0.3)) as tier:
+        tier.put(key, value("a", 100))
+        master = first if first.client().role()[0] == b"master" else second
+        assert master.client().wait(1, 5000) == 1
+        master.kill()
+        with pytest.raises(TierError):
+            tier.get_into(key, buffer)
+        wait_for("a new master", lambda: tier.get_into(key, buffer) == 100)
+        assert buffer == value("a", 100)
+        assert tier.put(new_key(), value("b", 100)) is True
+        master.start()
+        wait_for("the old master in its new place", lambda: master.client().role()[0] == b"slave")
+        sentinels[0].freeze()
+        try:
+            with opened(sentinel_url(sentinels), RedisOptions(timeout_s=1, connect_timeout_s=0.3)) as another:
+                assert another.get_into(key, buffer) == 100
+        finally:
+            sentinels[0].thaw()
+
+
+def test_a_master_that_was_replaced_is_left(
+    pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
+) -> None:
+    """It lives on as a replica, and would refuse what is written."""
+    servers, (_, sentinel) = pair
+    with opened(sentinel_url([sentinel])) as tier:
+        tier.put(new_key(), value("a", 100))
+        master, replica = servers if servers[0].client().role()[0] == b"master" else servers[::-1]
+        wait_for("a replica in step", lambda: replica.client().info("replication")["master_link_status"] == "up")
+        client = sentinel.client()
+        wait_for("a failover", lambda: client.sentinel_failover(SERVICE))
+        wait_for("the old master as a replica", lambda: master.client().role()[0] == b"slave")
+        wait_for("the new master known", lambda: client.sentinel_get_master_addr_by_name(SERVICE)[1] == replica.port)
+        assert tier.put(new_key(), value("b", 100)) is True
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Lets in the user of the canary, and one who may do nothing."""
+    with redis_server(tmp_path_factory.mktemp("guarded"), "--requirepass", "something else") as running:
+        client = running.client(password="something else")
+        client.acl_setuser(USER, enabled=True, passwords=[f"+{PASSWORD}"], keys=["lmcache-ec/*"], categories=["+@all"])
+        client.acl_setuser("nobody", enabled=True, passwords=[f"+{PASSWORD}"], keys=["mine/*"], categories=["+@all"])
+        yield running
+
+
+def with_credentials(url: str, user: str = USER, password: str = PASSWORD) -> str:
+    return url.replace("://", f"://{quote(user, safe='')}:{quote(password, safe='')}@", 1)
+
+
+def test_user_and_password_of_the_url_or_of_the_options_let_in(guarded: RedisServer) -> None:
+    for url, options in (
+        (with_credentials(guarded.url), RedisOptions()),
+        (guarded.url, RedisOptions(username=USER, password=PASSWORD)),
+        (f"{guarded.url}?username={quote(USER)}&password={quote(PASSWORD)}", RedisOptions()),
+        (with_credentials(f"unix://{guarded.socket}"), RedisOptions()),
+    ):
+        with opened(url, options) as tier:
+            key = new_key()
+            assert tier.put(key, value("a", 100)) is True
+            assert list(tier.list(key.namespace))
+
+
+Opening = Callable[[pytest.FixtureRequest], str]
+
+
+def _relay_to(request: pytest.FixtureRequest, context: ssl.SSLContext | None) -> int:
+    front = relay(request.getfixturevalue("server").port, context)
+    port = front.__enter__().port
+    request.addfinalizer(lambda: front.__exit__(None, None, None))
+    return port
+
+
+def _wrong_password(request: pytest.FixtureRequest) -> str:
+    return with_credentials(request.getfixturevalue("guarded").url, password=f"wrong {PASSWORD}")
+
+
+def _no_password(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue("guarded").url)
+
+
+def _no_rights(request: pytest.FixtureRequest) -> str:
+    return with_credentials(request.getfixturevalue("guarded").url, user="nobody")
+
+
+def _unknown_host(_: pytest.FixtureRequest) -> str:
+    return with_credentials("redis://no-such-host.invalid")
+
+
+def _nobody_listens(_: pytest.FixtureRequest) -> str:
+    return with_credentials(f"redis://127.0.0.1:{free_port()}")
+
+
+def _no_socket(_: pytest.FixtureRequest) -> str:
+    return with_credentials("unix:///no/such/socket")
+
+
+def _silent(request: pytest.FixtureRequest) -> str:
+    listener = socket.create_server(("127.0.0.1", 0))
+    request.addfinalizer(listener.close)
+    return with_credentials(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+
+
+def _another_authority(request: pytest.FixtureRequest) -> str:
+    other = Authority(request.getfixturevalue("tmp_path"), "another authority")
+    return with_credentials(
+        tls_url(_relay_to(request, other.server_context(other.identity("server"))), *_ours(request))
+    )
+
+
+def _another_address(request: pytest.FixtureRequest) -> str:
+    authority = request.getfixturevalue("authority")
+    context = authority.server_context(authority.identity("elsewhere", "192.0.2.1"))
+    return with_credentials(tls_url(_relay_to(request, context), *_ours(request)))
+
+
+def _no_client_certificate(request: pytest.FixtureRequest) -> str:
+    return with_credentials(tls_url(request.getfixturevalue("tls_port"), request.getfixturevalue("authority"), None))
+
+
+def _tls_to_a_plain_server(request: pytest.FixtureRequest) -> str:
+    return with_credentials(tls_url(request.getfixturevalue("server").port, *_ours(request)))
+
+
+def _plain_to_a_tls_server(request: pytest.FixtureRequest) -> str:
+    return with_credentials(f"redis://127.0.0.1:{request.getfixturevalue('tls_port')}")
+
+
+def _no_such_file(request: pytest.FixtureRequest) -> str:
+    return f"rediss://127.0.0.1:{request.getfixturevalue('tls_port')}?ssl_ca_certs=/no/such/file"
+
+
+def _no_certificate(request: pytest.FixtureRequest) -> str:
+    file = request.getfixturevalue("authority").file
+    return f"rediss://127.0.0.1:{request.getfixturevalue('tls_port')}?ssl_ca_certs={file}&ssl_certfile={file}"
+
+
+def _ours(request: pytest.FixtureRequest) -> tuple[Authority, Identity]:
+    return request.getfixturevalue("authority"), request.getfixturevalue("client_identity")
+
+
+def _cluster_as_a_single_server(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue("masters")[0].url)
+
+
+def _single_server_as_a_cluster(request: pytest.FixtureRequest) -> str:
+    return cluster_url([request.getfixturevalue("server")])
+
+
+def _no_cluster(_: pytest.FixtureRequest) -> str:
+    return with_credentials(f"redis-cluster://127.0.0.1:{free_port()},127.0.0.1:{free_port()}")
+
+
+def _unknown_service(request: pytest.FixtureRequest) -> str:
+    return sentinel_url(request.getfixturevalue("pair")[1], "another-service")
+
+
+def _no_sentinel(_: pytest.FixtureRequest) -> str:
+    return with_credentials(f"redis-sentinel://127.0.0.1:{free_port()}")
+
+
+@pytest.mark.parametrize(
+    ("store", "says"),
+    [
+        (_wrong_password, "refuses the credentials"),
+        (_no_password, "refuses the credentials, or wants some"),
+        (_no_rights, "no right"),
+        (_unknown_host, "no-such-host.invalid:6379: a host of this name is not known"),
+        (_nobody_listens, "nothing listens there"),
+        (_no_socket, "/no/such/socket: nothing listens there"),
+        (_silent, "no answer in time"),
+        (_another_authority, "TLS: the server's certificate is refused: .*certificate"),
+        (_another_address, "TLS: the server's certificate is refused: .*127.0.0.1"),
+        (_no_client_certificate, "(refuses|want) .*client('s)? certificate"),
+        (_tls_to_a_plain_server, "TLS: .*does the server speak TLS"),
+        (_plain_to_a_tls_server, "rediss://"),
+        (_no_such_file, "TLS: /no/such/file cannot be used: No such file"),
+        (_no_certificate, "TLS: .*authority.pem, with its key cannot be used"),
+        (_cluster_as_a_single_server, "redis-cluster://"),
+        (_single_server_as_a_cluster, "this is no Cluster: a single server is redis://"),
+        (_no_cluster, "nothing listens there"),
+        (_unknown_service, "know no master of this service"),
+        (_no_sentinel, "nothing listens there"),
+    ],
+    ids=lambda given: given.__name__ if callable(given) else "",
+)
+def test_what_is_wrong_is_said_at_the_opening_in_one_line_without_credentials(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, says: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(ValueError, match=says) as caught:
+        open_redis(store(request), QUICK)
+    assert "\n" not in str(caught.value)
+    assert_no_canary("".join(traceback.format_exception(caught.value)) + caplog.text)
+
+
+def assert_no_canary(text: str) -> None:
+    for secret in (USER, PASSWORD):
+        for written in (secret, quote(secret), quote(secret, safe="")):
+            assert written not in text
+
+
+def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    texts = []
+    options = RedisOptions(password=PASSWORD, sentinel_password=PASSWORD, key_password=PASSWORD, username=USER)
+    with opened(with_credentials(guarded.url), QUICK) as tier:
+        texts += [repr(options), repr(parse_redis_url(with_credentials(guarded.url), options)), repr(tier), str(tier)]
+        admin = guarded.client(password="something else")
+        admin.acl_setuser(USER, reset_passwords=True)
+        admin.client_kill_filter(skipme=True)
+        for call in every_call(tier):
+            with pytest.raises(TierError, match="refuses the credentials") as caught:
+                call()
+            texts.append("".join(traceback.format_exception(caught.value)))
+        admin.acl_setuser(USER, enabled=True, passwords=[f"+{PASSWORD}"])
+        for call in every_call(tier):
+            call()
+    assert_no_canary("\n".join(texts) + caplog.text)
+
+
+def test_a_server_that_repeats_the_credentials_in_its_error_does_not_make_us_repeat_them(tmp_path: Path) -> None:
+    """As one does that does not know AUTH."""
+    with redis_server(tmp_path, "--rename-command", "AUTH", "") as server:
+        with pytest.raises(ValueError, match="AUTH") as caught:
+            open_redis(with_credentials(server.url))
+        assert_no_canary("".join(traceback.format_exception(caught.value)))
+
+
+@pytest.mark.parametrize(
+    ("url", "layout", "servers", "tls"),
+    [
+        ("redis://h", Layout.SINGLE, [("h", 6379)], False),
+        ("valkey://h:1/2", Layout.SINGLE, [("h", 1)], False),
+        ("resp://u:p@h:1", Layout.SINGLE, [("h", 1)], False),
+        ("rediss://[::1]:7", Layout.SINGLE, [("::1", 7)], True),
+        ("redis-sentinel://a,b:2/pictures", Layout.SENTINEL, [("a", 26379), ("b", 2)], False),
+        ("redis-cluster://u:p@a,b:2", Layout.CLUSTER, [("a", 6379), ("b", 2)], False),
+        ("rediss-cluster://a", Layout.CLUSTER, [("a", 6379)], True),
+        ("unix:///run/redis%20socket?db=2", Layout.SOCKET, [], False),
+    ],
+)
+def test_urls_that_are_accepted(url: str, layout: Layout, servers: list[tuple[str, int]], tls: bool) -> None:
+    place, options = parse_redis_url(url, RedisOptions(ttl_s=5))
+    assert (place.layout, list(place.servers), place.tls) == (layout, servers, tls)
+    assert place.path == ("/run/redis socket" if layout is Layout.SOCKET else place.path)
+    assert options.database == (2 if url.endswith(("/2", "db=2")) else 0)
+    assert (options.username, options.password) == (("u", "p") if "u:p@" in url else (None, None))
+    assert options.service == ("pictures" if "pictures" in url else "mymaster")
+    assert options.ttl_s == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://h", "redis, valkey"),
+        ("redis://u:canary#x@h", "write %23 for #"),
+        ("redis://u:canary/x@h", "%2F for /"),
+        ("redis://u:canary?x@h", "%3F for [?]"),
+        ("unix://u:canary/x@/run/socket", "%40 for @"),
+        ("redis://u:canary@h:port", "host:port"),
+        ("redis://u:canary@h:70000", "host:port"),
+        ("redis://u:canary@", "host:port"),
+        ("redis://u:canary@[::1", "cannot be read"),
+        ("redis://u:canary@a,b", "several servers"),
+        ("redis://u:canary@h/one", "number of a database"),
+        ("redis://u:canary@h?db=-1", "database of a Redis tier: -1 given"),
+        ("redis://u:canary@h?max_connections=many", "max_connections: a number is accepted"),
+        ("redis://u:canary@h?socket_timeout=0", "timeout_s of a Redis tier: 0.0 given"),
+        ("redis://u:canary@h?canary=1", "of parameters db, "),
+        ("rediss://u:canary@h?ssl_check_hostname=maybe", "ssl_check_hostname: true or false"),
+        ("rediss://u:canary@h?ssl_cert_reqs=maybe", "ssl_cert_reqs: required or none"),
+        ("redis-cluster://u:canary@h/1", "no database 1"),
+        ("unix://u:canary@h/run/socket", "unix:///path"),
+    ],
+)
+def test_urls_that_are_refused_say_why_and_show_nothing_of_themselves(url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        parse_redis_url(url, RedisOptions())
+    assert "canary" not in "".join(traceback.format_exception(caught.value)).replace(url, "")
+
+
+@pytest.mark.parametrize("option", ["timeout_s", "connect_timeout_s", "ttl_s", "max_entry_bytes", "connections"])
+def test_options_that_cannot_be_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} of a Redis tier: -1 given"):
+        RedisOptions(**{option: -1})
+
+
+def test_the_tier_brings_along_no_torch_and_the_store_process_no_redis_until_it_has_one() -> None:
+    code = "import sys, {0}; print(sorted({{'torch', 'vllm', 'lmcache', 'redis', 'numpy'}} & set(sys.modules)))"
+    for module, brought in (("lmcache_ec.tiers.redis", ["redis"]), ("lmcache_ec.store", [])):
+        done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(brought)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lmcache_ec import lane as module
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
+from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.tiers.base import Listed, Tier, TierError
+
+NAMESPACE = "lane-0123456789abcdef"
+SLOW, QUICK = 0.2, 0.001
+STORED, ABSENT = (EncoderCacheKey(NAMESPACE, name).digest for name in ("stored", "absent"))
+
+
+class Scripted(Tier):
+    """A tier that holds one entry, and fails when told to: the faults are the point, not the store."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.broken = False
+        self.torn = False
+        self.asked = self.listings = 0
+        self.takes_s = 0.0
+        self.pass_time: Callable[[float], None] = lambda seconds: None
+
+    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+        raise NotImplementedError
+
+    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        raise NotImplementedError
+
+    def contains(self, key: EncoderCacheKey) -> int | None:
+        self.asked += 1
+        self.pass_time(self.takes_s)
+        if self.broken:
+            raise TierError(None, "no answer")
+        return None
+
+    def delete(self, key: EncoderCacheKey) -> None:
+        raise NotImplementedError
+
+    def list(self, namespace: str) -> Iterator[Listed]:
+        self.listings += 1
+        yield Listed(STORED, 8192, 0.0)
+        if self.torn:
+            raise TierError(None, "cut off")
+
+    def close(self) -> None:
+        pass
+
+
+class Setting:
+    """A lane over a scripted tier, with a clock that the test turns."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lookup: Lookup, local: bool = False) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        self.tier = Scripted()
+        self.tier.pass_time = self.turn
+        self.presence = PresenceFilter.create(["scripted"])
+        self.lane = Lane(self.tier, "scripted", self.presence, Habits(lookup, 300.0, local=local))
+
+    def turn(self, seconds: float) -> None:
+        self.now += seconds
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a first-seen image waits for this tier."""
+        return not self.presence.all_complete
+
+    def asks(self) -> tuple[bool, bool]:
+        return self.lane.asks(STORED), self.lane.asks(ABSENT)
+
+    def survey(self) -> None:
+        self.lane.survey(NAMESPACE)
+
+
+def test_a_quick_tier_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.AUTO)
+    here.survey()
+    for _ in range(100):
+        here.lane.answered(QUICK)
+    assert here.asks() == (True, True)
+    assert here.waited_for
+    assert here.lane.due_at == NEVER
+
+
+def test_one_found_slow_is_waited_for_no_more_and_asked_about_what_it_has_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = Setting(monkeypatch, Lookup.AUTO)
+    here.survey()
+    here.lane.answered(SLOW)
+    assert here.waited_for, "one alone may be this machine's fault"
+    here.lane.answered(SLOW)
+    assert not here.waited_for, "at once, before it is listed"
+    assert here.lane.due_at <= here.now
+    assert here.asks() == (False, False)
+    here.tier.takes_s = SLOW
+    here.survey()
+    assert here.asks() == (True, False)
+    assert here.tier.listings == 1
+    here.now = here.lane.due_at
+    here.survey()
+    assert here.tier.listings == 1, "measured again long before it is listed again"
+    here.tier.takes_s = QUICK
+    here.now = here.lane.due_at
+    here.survey()
+    assert here.asks() == (True, True), "quick again"
+    assert here.waited_for
+    assert here.lane.due_at == NEVER
+
+
+def test_one_that_is_slow_from_the_start_is_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.AUTO)
+    here.tier.takes_s = SLOW
+    here.survey()
+    assert here.asks() == (True, False)
+    assert not here.waited_for
+
+
+def test_one_slow_answer_among_many_quick_ones_is_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.AUTO)
+    here.survey()
+    for _ in range(20):
+        here.lane.answered(QUICK)
+    here.lane.answered(0.06)
+    assert here.waited_for
+
+
+def test_a_catalog_is_asked_until_it_is_complete_and_then_about_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.CATALOG)
+    assert here.asks() == (True, True)
+    assert here.waited_for
+    here.lane.answered(SLOW)
+    here.survey()
+    assert here.asks() == (True, False)
+    assert not here.waited_for
+
+
+def test_always_probed_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    here.survey()
+    here.lane.answered(SLOW)
+    assert here.asks() == (True, True)
+
+
+@pytest.mark.parametrize("lookup", list(Lookup))
+def test_one_that_fails_is_left_alone_longer_each_time_and_comes_back(
+    lookup: Lookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Setting(monkeypatch, lookup)
+    here.tier.broken = True
+    rests = []
+    here.lane.failed()
+    for _ in range(7):
+        assert here.asks() == (False, False)
+        assert not here.waited_for
+        assert not here.lane.enqueue(1, lambda: None)
+        rests.append(here.lane.due_at - here.now)
+        here.now = here.lane.due_at
+        with pytest.raises(TierError):
+            here.survey()
+    assert rests == sorted(rests)
+    assert rests[0] <= 1.0
+    assert rests[-1] <= 60.0
+    here.now = here.lane.due_at
+    here.tier.broken = False
+    here.survey()
+    assert here.lane.asks(STORED)
+    assert here.waited_for == (lookup is not Lookup.CATALOG)
+
+
+def test_many_failures_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads that fail in the same outage do not make it eight times as long."""
+    here = Setting(monkeypatch, Lookup.AUTO)
+    for _ in range(8):
+        here.lane.failed()
+    assert here.lane.due_at <= here.now + 1.0
+
+
+def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it, nothing is lost of what was seen, and it is listed again."""
+    here = Setting(monkeypatch, Lookup.CATALOG)
+    here.tier.torn = True
+    with pytest.raises(TierError):
+        here.survey()
+    assert here.lane.rests
+    assert not here.waited_for
+    here.now = here.lane.due_at
+    here.tier.torn = False
+    here.survey()
+    assert here.asks() == (True, False)
+
+
+def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look-up there costs microseconds, and an unreadable file says nothing about the others."""
+    here = Setting(monkeypatch, Lookup.CATALOG, local=True)
+    here.survey()
+    here.lane.failed()
+    assert here.asks() == (True, True)
+    assert here.lane.enqueue(1, lambda: None)
+
+
+def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.AUTO)
+    held = threading.Event()
+    try:
+        taken = sum(here.lane.enqueue(64 << 20, held.wait) for _ in range(100))
+        assert taken == 16
+    finally:
+        held.set()
+    here.lane.writes.shutdown(wait=True)
