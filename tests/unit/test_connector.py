@@ -78,12 +78,12 @@ def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
 def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_host(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a KV part beside it that names a remote store, which changes nothing here and must not be logged."""
+    """With a KV part beside it whose remote store no tier of ours serves: a note, without its password."""
     room = memory()
     assert room is not None
     size = (room.available_bytes >> 30) + 64
     file = tmp_path / "lmcache.yaml"
-    file.write_text(f"remote_url: redis://user:hunter2@host:6379\nec:\n  max_local_cpu_size: {size}\n  chunk_size: 16")
+    file.write_text(f"remote_url: lm://user:hunter2@host:6379\nec:\n  max_local_cpu_size: {size}\n  chunk_size: 16")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
     monkeypatch.setattr(connector_module.logger, "propagate", True)
     with caplog.at_level(logging.INFO, connector_module.logger.name):
@@ -93,6 +93,7 @@ def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_h
     warnings = [text for text, level in said.items() if level == "WARNING"]
     assert any(f"LocalCPU may grow to {size}.0 GiB" in text for text in warnings)
     assert any(f"chunk_size ({file} line 4)" in text for text in warnings)
+    assert any(f"remote_url of the KV part, {file} line 1, does not serve here" in text for text in warnings)
     assert not any("hunter2" in text for text in said)
 
 
