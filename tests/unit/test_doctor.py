@@ -198,6 +198,13 @@ def test_budgets_that_the_host_has_not_are_problems(tmp_path: Path) -> None:
     assert examine(json.dumps(huge | {"enabled": False}), {}).problems == []
 
 
+def test_what_must_stay_free_is_no_room(tmp_path: Path) -> None:
+    extra = {"local_disk": str(tmp_path), "max_local_disk_size": 0.001, "min_free_disk_size": 1 << 20}
+    (problem,) = examine(json.dumps(extra), {}).problems
+    assert "has 0.0 GiB for it" in problem
+    assert "min_free_disk_size, 1.04858e+06 GiB, stay free" in problem
+
+
 def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "small").write_bytes(b"12345")
