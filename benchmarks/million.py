@@ -64,6 +64,19 @@ def write(root: Path, entries: int) -> None:
     print(f"list and survey              {listing:.1f} s + {survey:.2f} s, {grown:.0f} MiB more than when opened")
     later = seconds(lambda: [tier.put(key(entries + number), data) for number in range(101, 1101)]) / 1000
     print(f"put, evicting one each       {later * 1e3:.2f} ms, {tier.stored_bytes} of {tier.max_bytes} bytes held")
+    victims = [path for _, path in tier._victims][:1000]
+    floor = seconds(lambda: replace(root, victims, data)) / len(victims)
+    print(f"the same without a tier      {floor * 1e3:.2f} ms: write, rename into a shard, unlink an entry as old")
+
+
+def replace(root: Path, victims: list[str], data: memoryview) -> None:
+    temporary = root / "temporary"
+    for number, victim in enumerate(victims):
+        path = root / key(-2 - number).object_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(data)
+        temporary.rename(path)
+        Path(victim).unlink()
 
 
 STAGES = {stage.__name__: stage for stage in (fill, look_up, write)}

@@ -463,6 +463,11 @@ class Book:
         """Whether nothing is on its way: no order, fill, save or write-through."""
         return not (any(self._orders) or self._filling or self._saving or self._dirty)
 
+    @property
+    def filling(self) -> bool:
+        """Whether a fill is under way, and so a part of their budget taken that will be free again."""
+        return bool(self._bytes["filling"])
+
     def outstanding(self) -> bool:
         """Whether some rank still owes a report."""
         return any(self._orders)

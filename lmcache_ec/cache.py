@@ -9,7 +9,7 @@ import secrets
 import select
 import socket
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +107,7 @@ class EncoderCache:
         self._complaints = Complaints(_logger)
         self._presence: PresenceFilter | None = None
         self._fetches: dict[str, int] = {}  # identifier -> times asked
+        self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
         self._misses: OrderedDict[str, float] = OrderedDict()
         self._attached: set[int] = set()
         self._segment: tuple[int, int] | None = None
@@ -196,6 +197,7 @@ class EncoderCache:
             self._drain(link, take, now)
         self._drain(self._store.link, self._from_store, now)
         self._look_after_store(now)
+        self._fetch_again(now)
         self._introduce_saver()
         self._grow()
         while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
@@ -395,12 +397,24 @@ class EncoderCache:
         """A miss, or an entry of another length than guessed: then it is fetched once more."""
         self.book.filled(answer.place, None)
         plausible = 0 < answer.length <= self._engine.largest_entry_bytes
-        times = self._fetches.get(answer.identifier, 0)
-        if plausible and times == 1 and self._ask(answer.identifier, answer.length, certain=True, insist=True):
+        if plausible and self._fetches.get(answer.identifier, 0) == 1:
+            self._put_off.append((answer.identifier, answer.length))
             return
         if answer.length > self._engine.largest_entry_bytes:
             self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
         self._miss(answer.identifier, now)
+
+    def _fetch_again(self, now: float) -> None:
+        """Fetch what is there, with its length, as far as the budget of fills goes; the others wait for its turn."""
+        while self._put_off:
+            identifier, length = self._put_off[0]
+            if self.book.live(identifier) is not None or self.book.under_way(identifier):
+                self._fetches.pop(identifier, None)  # encoded and saved meanwhile
+            elif not self._ask(identifier, length, certain=True, insist=True):
+                if self.book.filling:
+                    return
+                self._miss(identifier, now)
+            self._put_off.popleft()
 
     def _miss(self, identifier: str, now: float) -> None:
         self._fetches.pop(identifier, None)
@@ -439,6 +453,7 @@ class EncoderCache:
             self._lost = self._store.number
             for identifier in self.book.store_lost(self._store.number):
                 self._miss(identifier, now)
+            self._put_off.clear()
             for identifier in list(self._fetches):
                 self._miss(identifier, now)
             self._complaints.warn("store", f"the store process {why}. {self._store.last_words()}")

@@ -15,11 +15,11 @@ These functions run in the store process; `room`, `entry_length` and `payload` o
 """
 
 import enum
-import json
 import struct
 import time
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from lmcache_ec.key import EncoderCacheKey
@@ -131,7 +131,7 @@ def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
         raise EntryError(Reason.HEADER, f"header of {given} bytes, expected {size - _LENGTH.size}")
     header = bytes(buffer[:size])
     try:
-        fields = json.loads(header[_LENGTH.size :])
+        fields = msgspec.json.decode(header[_LENGTH.size :])
     except (ValueError, RecursionError) as error:
         raise EntryError(Reason.HEADER, "not JSON") from error
     metadata, spec = _metadata(fields, key), _spec(fields)
@@ -185,7 +185,7 @@ def _header(key: EncoderCacheKey, spec: TensorSpec, created: str, producer: str,
         "producer": producer,
     }
     tensor = {"dtype": spec.dtype, "shape": [spec.rows, spec.width], "data_offsets": [0, spec.nbytes]}
-    text = json.dumps({"__metadata__": metadata, "ec": tensor}, ensure_ascii=False, separators=(",", ":")).encode()
+    text = msgspec.json.encode({"__metadata__": metadata, "ec": tensor})
     size = room(key.identifier) - _LENGTH.size
     if len(text) > size:
         raise ValueError(f"a header of {len(text)} bytes does not fit in {size}")

@@ -61,8 +61,13 @@ class ECLMCacheConnector(ECConnectorBase):
         return self._only_encodable(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:
-        side = self._scheduler
-        return side is not None and self._guarded(lambda: side.has_cache_item(identifier), False)
+        if self._scheduler is None:
+            return False
+        try:
+            return self._scheduler.has_cache_item(identifier)
+        except Exception:
+            self._give_up("has_cache_item")
+            return False
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         side = self._scheduler

@@ -298,13 +298,19 @@ class SchedulerSide:
             self._begin_pass()
         if identifier in self._mirror and identifier not in self._allocated:
             self._missing.add(identifier)
-        self._withdraw(identifier)
+        if identifier in self._promises:
+            self._withdraw(identifier)
         memo = self._asked
-        if memo is None:
+        place = None if memo is None else memo.leases.get(identifier) or self.cache.book.live(identifier)
+        if memo is None or place is None:
             return False
-        items = [item for item in memo.items if item.identifier == identifier and item.end > memo.computed]
-        place = memo.leases.get(identifier) or self.cache.book.live(identifier)
-        if place is None or not items or not all(self._serves(item) and self._fits(place, item) for item in items):
+        asked = False
+        for item in memo.items:  # a loop: two comprehensions would cost as much as all the rest
+            if item.identifier == identifier and item.end > memo.computed:
+                if not self._serves(item) or not self._fits(place, item):
+                    return False
+                asked = True
+        if not asked:
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place

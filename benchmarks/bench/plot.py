@@ -10,7 +10,7 @@ matplotlib.use("svg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchmarks.bench.result import Row, mb
 
@@ -34,6 +34,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for index, (whose, colour) in enumerate(_PARTIES):
             _points(panel, [shown.get(name) for name in _NAMES], 0.18 * (index - 1.5), whose, colour)
         panel.set_yscale("log")
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter("{x:g}")
         panel.yaxis.set_minor_formatter(NullFormatter())
         panel.set_xticks(range(len(_NAMES)), _NAMES, rotation=20, ha="right")

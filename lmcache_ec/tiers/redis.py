@@ -30,10 +30,7 @@ from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
-from lmcache_ec.tiers.resp import (
-    moment_of_end,
-    until,
-)
+from lmcache_ec.tiers.resp import moment_of_end, until
 
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
@@ -199,6 +196,7 @@ class RedisTier(Tier):
             servers.setdefault(self._pool_of(command.args[1]), []).append(number)
         ends_at = moment_of_end()
 
+        # Raises nothing: once this call has returned, no thread may go on writing into a buffer of its caller.
         def ask(server: tuple[Any, _Numbers]) -> None:
             pool, numbers = server
             with until(ends_at):

@@ -20,7 +20,7 @@ from redis._parsers import BaseParser, Encoder
 from redis.connection import AbstractConnection, Connection, PythonRespSerializer, SSLConnection
 from redis.connection import UnixDomainSocketConnection as UnixConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import InvalidResponse, ResponseError
+from redis.exceptions import InvalidResponse
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 CLOSED = "the server closed the connection"
@@ -111,7 +111,10 @@ class PayloadParser(BaseParser):
             raise InvalidResponse(f"no reply of Redis begins with {kind!r}")
         rest = self._line()[1:]
         if kind == b"-":
-            return self._error(rest.decode(errors="replace"))
+            error = self.parse_error(rest.decode(errors="replace"))
+            if isinstance(error, RedisConnectionError):
+                raise error
+            return error
         if kind == b"$":
             return self._bulk(_number(rest), target)
         if target is None and kind == b"+":
@@ -122,15 +125,6 @@ class PayloadParser(BaseParser):
             count = _number(rest)
             return None if count < 0 else [self._reply(None, depth + 1) for _ in range(count)]
         raise InvalidResponse(f"a reply of another kind was expected, this one begins with {kind!r}")
-
-    def _error(self, text: str) -> Any:
-        try:
-            error = self.parse_error(text)
-        except ValueError:  # a redirect that names no address
-            return ResponseError(text)
-        if isinstance(error, RedisConnectionError):
-            raise error
-        return error
 
     def _bulk(self, length: int, target: memoryview | None) -> int | bytes | None:
         if length == -1:
@@ -143,8 +137,8 @@ class PayloadParser(BaseParser):
             return bytes(text)
         if length < 0:
             raise InvalidResponse(f"a value of {length} bytes")
-        if length == len(target):
-            self._fill(target)
+        if length <= len(target):
+            self._fill(target[:length])
         elif length <= _DISCARD_BYTES:
             self._fill(memoryview(bytearray(length)))
         else:

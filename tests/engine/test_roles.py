@@ -3,10 +3,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.engine.rig import Reference, Rig
 from tests.engine_env import Layout
 from tests.engine_runner import Generate
 from tests.media import Prompt
+
+pytestmark = pytest.mark.slow
 
 MODEL = "qwen3vl"
 PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 3)), Prompt(videos=(4,)))

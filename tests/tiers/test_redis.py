@@ -199,18 +199,20 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 @pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
 @pytest.mark.parametrize("asked", [0, 11, 71_000])
 def test_a_wrong_length_is_told_and_what_comes_after_it_is_right(server: RedisServer, stored: int, asked: int) -> None:
-    """Whether the connection went on, or was closed because the value is too long to be thrown away."""
-    wrong, right = new_key(), new_key()
+    """Whether the connection goes on, or is closed because the value is too long to be read for nothing."""
+    wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
     good = memoryview(bytearray(1000))
     with opened(server.url) as tier:
         tier.put(wrong, value("wrong", stored))
         tier.put(right, value("right", 1000))
+        connections = watcher.info("stats")["total_connections_received"]
         for _ in range(3):
             assert tier.get_into(wrong, buffer) == stored
             assert tier.get_into(right, good) == 1000
             assert good == value("right", 1000)
             good[:] = bytes(1000)
+        assert (watcher.info("stats")["total_connections_received"] == connections) is (stored < 4 * MIB)
         assert tier.get_each_into([(wrong, buffer), (right, good), (wrong, buffer)]) == [stored, 1000, stored]
         assert good == value("right", 1000)
     assert_untouched(around)
@@ -478,11 +480,12 @@ def test_an_entry_lives_as_long_as_is_configured_whoever_reads_it(server: RedisS
 def test_an_entry_over_the_limit_is_refused_before_anything_is_sent(server: RedisServer) -> None:
     with opened(server.url, RedisOptions(max_entry_bytes=1000)) as tier:
         assert tier.put(new_key(), value("a", 1000)) is True
-        before = server.client().info("stats")["total_commands_processed"]
+        watcher = server.client()
+        before = watcher.info("stats")["total_commands_processed"]
         with pytest.raises(TierError, match="1001 bytes does not fit: the Redis tier takes 1000") as caught:
             tier.put(new_key(), value("a", 1001))
         assert caught.value.errno == errno.EFBIG
-        assert server.client().info("stats")["total_commands_processed"] == before + 3
+        assert watcher.info("stats")["total_commands_processed"] == before + 1
 
 
 def test_what_is_there_already_is_not_sent_again(server: RedisServer) -> None:
@@ -568,11 +571,12 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
     """Killed, or frozen: the others answer in the same call, which asks all of them side by side."""
     namespace = new_namespace()
     keys = [EncoderCacheKey(namespace, str(number)) for number in range(30)]
-    wanted = [(key, memoryview(bytearray(100))) for key in keys]
     with opened(cluster_url(masters), QUICK) as tier:
         for key in keys:
             tier.put(key, value(key.identifier, 100))
         victim = masters[1]
+        keys.sort(key=lambda key: owner_of(slot_of(key, masters[0]), masters) is not victim)  # it is asked first
+        wanted = [(key, memoryview(bytearray(100))) for key in keys]
         lost = [owner_of(slot_of(key, masters[0]), masters) is victim for key in keys]
         assert 0 < sum(lost) < len(keys)
         assert tier.get_each_into(wanted) == [100] * 30
@@ -587,14 +591,83 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
             back = [100 if keeps or not gone else None for gone in lost]
             wait_for("the server back", lambda back=back: tier.contains_each(keys) == back)
             assert tier.get_each_into(wanted) == back
-        wait_for(
-            "a Cluster that is whole again",
-            lambda: all(b"cluster_state:ok" in _info(server) for server in masters),
-        )
+        wait_until_whole(masters)
 
 
-def _info(server: RedisServer) -> bytes:
-    return b"cluster_state:" + server.client().execute_command("CLUSTER INFO")["cluster_state"].encode()
+def test_on_a_cluster_what_a_silent_server_had_is_asked_of_its_successor(masters: Sequence[RedisServer]) -> None:
+    victim, successor, witness = masters[1], masters[0], masters[2]
+    keys = (EncoderCacheKey("ns", str(number)) for number in range(1000))
+    key = next(key for key in keys if owner_of(slot_of(key, masters[0]), masters) is victim)
+    slot = slot_of(key, masters[0])
+    with opened(cluster_url(masters), QUICK) as tier:
+        victim.freeze()
+        try:
+            for server in (successor, witness):
+                server.client().execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(successor))
+
+            def answered() -> bool:
+                (answer,) = tier.contains_each([key])
+                return answer is None
+
+            wait_for("an answer of the successor", answered)
+        finally:
+            victim.thaw()
+    wait_until_whole(masters)
+    for server in masters:
+        server.client().execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(victim))
+
+
+def wait_until_whole(masters: Sequence[RedisServer]) -> None:
+    def whole() -> bool:
+        infos = [server.client().execute_command("CLUSTER INFO") for server in masters]
+        return all(info["cluster_state"] == "ok" and info["cluster_slots_fail"] == "0" for info in infos)
+
+    wait_for("a Cluster that is whole again", whole)
+
+
+def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_given_back(
+    masters: Sequence[RedisServer],
+) -> None:
+    watchers = [server.client() for server in masters]
+    before = [watcher.info("clients")["connected_clients"] for watcher in watchers]
+    with opened(f"redis-cluster://127.0.0.1:{free_port()},127.0.0.1:{masters[2].port}") as tier:
+        for key in [EncoderCacheKey("ns", str(number)) for number in range(30)]:
+            assert tier.contains(key) is None
+        for watcher, idle in zip(watchers, before, strict=True):
+            assert watcher.info("clients")["connected_clients"] > idle
+    for watcher, idle in zip(watchers, before, strict=True):
+        wait_for("closed connections", lambda w=watcher, n=idle: w.info("clients")["connected_clients"] == n)
+
+
+def test_behind_sentinels_an_answer_that_came_too_late_is_nobodys(
+    pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
+) -> None:
+    """Two entries of one length. The server goes on while the second is asked for."""
+    servers, sentinels = pair
+    first, second, buffer = new_key(), new_key(), memoryview(bytearray(100))
+    master = next(server for server in servers if server.client().role()[0] == b"master")
+    with opened(sentinel_url(sentinels), RedisOptions(timeout_s=5)) as tier:
+        tier.put(first, value("first", 100))
+        tier.put(second, value("second", 100))
+    with opened(sentinel_url(sentinels), RedisOptions(timeout_s=0.1)) as tier, ThreadPoolExecutor(1) as threads:
+
+        def second_is_right() -> bool:
+            try:
+                assert tier.get_into(second, buffer) == 100
+            except TierError:
+                return False
+            assert buffer == value("second", 100)
+            return True
+
+        master.freeze()
+        try:
+            with pytest.raises(TierError, match="no answer in time"):
+                tier.get_into(first, buffer)
+            late = threads.submit(second_is_right)
+        finally:
+            master.thaw()
+        late.result()
+        wait_for("an answer", second_is_right)
 
 
 def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_over(

@@ -170,7 +170,7 @@ def header_of(**changes: object) -> bytes:
         (header_of()[:-1] + b"," + header_of()[header_of().index(b'"ec":') :], Reason.HEADER),
         (header_of().replace(b'"shape":', b'"shape": '), Reason.HEADER),
         (header_of().replace(b"[3,5]", b"[3,5" + b"0" * 3000 + b"]"), Reason.SHAPE),
-        (header_of().replace(b"[3,5]", b"NaN"), Reason.SHAPE),
+        (header_of().replace(b"[3,5]", b"NaN"), Reason.HEADER),
         (header_of()[:-1] + b',"deep":' + b"[" * 3000, Reason.HEADER),
         (header_of()[:-1] + b',"deep":' + b'{"a":' * 700, Reason.HEADER),
         (b"[" * 4088, Reason.HEADER),
