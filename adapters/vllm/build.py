@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache_ec import __version__
-from lmcache_ec.config import EncoderCacheConfig, load_config, summary
+from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
+from lmcache_ec.config.host import memory_warning
 
 from .layout import engine_name, loading_ranks, why_inert
 
@@ -36,7 +37,8 @@ def build_scheduler_side(
     """
     from .media import EncodableMedia
 
-    config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    resolved = resolve(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    config = resolved.config
     media = EncodableMedia(vllm_config.model_config)
 
     def encodable(request: Request, computed: int) -> bool:
@@ -44,11 +46,14 @@ def build_scheduler_side(
         return all(span.offset + span.length <= computed or media.encodable(feature) for feature, span in spans)
 
     if not config.enabled:
-        logger.info("encoder cache: off (ec.enabled is false)")
+        logger.info(summary(config, resolved.origins))
         return None, encodable
     if reason := why_inert(vllm_config):
         logger.warning("encoder cache: off: %s", reason)
         return None, encodable
+    logger.info(summary(config, resolved.origins))
+    for warning in filter(None, (*resolved.notes, memory_warning(config.max_local_cpu_bytes))):
+        logger.warning("encoder cache: %s", warning)
     return _scheduler_side(vllm_config, config, media, logger), encodable
 
 
@@ -87,7 +92,7 @@ def _scheduler_side(
     )
     if cache.inert:
         cache.close()
-    logger.info("encoder cache: namespace %s, %s", namespace, summary(config))
+    logger.info("encoder cache: namespace %s", namespace)
     policy = Policy(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,

@@ -7,9 +7,16 @@ import json
 
 import typer
 
+from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.cli.status import engines
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="The encoder cache on this host.")
+# Without typer's own tracebacks: they may show local variables, and so the environment.
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="The encoder cache on this host.",
+)
 
 
 @app.callback()
@@ -31,6 +38,20 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON li
         for part in ("store", "book"):
             for name, value in sorted(engine[part].items()):
                 typer.echo(f"  {part}.{name}: {value:,}")
+
+
+@app.command()
+def doctor(
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """What an engine started in this environment would find: configuration, versions, memory and disk.
+
+    The exit status is 1 if there are problems.
+    """
+    report = examine(extra)
+    typer.echo(report.to_json() if as_json else render(report))
+    raise typer.Exit(1 if report.problems else 0)
 
 
 def main() -> None:

@@ -1,21 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
+"""One configuration of file, environment and extra configuration, and errors from which a newcomer mends it."""
+
+import json
+import math
+import os
+import pickle
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from lmcache_ec.config import ConfigError, EncoderCacheConfig, load_config, summary
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, Origin, Source, load_config, resolve, summary
+from lmcache_ec.config.host import memory, memory_warning
+from lmcache_ec.config.keys import accepts, default
+
+CANARY = "hunter2"
+EXTRA = "ec_connector_extra_config"
+MANUAL = Path(__file__).parents[2] / "configs" / "embedded.yaml"
+KEYS = EncoderCacheConfig.model_fields
+
+File = Callable[[str], dict[str, str]]
 
 
 @pytest.fixture
-def yaml(tmp_path: Path):
+def file(tmp_path: Path) -> File:
     def write(text: str) -> dict[str, str]:
         """The environment under which this text is the configuration file."""
         (tmp_path / "lmcache.yaml").write_text(dedent(text))
         return {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}
 
     return write
+
+
+# ---- what is resolved, and from where
 
 
 def test_without_any_configuration_the_defaults_are_safe() -> None:
@@ -33,159 +56,452 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
     assert load_config().epoch == 7
 
 
-@pytest.mark.parametrize("text", ["", "ec:", "ec: {}", "chunk_size: 256\nlocal_cpu: true\nextra_config: {a: 1}"])
-def test_a_file_that_says_nothing_of_us_changes_nothing(yaml, text: str) -> None:
-    assert load_config(environ=yaml(text)) == EncoderCacheConfig()
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "---",
+        "~",
+        "ec:",
+        "ec: {}",
+        "chunk_size: 256\nlocal_cpu: true\nextra_config: {a: 1}",
+        "remote_serde: naive\nblocking_timeout_secs: 10\nec: {remote_url: null}",
+    ],
+)
+def test_a_file_that_says_nothing_of_us_changes_nothing(file: File, text: str) -> None:
+    assert load_config(environ=file(text)) == EncoderCacheConfig()
+    assert resolve(environ=file(text)).notes == ()
 
 
-def test_map_and_flat_keys_mean_the_same(yaml) -> None:
-    nested = load_config(environ=yaml("ec: {max_local_cpu_size: 0.5, local_disk: /data, enabled: false, Salt: x}"))
+def test_map_and_flat_keys_mean_the_same(file: File) -> None:
+    nested = load_config(environ=file("ec: {max_local_cpu_size: 0.5, local_disk: /data, enabled: false, Salt: x}"))
     flat = load_config(
-        environ=yaml("ec_max_local_cpu_size: 0.5\nec_local_disk: file:///data/\nEC_enabled: no\nec_salt: x")
+        environ=file("ec_max_local_cpu_size: 0.5\nec_local_disk: file:///data/\nEC_enabled: no\nec_salt: x")
     )
-    assert nested == flat
+    merged = load_config(
+        environ=file("a: &a {salt: y, max_local_cpu_size: 0.5}\nec: {<<: *a, local_disk: /data, enabled: no, salt: x}")
+    )
+    assert nested == flat == merged
     assert nested == EncoderCacheConfig(max_local_cpu_size=0.5, local_disk=Path("/data"), enabled=False, salt="x")
 
 
-def test_environment_overrides_the_file_and_extra_overrides_both(yaml) -> None:
+def test_environment_overrides_the_file_and_extra_overrides_both_and_each_value_says_where_it_stands(
+    file: File,
+) -> None:
     environ = {
-        **yaml("ec: {epoch: 1, salt: file, drain_s: 5}"),
+        **file("local_disk: /kv\nec:\n  epoch: 1\n  salt: file\n  drain_s: 5\nec_store_timeout_s: 3"),
         "LMCACHE_EC_EPOCH": "2",
         "LMCACHE_EC_SALT": "environment",
         "LMCACHE_EC_PERSIST_CLIENT_IDS": "true",
     }
-    config = load_config({"epoch": 3}, environ)
+    name = environ["LMCACHE_CONFIG_FILE"]
+    resolved = resolve({"epoch": 3}, environ)
+    config = resolved.config
     assert (config.epoch, config.salt, config.drain_s, config.persist_client_ids) == (3, "environment", 5.0, True)
+    assert resolved.origins == dict.fromkeys(KEYS, Origin(Source.DEFAULT, "default")) | {
+        "epoch": Origin(Source.EXTRA, EXTRA),
+        "salt": Origin(Source.ENVIRONMENT, "LMCACHE_EC_SALT"),
+        "persist_client_ids": Origin(Source.ENVIRONMENT, "LMCACHE_EC_PERSIST_CLIENT_IDS"),
+        "drain_s": Origin(Source.FILE, f"{name} line 5"),
+        "store_timeout_s": Origin(Source.FILE, f"{name} line 6"),
+        "local_disk": Origin(Source.INHERITED, f"local_disk of the KV part, {name} line 1"),
+    }
 
 
-def test_a_bad_value_that_is_overridden_is_no_error(yaml) -> None:
-    assert load_config({"epoch": 3}, yaml("ec: {epoch: -1}")).epoch == 3
+def test_a_bad_value_that_is_overridden_is_no_error(file: File) -> None:
+    environ = file("ec: {epoch: -1, remote_url: lm://host}") | {"LMCACHE_EC_REMOTE_URL": ""}
+    assert load_config({"epoch": 3}, environ).epoch == 3
 
 
-@pytest.mark.parametrize("spelling", ["/kv/cache", "file:///kv/cache/", "/kv/cache,/kv/other"])
-def test_the_place_of_the_kv_part_is_inherited_and_its_budget_is_not(yaml, spelling: str) -> None:
-    text = f"local_disk: {spelling}\nmax_local_disk_size: 500\nmax_local_cpu_size: 100\n"
-    config = load_config(environ=yaml(text))
-    assert config == EncoderCacheConfig(local_disk=Path("/kv/cache/encoder-cache"))
-    assert load_config(environ=yaml(text + "ec: {local_disk: /mine}")).local_disk == Path("/mine")
-    assert load_config(environ=yaml(text + "ec: {local_disk: null}")).local_disk is None
-    assert load_config(environ={**yaml(text), "LMCACHE_EC_LOCAL_DISK": ""}).local_disk is None
-    assert load_config(environ={**yaml(text), "LMCACHE_LOCAL_DISK": "/env"}).local_disk == Path("/env/encoder-cache")
+@pytest.mark.parametrize("spelling", ["/kv/cache", "file:///kv/cache/", "/kv/cache,/kv/other", "'/kv/cache'"])
+def test_the_place_of_the_kv_part_is_inherited_and_its_budget_is_not(file: File, spelling: str) -> None:
+    text = f"local_disk: {spelling}\nmax_local_disk_size: 500\nmax_local_cpu_size: 20\n"
+    inherited = EncoderCacheConfig(local_disk=Path("/kv/cache/encoder-cache"))
+    assert load_config(environ=file(text)) == inherited
+    assert load_config(environ={"LMCACHE_LOCAL_DISK": spelling, "LMCACHE_MAX_LOCAL_CPU_SIZE": "20"}) == inherited
+    assert load_config(environ=file(text + "ec: {local_disk: /mine}")).local_disk == Path("/mine")
+    assert load_config(environ=file(text + "ec: {local_disk: null}")).local_disk is None
+    assert load_config(environ={**file(text), "LMCACHE_EC_LOCAL_DISK": ""}).local_disk is None
+    assert load_config(environ={**file(text), "LMCACHE_LOCAL_DISK": ""}).local_disk is None
+    assert load_config(environ={**file(text), "LMCACHE_LOCAL_DISK": "/env"}).local_disk == Path("/env/encoder-cache")
+
+
+def test_the_remote_of_the_kv_part_is_inherited_where_we_have_a_tier_for_it(file: File) -> None:
+    text = "remote_url: rediss://user:hunter2@host:6379/1\nextra_config: {s3_region: x, other: y}\n"
+    resolved = resolve(environ=file(text))
+    assert resolved.config.remotes == ("rediss://user:hunter2@host:6379/1",)
+    assert resolved.config.extra_config == {"s3_region": "x"}
+    assert resolved.origins["remotes"].source is Source.INHERITED
+    line = summary(resolved.config, resolved.origins)
+    assert f"remotes=[redis host:6379/1] ({resolved.origins['remotes'].place})" in line
+    assert not {"hunter2", "user"} & set(re.split(r"\W+", f"{line} {resolved.config!r}"))
+    assert load_config(environ=file(text + "ec: {remotes: []}")).remotes == ()
+    assert load_config(environ=file(text + "ec: {remote_url: 's3://bucket'}")).remotes == ("s3://bucket",)
+    assert load_config(environ={**file(text), "LMCACHE_REMOTE_URL": "valkey://h"}).remotes == ("valkey://h",)
+    assert load_config(environ={**file(text), "LMCACHE_REMOTE_URL": ""}).remotes == ()
+    several = "redis-cluster://a:1,b:2, s3://bucket/prefix"
+    assert load_config(environ={"LMCACHE_EC_REMOTES": several}).remotes == tuple(several.split(", "))
+
+
+@pytest.mark.parametrize("url", ["lm://host:65432", "mooncakestore://host", "redis://[hunter2]", "s3://A"])
+def test_a_remote_of_the_kv_part_that_cannot_serve_here_is_noted_and_does_not_end_the_start(
+    file: File, url: str
+) -> None:
+    resolved = resolve(environ=file(f"remote_url: '{url}'\nextra_config: [1]"))
+    assert resolved.config == EncoderCacheConfig()
+    (note,) = resolved.notes
+    assert "remote_url of the KV part, " in note
+    assert "line 1, does not serve here: " in note
+    assert CANARY not in note
 
 
 def test_a_relative_place_of_the_kv_part_is_where_lmcache_would_put_it(
-    yaml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert load_config(environ=yaml("local_disk: kv/")).local_disk == tmp_path / "kv" / "encoder-cache"
+    assert load_config(environ=file("local_disk: kv/")).local_disk == tmp_path / "kv" / "encoder-cache"
 
 
-def test_all_problems_are_in_one_message_with_key_value_origin_and_nearest_key(yaml) -> None:
-    environ = {**yaml("ec: {max_local_cpu_sise: 4, epoch: -1}\nec_drain_s: soon"), "LMCACHE_EC_CACHE_POLICY": "MRU"}
+def test_the_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        EncoderCacheConfig().epoch = 1  # type: ignore[misc]
+
+
+def test_the_line_at_start_says_what_is_in_force_and_from_where(file: File) -> None:
+    config = EncoderCacheConfig(max_local_cpu_size=1.5, local_disk=Path("/data"))
+    assert summary(config) == "encoder cache: LocalCPU 1.5 GiB, LocalDisk 16 GiB at /data"
+    environ = file("local_disk: /kv\nec:\n  max_local_cpu_size: 4\n  start_timeout_s: 10") | {"LMCACHE_EC_EPOCH": "3"}
+    name = environ["LMCACHE_CONFIG_FILE"]
+    resolved = resolve({"salt": "token=hunter2"}, environ)
+    assert summary(resolved.config, resolved.origins) == (
+        f"encoder cache: LocalCPU 4 GiB ({name} line 3), LocalDisk 16 GiB (default) at /kv/encoder-cache "
+        f"(local_disk of the KV part, {name} line 1), salt=<hidden> ({EXTRA}), "
+        "epoch=3 (LMCACHE_EC_EPOCH)"
+    )
+    resolved = resolve({}, {"LMCACHE_EC_ENABLED": "no"})
+    assert summary(resolved.config, resolved.origins) == (
+        "encoder cache: off, because ec.enabled is false (LMCACHE_EC_ENABLED)"
+    )
+
+
+def test_a_limit_beyond_the_memory_at_hand_is_a_warning_and_no_error() -> None:
+    room = memory()
+    assert room is not None
+    assert memory_warning(1) is None
+    warning = memory_warning(1 << 50)
+    assert warning is not None
+    assert "1048576.0 GiB" in warning
+    assert room.limited_by in warning
+    assert "lower max_local_cpu_size" in warning
+
+
+# ---- the manual
+
+
+def test_every_key_says_what_it_is_and_what_it_accepts() -> None:
+    for key, field_info in KEYS.items():
+        assert field_info.description, key
+        assert "accepted" in accepts(key).text, key
+
+
+def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> None:
+    text = MANUAL.read_text()
+    written = yaml.safe_load(text)
+    assert list(written) == ["ec"]
+    assert written["ec"].keys() == KEYS.keys()
+    config = load_config(environ={"LMCACHE_CONFIG_FILE": str(MANUAL)})
+    others = {key for key in KEYS if getattr(config, key) != default(key)}
+    assert others == set(re.findall(r"^# .* Only `(.*)` is set to something else\.$", text, re.MULTILINE))
+    for key in KEYS:
+        comment = re.search(rf"((?:^  # .*\n)+)  {key}: ", text, re.MULTILINE)
+        assert comment, key
+        said = re.search(r"Default: (.*)$", comment[1], re.MULTILINE)
+        assert said, key
+        value = yaml.safe_load(said[1])
+        assert (tuple(value) if isinstance(value, list) else value) == default(key), key
+        unit = accepts(key).unit
+        assert not unit or re.search(rf"( {unit}|\({unit}\))\.\s(  # )?Default", comment[1]), key
+
+
+# ---- mistakes
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What somebody wrote, and all that the one error must say. <file> stands for the path of the file."""
+
+    says: tuple[str, ...]
+    text: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+GIB = "a number of GiB"
+MISTAKES = {
+    "a letter": Mistake(
+        ("max_local_cpu_sise=4", "<file> line 2", "did you mean max_local_cpu_size?"), "ec:\n  max_local_cpu_sise: 4"
+    ),
+    "hyphens": Mistake(
+        ("max-local-disk-size=4", "<file> line 1", "did you mean max_local_disk_size?"), "ec: {max-local-disk-size: 4}"
+    ),
+    "a letter in a variable": Mistake(
+        ("local_dsk='/data'", "LMCACHE_EC_LOCAL_DSK", "did you mean local_disk?"),
+        environ={"LMCACHE_EC_LOCAL_DSK": "/data"},
+    ),
+    "lmcache's prefix for extra": Mistake(
+        ("lmcache.epoch=1", EXTRA, "did you mean epoch?"), extra={"lmcache.epoch": 1}
+    ),
+    "the file's prefix in extra": Mistake(("ec_epoch=1", EXTRA, "did you mean epoch?"), extra={"ec_epoch": 1}),
+    "a map in extra": Mistake(("ec=<map>", EXTRA, "the keys stand there directly"), extra={"ec": {"epoch": 1}}),
+    "a key of something else": Mistake(
+        ("compression=<text>", "<file> line 1", "accepted are enabled, namespace, "), "ec: {compression: zstd}"
+    ),
+    "no indentation": Mistake(
+        ("enabled=false", "<file> line 2", "stands outside of ec", "ec_enabled"), "ec:\nenabled: false"
+    ),
+    "a dot": Mistake(("ec.epoch=3", "<file> line 1", "indent it under ec: as epoch"), "ec.epoch: 3"),
+    "a key twice": Mistake(
+        ("epoch stands twice", "<file> (ec), lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
+    ),
+    "the map twice": Mistake(
+        ("ec stands twice in <file>, lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
+    ),
+    "off by a word": Mistake(("<file> (ec) line 1 is false", "a map", "ec: {enabled: false}"), "ec: off"),
+    "a list of keys": Mistake(("<file> (ec) line 2 is <list>", "a map"), "ec:\n  - epoch: 1"),
+    "a file of text": Mistake(("<file> line 1 is <text>", "a map"), "epoch=1"),
+    "a tab": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec:\n\tepoch: 1"),
+    "an open brace": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec: {epoch: 1\nlocal_cpu: true"),
+    "no such file": Mistake(
+        ("LMCACHE_CONFIG_FILE=/no/such.yaml", "No such file"), environ={"LMCACHE_CONFIG_FILE": "/no/such.yaml"}
+    ),
+    "a folder for a file": Mistake(
+        ("LMCACHE_CONFIG_FILE=/tmp", "Is a directory"), environ={"LMCACHE_CONFIG_FILE": "/tmp"}
+    ),
+    "a unit": Mistake(
+        ("max_local_cpu_size='4GB'", "<file> line 1", GIB, "such as 4", "without a unit"),
+        "ec: {max_local_cpu_size: 4GB}",
+    ),
+    "no value": Mistake(("max_local_cpu_size=null", "<file> line 2", GIB), "ec:\n  max_local_cpu_size:"),
+    "no memory": Mistake(("max_local_cpu_size=0", EXTRA, "GiB above 0"), extra={"max_local_cpu_size": 0}),
+    "no end of memory": Mistake(
+        ("max_local_cpu_size=Infinity", "<file> line 1", GIB), "ec: {max_local_cpu_size: .inf}"
+    ),
+    "a flag for a size": Mistake(("max_local_disk_size=true", "<file> line 1", GIB), "ec: {max_local_disk_size: on}"),
+    "a negative size": Mistake(
+        ("max_local_disk_size='-1'", "LMCACHE_EC_MAX_LOCAL_DISK_SIZE", GIB),
+        environ={"LMCACHE_EC_MAX_LOCAL_DISK_SIZE": "-1"},
+    ),
+    "a folder without room": Mistake(
+        ("max_local_disk_size=0", "<file> line 1", "GiB above 0", "local_disk: null"),
+        "ec: {local_disk: /data, max_local_disk_size: 0}",
+    ),
+    "a relative folder": Mistake(
+        ("local_disk='cache'", "<file> line 1", f"such as {os.getcwd()}/cache"), "ec: {local_disk: cache}"
+    ),
+    "a home": Mistake(("local_disk='~/cache'", EXTRA, f"such as {Path.home()}/cache"), extra={"local_disk": "~/cache"}),
+    "two folders": Mistake(
+        ("local_disk='/a,/b'", "<file> line 1", "one folder is accepted"), "ec: {local_disk: '/a,/b'}"
+    ),
+    "a list of folders": Mistake(
+        ("local_disk=<list>", "<file> line 1", "a folder is accepted, /path"), "ec: {local_disk: [/a]}"
+    ),
+    "a bucket for a folder": Mistake(
+        ("local_disk='s3://bucket'", EXTRA, "a folder on this host"), extra={"local_disk": "s3://bucket"}
+    ),
+    "a bucket for the folder of kv": Mistake(
+        ("local_disk='s3://bucket'", "<file> line 1", "a folder on this host"), "local_disk: s3://bucket"
+    ),
+    "seconds for milliseconds": Mistake(
+        ("load_deadline_ms=0.5", "<file> line 1", "a whole number of milliseconds"), "ec: {load_deadline_ms: 0.5}"
+    ),
+    "milliseconds for seconds": Mistake(
+        ("start_timeout_s=10000", EXTRA, "seconds", "at most 3600"), extra={"start_timeout_s": 10000}
+    ),
+    "a word for a time": Mistake(
+        ("drain_s='forever'", "<file> line 1", "seconds", "0 to 3600"), "ec: {drain_s: forever}"
+    ),
+    "a word for a flag": Mistake(
+        ("enabled='maybe'", "LMCACHE_EC_ENABLED", "true or false"), environ={"LMCACHE_EC_ENABLED": "maybe"}
+    ),
+    "a list for a flag": Mistake(
+        ("persist_client_ids=<list>", "<file> line 1", "true or false"), "ec: {persist_client_ids: [a]}"
+    ),
+    "an empty variable": Mistake(("epoch=''", "LMCACHE_EC_EPOCH", "a whole number"), environ={"LMCACHE_EC_EPOCH": ""}),
+    "a date for an epoch": Mistake(("epoch=<date>", "<file> line 1", "a whole number"), "ec: {epoch: 2026-01-01}"),
+    "a number for a salt": Mistake(("salt=7", "<file> line 1", 'put a number in quotes: "7"'), "ec: {salt: 7}"),
+    "a model for a namespace": Mistake(
+        ("namespace='Qwen/Qwen3-VL'", "<file> line 1", "a-z 0-9 . _ -"), "ec: {namespace: Qwen/Qwen3-VL}"
+    ),
+    "another policy": Mistake(("cache_policy='LFU'", "<file> line 1", "LRU is accepted"), "ec: {cache_policy: LFU}"),
+    "a remote of lmcache alone": Mistake(
+        ("remotes='lm://host:65432'", "<file> line 1, remote_url", "no tier serves lm://; accepted are redis, "),
+        "ec: {remote_url: 'lm://host:65432'}",
+    ),
+    "a remote that is no address": Mistake(
+        ("remotes='myhost'", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
+        environ={"LMCACHE_EC_REMOTE_URL": "myhost"},
+    ),
+    "a bucket's name": Mistake(
+        ("remotes=['s3://My_Bucket']", EXTRA, "s3://bucket/prefix", "a-z 0-9"), extra={"remotes": ["s3://My_Bucket"]}
+    ),
+    "a password as it is": Mistake(
+        ("remotes=<hidden>", "<file> line 1, remote_url", "in user and password write %23 for #, %2F for /"),
+        f"ec: {{remote_url: 'redis://:{CANARY}/x@host'}}",
+    ),
+    "one remote twice": Mistake(
+        ("remotes=['redis://host', 'redis://host']", EXTRA, "each remote once"),
+        extra={"remotes": ["redis://host", "redis://host"]},
+    ),
+    "a number for remotes": Mistake(("remotes=5", "<file> line 1", "one URL or a list of them"), "ec: {remotes: 5}"),
+    "a word for a time to live": Mistake(("ttl_s='1d'", "<file> line 1", "seconds above 0"), "ec_ttl_s: 1d"),
+    "a way to ask": Mistake(
+        ("remote_lookup='ask'", "<file> line 1", "auto, probe or catalog"), "ec: {remote_lookup: ask}"
+    ),
+    "a map that is none": Mistake(
+        ("extra_config='s3_region=x'", "LMCACHE_EC_EXTRA_CONFIG", "a map is accepted, or its JSON"),
+        environ={"LMCACHE_EC_EXTRA_CONFIG": "s3_region=x"},
+    ),
+    "a map that vllm logs": Mistake(
+        ("extra_config", EXTRA, "may hold credentials: vLLM logs that map"), extra={"extra_config": {"s3_region": "x"}}
+    ),
+    "lmcache's plugin": Mistake(
+        ("storage_plugins=<list>", "<file> line 1", "remove it"), "ec: {storage_plugins: [mine]}"
+    ),
+    "lmcache's gds": Mistake(
+        ("gds_path='/gds'", "<file> line 1", "local_disk and remotes name what is"), "ec: {gds_path: /gds}"
+    ),
+    "lmcache's transfer": Mistake(
+        ("enable_pd='true'", "LMCACHE_EC_ENABLE_PD", "vLLM's ec_role"), environ={"LMCACHE_EC_ENABLE_PD": "true"}
+    ),
+    "lmcache's tiers by name": Mistake(
+        ("store_location='LocalCPUBackend'", "<file> line 1", "local_disk: null"),
+        "ec: {store_location: LocalCPUBackend}",
+    ),
+    "a password where vllm logs it": Mistake(
+        ("redis_password", EXTRA, "vLLM logs that map", "use the file or environment"), extra={"redis_password": CANARY}
+    ),
+    "a password in an address": Mistake(
+        ("salt", EXTRA, "holds a credential"), extra={"salt": f"redis://user:{CANARY}@host"}
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_one_error_that_says_how_to_mend_it(mistake: Mistake, file: File) -> None:
+    environ = file(mistake.text) | mistake.environ
+    with pytest.raises(ConfigError) as caught:
+        load_config(mistake.extra, environ)
+    assert len(caught.value.args) == 1
+    text = str(caught.value)
+    for said in mistake.says:
+        assert said.replace("<file>", environ["LMCACHE_CONFIG_FILE"]) in text
+    assert "\n" not in text
+    assert CANARY not in text
+
+
+def test_several_problems_are_in_one_error_and_it_survives_the_way_to_another_process(file: File) -> None:
+    environ = {**file("ec: {max_local_cpu_sise: 4, epoch: -1}\nec_drain_s: soon"), "LMCACHE_EC_CACHE_POLICY": "MRU"}
     with pytest.raises(ConfigError) as caught:
         load_config({"zzz": 5, "local_disk": "relative/path"}, environ)
-    text = str(caught.value)
-    file = environ["LMCACHE_CONFIG_FILE"]
-    assert f"unknown key max_local_cpu_sise=4 in {file} (ec): did you mean max_local_cpu_size?" in text
-    assert "unknown key zzz=5 in ec_connector_extra_config: accepted are enabled, " in text
-    assert f"epoch=-1 in {file} (ec): Input should be greater than or equal to 0" in text
-    assert f"drain_s='soon' in {file} (ec_drain_s): Input should be a valid number" in text
-    assert "cache_policy='MRU' in LMCACHE_EC_CACHE_POLICY: Input should be 'LRU'" in text
-    assert "local_disk='relative/path' in ec_connector_extra_config: an absolute path is accepted" in text
+    assert len(caught.value.args) == 6
+    assert all(problem in str(caught.value) for problem in caught.value.args)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("key", "bad"),
     [
-        ("max_local_cpu_size", 0),
-        ("max_local_cpu_size", float("inf")),
-        ("max_local_cpu_size", float("nan")),
-        ("max_local_disk_size", -1),
+        ("max_local_cpu_size", math.nan),
+        ("max_local_disk_size", 1 << 21),
         ("load_deadline_ms", 0),
-        ("load_deadline_ms", 1.5),
+        ("load_deadline_ms", True),
         ("start_timeout_s", 0),
         ("store_timeout_s", 1e9),
         ("drain_s", -1),
         ("drain_s", None),
-        ("enabled", "perhaps"),
         ("namespace", "../up"),
-        ("local_disk", "/a,/b"),
-        ("local_disk", ["/a"]),
+        ("namespace", 5),
+        ("local_disk", 5),
+        ("cache_policy", None),
+        ("epoch", 10**400),
     ],
 )
-def test_values_that_cannot_work_are_refused(key: str, bad: object) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=.* in ec_connector_extra_config: "):
+def test_values_that_cannot_work_are_refused_in_the_words_of_their_key(key: str, bad: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=.* in {EXTRA}: {re.escape(accepts(key).text)}"):
         load_config({key: bad}, {})
 
 
-@pytest.mark.parametrize("text", ["ec: [1]", "ec: 5", "ec: yes", "- a list", "just text"])
-def test_a_file_of_another_shape_is_named(yaml, text: str) -> None:
-    environ = yaml(text)
-    with pytest.raises(ConfigError, match="a map of keys is accepted") as caught:
-        load_config(environ=environ)
-    assert environ["LMCACHE_CONFIG_FILE"] in str(caught.value)
+# ---- credentials
+
+SECRETS = {
+    "password": CANARY,
+    "redis_passwrd": CANARY,
+    "AWS_SECRET_ACCESS_KEY": CANARY,
+    "auth_token": CANARY,
+    "namespace_token": CANARY,
+    "Local_Disk": f"cache/token={CANARY}",
+    "aws-access-key": CANARY,
+    "remote_url": f"redis://user:{CANARY}@host:6379",
+    "remote_ulr": f"redis://:hun/ter{CANARY}@host",
+    "Salt": f"s3://bucket?secret_key={CANARY}",
+    f"redis://user:{CANARY}@host": None,
+    "remotes": [f"redis://user:{CANARY}@host:6379"],
+    "extra_config": {"aws_secret_access_key": CANARY},
+    "blend_special_str": {"deep": [{"password": CANARY}]},
+    **dict.fromkeys(KEYS, f"redis://user:{CANARY}@host:6379"),
+}
 
 
-@pytest.mark.parametrize(
-    "text", ["ec: {hunter2", "ec:\n\t- hunter2", "ec: *hunter2", "a: !hunter2 b", "a: \x01hunter2"]
-)
-def test_a_file_that_is_no_yaml_is_named_and_not_quoted(yaml, text: str) -> None:
-    environ = yaml(text)
-    with pytest.raises(ConfigError, match="not YAML") as caught:
-        load_config(environ=environ)
-    assert environ["LMCACHE_CONFIG_FILE"] in str(caught.value)
-    assert "hunter2" not in str(caught.value)
+@pytest.mark.parametrize("key", SECRETS)
+def test_no_text_that_leaves_the_configuration_shows_a_credential(file: File, key: str) -> None:
+    value = SECRETS[key]
+    flat = json.dumps({f"ec_{key}": value})
+    ways: list[tuple[dict[str, object], dict[str, str]]] = [
+        ({}, file(json.dumps({"ec": {key: value}}))),
+        ({}, {f"LMCACHE_EC_{key.upper()}": value if isinstance(value, str) else json.dumps(value)}),
+        ({}, {"LMCACHE_LOCAL_DISK": f"redis://user:{CANARY}@host"}),
+        ({}, {"LMCACHE_CONFIG_FILE": f"redis://user:{CANARY}@host"}),
+        ({key: value}, {}),
+        ({"local_disk": {key: value}}, {}),
+        ({"salt": {key: value}, "max_local_cpu_size": [value]}, {}),
+    ]
+    texts = [_all_text(extra, environ) for extra, environ in ways]
+    for content in (flat, f"ec: {{a.{key}: {json.dumps(value)}}}", f"ec.{key}: {json.dumps(value)}"):
+        texts.append(_all_text({}, file(content)))
+    assert not [text for text in texts if CANARY in text]
 
 
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"/no/such/file.yaml: No such file"):
-        load_config(environ={"LMCACHE_CONFIG_FILE": "/no/such/file.yaml"})
+def test_the_class_itself_does_not_quote_what_it_refuses() -> None:
+    with pytest.raises(ValidationError) as caught:
+        EncoderCacheConfig(drain_s=CANARY, nonsense=CANARY)  # type: ignore[arg-type, call-arg]
+    assert CANARY not in f"{caught.value} {caught.value!r}"
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("redis_password", "hunter2"),
-        ("AWS_SECRET_ACCESS_KEY", "hunter2"),
-        ("auth_token", "hunter2"),
-        ("remote_url", "redis://user:hunter2@host:6379"),
-        ("remote_url", "redis://:hun/ter2hunter2@host"),
-        ("remote_url", "s3://bucket?secret_key=hunter2"),
-        ("namespace", "redis://user:hunter2@host:6379"),
-        ("remotes", ["redis://user:hunter2@host:6379"]),
-        ("remotes", {"password": "hunter2"}),
-    ],
-)
-def test_no_error_shows_a_secret(yaml, key: str, value: object) -> None:
-    environ = yaml(f"ec: {{{key}: {value!r}}}")
-    for extra, variables in (({key: value}, {}), ({}, environ), ({}, {f"LMCACHE_EC_{key}": str(value)})):
-        with pytest.raises(ConfigError) as caught:
-            load_config(extra, variables)
-        assert key.lower() in str(caught.value).lower()
-        assert "hunter2" not in str(caught.value)
+@pytest.mark.parametrize("content", ["{", "\t- ", "*", "!", "\x01", "&", "'", "? [", "@", "%"])
+def test_no_error_quotes_a_file_that_is_no_yaml(file: File, content: str) -> None:
+    assert CANARY not in _all_text({}, file(f"ec:\n  password: {content}{CANARY}\n  b"))
+    assert CANARY not in _all_text({}, file(f"{content}{CANARY}"))
 
 
-@pytest.mark.parametrize("url", ["redis://user:pw@host", "s3://bucket?secret_key=pw"])
-def test_a_credential_in_extra_is_refused_even_under_a_known_key(url: str) -> None:
-    with pytest.raises(ConfigError, match="salt in ec_connector_extra_config holds a credential: vLLM logs that map"):
-        load_config({"salt": url}, {})
+@pytest.mark.parametrize("value", [CANARY, {"password": CANARY}, f"redis://user:{CANARY}@host"])
+def test_a_credential_in_extra_is_refused_under_any_name_and_at_any_depth(value: object) -> None:
+    for extra in ({"redis_password": value}, {"extra_config": {"s3": [{"access_key": value}]}}):
+        with pytest.raises(ConfigError, match=f"in {EXTRA} holds a credential: vLLM logs that map"):
+            load_config(extra, {})
 
 
-def test_a_path_that_only_sounds_like_a_secret_is_accepted() -> None:
-    assert load_config({"local_disk": "/data/tokenizers"}, {}).local_disk == Path("/data/tokenizers")
+def test_a_path_that_only_sounds_like_a_secret_is_accepted_and_shown() -> None:
+    config = load_config({"local_disk": "/data/tokenizers"}, {})
+    assert config.local_disk == Path("/data/tokenizers")
+    assert "/data/tokenizers" in summary(config)
+    assert "local_disk='/data/tokenizers'" in repr(config)
 
 
-def test_the_configuration_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError):
-        EncoderCacheConfig().epoch = 1
-
-
-def test_every_key_says_what_it_is() -> None:
-    assert all(field.description for field in EncoderCacheConfig.model_fields.values())
-
-
-def test_the_summary_is_one_line_with_sizes_and_place() -> None:
-    config = EncoderCacheConfig(max_local_cpu_size=1.5, local_disk=Path("/data"))
-    assert summary(config) == "encoder cache: LocalCPU 1.5 GiB, LocalDisk 16 GiB at /data"
-    assert summary(EncoderCacheConfig()) == "encoder cache: LocalCPU 2 GiB, no LocalDisk"
-    assert "off" in summary(EncoderCacheConfig(enabled=False))
+def _all_text(extra: Mapping[str, object], environ: Mapping[str, str]) -> str:
+    """All that is said of a configuration, whether it can be used or not."""
+    try:
+        resolved = resolve(extra, environ)
+    except ConfigError as error:
+        return "".join(traceback.format_exception(error)) + repr(error)
+    config = resolved.config
+    return f"{config} {config!r} {summary(config, resolved.origins)} {resolved.origins} {resolved.notes}"

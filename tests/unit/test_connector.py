@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
+from lmcache_ec.adapters.vllm import connector as connector_module
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
+from lmcache_ec.config.host import memory
 from tests.models import model_path
 from tests.unit.fakes import VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
@@ -71,6 +73,28 @@ def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
     for role in ECConnectorRole:
         with pytest.raises(ConfigError, match="max_local_cpu_size"):
             build(role, max_local_cpu_sise=1)
+
+
+def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_host(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a KV part beside it whose remote store no tier of ours serves: a note, without its password."""
+    room = memory()
+    assert room is not None
+    size = (room.available_bytes >> 30) + 64
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(f"remote_url: lm://user:hunter2@host:6379\nec:\n  max_local_cpu_size: {size}\n  chunk_size: 16")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    monkeypatch.setattr(connector_module.logger, "propagate", True)
+    with caplog.at_level(logging.INFO, connector_module.logger.name):
+        build(ECConnectorRole.SCHEDULER)
+    said = {record.getMessage(): record.levelname for record in caplog.records}
+    assert said[f"encoder cache: LocalCPU {size} GiB ({file} line 3), no LocalDisk"] == "INFO"
+    warnings = [text for text, level in said.items() if level == "WARNING"]
+    assert any(f"LocalCPU may grow to {size}.0 GiB" in text for text in warnings)
+    assert any(f"chunk_size ({file} line 4)" in text for text in warnings)
+    assert any(f"remote_url of the KV part, {file} line 1, does not serve here" in text for text in warnings)
+    assert not any("hunter2" in text for text in said)
 
 
 def test_switched_off_there_is_no_arena_no_process_and_no_folder(

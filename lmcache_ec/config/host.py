@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this machine has to give: memory within the host and the control group, and room on a file system.
+
+Only reads (/proc, /sys, statvfs), for messages at start and for `lmcache-ec doctor`; it may take as long as a `stat` on
+that file system takes.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 1 << 30
+_LONGEST_COUNT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that can still be used, and what sets that limit."""
+
+    available_bytes: int
+    limited_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """The file system under a folder. `nearest` is the folder, or the first above it that exists."""
+
+    nearest: Path
+    writable: bool
+    free_bytes: int
+    kind: str
+
+
+def memory(root: Path = Path("/")) -> Memory | None:
+    """The smallest room: the host's MemAvailable, or that of a control group above this process (v1 or v2).
+
+    None where nothing says, or not in a form that is known. A control group counts the page cache as used; the inactive
+    part of it is room.
+    """
+    try:
+        return min(_rooms(root), key=lambda room: room.available_bytes, default=None)
+    except (ValueError, IndexError):
+        return None
+
+
+def memory_warning(limit_bytes: int) -> str | None:
+    """What to say if LocalCPU may outgrow the memory that is there now."""
+    room = memory()
+    if room is None or limit_bytes <= room.available_bytes:
+        return None
+    return (
+        f"LocalCPU may grow to {limit_bytes / GIB:.1f} GiB, and {room.available_bytes / GIB:.1f} GiB of memory are "
+        f"available ({room.limited_by}): lower max_local_cpu_size"
+    )
+
+
+def disk(folder: Path) -> Disk:
+    """OSError if not even the root can be asked."""
+    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    space = os.statvfs(nearest)
+    return Disk(nearest, os.access(nearest, os.W_OK | os.X_OK), space.f_bavail * space.f_frsize, _kind(nearest))
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes in the files below, as far as they can be counted in two seconds."""
+    deadline = time.monotonic() + _LONGEST_COUNT_S
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue  # another engine's eviction
+        if time.monotonic() > deadline:
+            break
+    return total
+
+
+def _rooms(root: Path) -> Iterator[Memory]:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield Memory(int(line.split()[1]) * 1024, "MemAvailable of the host")
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, group = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _group_rooms(root / "sys/fs/cgroup/memory", group, names)
+        elif not controllers:
+            yield from _group_rooms(root / "sys/fs/cgroup", group, ("memory.max", "memory.current", "inactive_file"))
+
+
+def _group_rooms(top: Path, group: str, names: tuple[str, str, str]) -> Iterator[Memory]:
+    """Of a group and all above it. In a container the group may have another name than /proc says: then it is `top`."""
+    limit_name, usage_name, cache_name = names
+    inner = top / group.strip("/")
+    for folder in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
+        limit, usage = _lines(folder / limit_name), _lines(folder / usage_name)
+        if limit and usage and limit[0].isdigit():
+            cache = [line.split()[1] for line in _lines(folder / "memory.stat") if line.split()[0] == cache_name]
+            room = int(limit[0]) - int(usage[0]) + sum(map(int, cache))
+            yield Memory(max(0, room), f"{limit_name} of control group /{folder.relative_to(top)}".removesuffix("."))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _kind(folder: Path) -> str:
+    """The type of the file system, by the longest mount point above; empty where /proc does not say."""
+    real, best, kind = folder.resolve(), "", ""
+    for line in _lines(Path("/proc/self/mountinfo")):
+        before, _, after = line.partition(" - ")
+        mount = before.split()[4]
+        if real.is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, after.split()[0]
+    return kind

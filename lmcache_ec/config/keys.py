@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys of `ec:`, each with its type, limits, unit, default and one sentence. A new key is a new field here."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from lmcache_ec.config.mask import HIDDEN, shown
+from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
+from lmcache_ec.tiers.remote import RemoteOptions, check_url, place_of, tier_name
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """What a key accepts, in the words of an error; `unit` is empty where the number or text has none.
+
+    A validator that knows better raises a ValueError with words of its own, which show no credential.
+    """
+
+    text: str
+    unit: str = ""
+
+
+def _no_flag(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError  # pydantic takes `yes` for the number 1
+    return value
+
+
+def _namespace(text: str | None) -> str | None:
+    try:
+        return None if text is None else check_namespace(text)
+    except ValueError:
+        raise ValueError from None
+
+
+def _folder(value: object) -> object:
+    """An absolute path from LMCache's spellings of one; an empty text means none."""
+    if not isinstance(value, str):
+        return value
+    path = value.strip().removeprefix("file://")
+    if "://" in path:
+        raise ValueError("a folder on this host is accepted, /path or file:///path, no other address")
+    if "," in path:
+        raise ValueError("one folder is accepted, /path or file:///path, not a list as LMCache takes for KV")
+    return path or None
+
+
+def _absolute(path: Path | None) -> Path | None:
+    if path is not None and not path.is_absolute():
+        example = os.path.abspath(os.path.expanduser(path))
+        raise ValueError(f"an absolute path is accepted, such as {example}") if shown(example) != HIDDEN else ValueError
+    return path
+
+
+def _urls(value: object) -> object:
+    """One URL, or several as a list or with commas between them (a comma in one parts its hosts)."""
+    if isinstance(value, str):
+        return [part.strip() for part in re.split(r",(?=\s*[\w+-]+://)", value) if part.strip()]
+    return value or []
+
+
+def _map(value: object) -> object:
+    """A variable holds it as JSON, as LMCache has it."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value.strip() else value or {}
+    except (ValueError, RecursionError):
+        raise ValueError from None
+
+
+def check_remote(url: str, extra_config: Mapping[str, object]) -> None:
+    """ValueError, which shows no credential, for a URL that no remote tier serves. Asks nobody."""
+    try:
+        urlsplit(url)
+    except ValueError:
+        raise ValueError("URLs are accepted, such as redis://host:6379 or s3://bucket/prefix") from None
+    check_url(url, RemoteOptions(extra_config=extra_config))
+
+
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
+
+
+Flag = Annotated[bool, Accepts("true or false is accepted")]
+Text = Annotated[str, Accepts('a text is accepted; put a number in quotes: "7"')]
+Number = Annotated[
+    int,
+    BeforeValidator(_no_flag),
+    Field(ge=0, le=1_000_000_000),
+    Accepts("a whole number is accepted, 0 to 1000000000"),
+]
+Folder = Annotated[
+    Path | None, BeforeValidator(_folder), AfterValidator(_absolute), Accepts("a folder is accepted, /path, or null")
+]
+Namespace = Annotated[
+    str | None,
+    AfterValidator(_namespace),
+    Accepts(f"1 to {MAX_NAMESPACE_CHARS} characters of a-z 0-9 . _ - are accepted, no dot first, or null"),
+]
+Gibibytes = Annotated[
+    float,
+    BeforeValidator(_no_flag),
+    Field(ge=0, le=1 << 20, allow_inf_nan=False),
+    Accepts("a number of GiB is accepted, such as 4 or 0.5, without a unit", "GiB"),
+]
+Milliseconds = Annotated[
+    int,
+    BeforeValidator(_no_flag),
+    Field(gt=0, le=600_000),
+    Accepts("a whole number of milliseconds is accepted, 1 to 600000, without a unit", "ms"),
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_no_flag),
+    Field(gt=0, le=3600, allow_inf_nan=False),
+    Accepts("a number of seconds is accepted, above 0, at most 3600, without a unit", "s"),
+]
+SecondsFromZero = Annotated[
+    float,
+    BeforeValidator(_no_flag),
+    Field(ge=0, le=3600, allow_inf_nan=False),
+    Accepts("a number of seconds is accepted, 0 to 3600, without a unit", "s"),
+]
+Lifetime = Annotated[
+    Annotated[float, BeforeValidator(_no_flag), Field(gt=0, allow_inf_nan=False)] | None,
+    Accepts("a number of seconds above 0 is accepted, without a unit, or null", "s"),
+]
+Remotes = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_urls),
+    Accepts("one URL or a list of them is accepted, such as [redis://host:6379, s3://bucket/prefix]"),
+]
+ExtraConfig = Annotated[dict[str, object], BeforeValidator(_map), Accepts("a map is accepted, or its JSON")]
+
+
+class EncoderCacheConfig(BaseModel):
+    """The keys of `ec:`, with LMCache's names and units where LMCache has them. Immutable; any thread may read it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    enabled: Flag = Field(True, description="Whether the cache works at all; if not, the connector is inert.")
+    namespace: Namespace = Field(
+        None, description="Replaces the computed namespace: the user vouches that all who share it encode alike."
+    )
+    salt: Text = Field("", description="Any text; entries are shared among engines of the same salt only.")
+    epoch: Number = Field(0, description="Raise it to leave all entries so far behind.")
+    key_by_engine_version: Flag = Field(
+        True, description="Whether the engine's minor version is part of the namespace, as encoders change with it."
+    )
+    max_local_cpu_size: Annotated[
+        Gibibytes,
+        Field(gt=0),
+        Accepts("a number of GiB above 0 is accepted, such as 4 or 0.5, without a unit", "GiB"),
+    ] = Field(2.0, description="Limit of LocalCPU, memory shared by the processes of one engine.")
+    local_disk: Folder = Field(
+        None, description="Folder of LocalDisk, shared by any number of engines. Unset: under that of the KV part."
+    )
+    max_local_disk_size: Gibibytes = Field(
+        16.0, description="Limit of the LocalDisk folder; engines that share it count together."
+    )
+    min_free_disk_size: Gibibytes = Field(
+        1.0, description="With less than this free on the file system of LocalDisk nothing is written."
+    )
+    cache_policy: Annotated[Literal["LRU"], BeforeValidator(_upper), Accepts("LRU is accepted, no other yet")] = Field(
+        "LRU", description="What is evicted first: the least recently used."
+    )
+    extra_config: ExtraConfig = Field(
+        default_factory=dict, description="LMCache's; of it, what belongs to an S3 remote is used."
+    )
+    remotes: Remotes = Field(
+        (), description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one."
+    )
+    ttl_s: Lifetime = Field(None, description="How long an entry lives in a remote tier. Unset: no limit.")
+    blocking_timeout_secs: Annotated[
+        float,
+        BeforeValidator(_no_flag),
+        Field(gt=0, le=600, allow_inf_nan=False),
+        Accepts("a number of seconds is accepted, above 0, at most 600, without a unit", "s"),
+    ] = Field(2.0, description="How long a remote tier may be silent.")
+    max_remote_entry_size: Annotated[
+        Gibibytes,
+        Field(gt=0, le=64),
+        Accepts("a number of GiB is accepted, above 0, at most 64, without a unit", "GiB"),
+    ] = Field(0.5, description="Largest entry that is sent to Redis.")
+    remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("auto, probe or catalog is accepted")] = (
+        Field(
+            "auto",
+            description="How a remote is asked for what nobody has told of: always (probe), only what its listing has "
+            "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
+        )
+    )
+    catalog_refresh_s: Seconds = Field(300.0, description="Between two listings of a remote.")
+    load_deadline_ms: Milliseconds = Field(
+        1000, description="Longest wait of a request for all its entries to arrive; then vLLM encodes."
+    )
+    start_timeout_s: Seconds = Field(10.0, description="Longest wait at start for store process and ranks.")
+    store_timeout_s: Seconds = Field(10.0, description="A store process that is silent for so long is replaced.")
+    drain_s: SecondsFromZero = Field(30.0, description="Longest that writes go on after the engine has ended.")
+    producer_flush_s: Annotated[
+        SecondsFromZero,
+        Field(le=600),
+        Accepts("a number of seconds is accepted, 0 to 600, without a unit", "s"),
+    ] = Field(
+        10.0, description="Longest that a producer's step waits until its entries are in every tier; 0: not at all."
+    )
+    wait_for_producer_ms: Annotated[
+        int,
+        BeforeValidator(_no_flag),
+        Field(ge=0, le=600_000),
+        Accepts("a whole number of milliseconds is accepted, 0 to 600000, without a unit", "ms"),
+    ] = Field(2000, description="Longest wait for an entry that a producer has announced to a request.")
+    persist_client_ids: Flag = Field(
+        False, description="Whether entries named by a client's uuid may leave LocalCPU: one uuid, one media, for ever."
+    )
+
+    @field_validator("max_local_disk_size")
+    @classmethod
+    def _none_only_without_a_folder(cls, size: float, others: ValidationInfo) -> float:
+        if size == 0 and others.data.get("local_disk"):
+            raise ValueError("a number of GiB above 0 is accepted; for no LocalDisk say local_disk: null instead")
+        return size
+
+    @field_validator("remotes")
+    @classmethod
+    def _served(cls, urls: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
+        for url in urls:
+            check_remote(url, others.data.get("extra_config", {}))
+        if len(set(urls)) != len(urls):
+            raise ValueError("each remote once is accepted")
+        return urls
+
+    def __repr_args__(self) -> Sequence[tuple[str | None, object]]:
+        """Whatever shows a configuration shows no credential. (Pydantic puts this into `repr` and `str`.)"""
+        return [(name, _Verbatim(told(self, name))) for name in type(self).model_fields]
+
+    @property
+    def max_local_cpu_bytes(self) -> int:
+        return int(self.max_local_cpu_size * _GIB)
+
+    @property
+    def max_local_disk_bytes(self) -> int:
+        return int(self.max_local_disk_size * _GIB)
+
+    @property
+    def min_free_disk_bytes(self) -> int:
+        return int(self.min_free_disk_size * _GIB)
+
+    @property
+    def max_remote_entry_bytes(self) -> int:
+        return int(self.max_remote_entry_size * _GIB)
+
+
+class _Verbatim(str):
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def accepts(key: str) -> Accepts:
+    """What `key` accepts. KeyError for an unknown one."""
+    found = [each for each in EncoderCacheConfig.model_fields[key].metadata if isinstance(each, Accepts)]
+    return found[-1]
+
+
+def default(key: str) -> object:
+    """The value of `key` where nobody says another. KeyError for an unknown one."""
+    value: object = EncoderCacheConfig.model_fields[key].get_default(call_default_factory=True)
+    return value
+
+
+def told(config: EncoderCacheConfig, key: str) -> str:
+    """What may be said of a value in force: of a remote its tier and place, of LMCache's map nothing."""
+    if key == "remotes":
+        return f"[{', '.join(f'{tier_name(url)} {place_of(url)}' for url in config.remotes)}]"
+    return shown(getattr(config, key))

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes one configuration of all sources, and says of every value where it comes from."""
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from lmcache_ec.config.keys import EncoderCacheConfig, accepts, check_remote, default, told
+from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
+from lmcache_ec.config.mask import HIDDEN, holds_credential, shown, shown_name, shown_shape, sounds_secret
+from lmcache_ec.config.sources import (
+    FILE_VARIABLE,
+    ConfigError,
+    FileSettings,
+    Origin,
+    Setting,
+    Source,
+    from_environ,
+    from_extra,
+    from_file,
+)
+from lmcache_ec.tiers.remote import EXTRA_KEYS
+
+_KEYS = EncoderCacheConfig.model_fields
+SHARED = (
+    *("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy"),
+    *("extra_config", "blocking_timeout_secs"),
+)
+"""Ours that LMCache has too: outside of `ec:` they are its own."""
+_DEFAULT = Origin(Source.DEFAULT, "default")
+_INHERITED_FOLDER = "encoder-cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration, the origin of each of its keys, and what was accepted though it has no effect."""
+
+    config: EncoderCacheConfig
+    origins: Mapping[str, Origin]
+    notes: tuple[str, ...]
+
+
+def load_config(
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
+) -> EncoderCacheConfig:
+    """The configuration alone, see `resolve`."""
+    return resolve(extra, environ).config
+
+
+def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Resolved:
+    """The configuration from the file, `environ` (this process's, if None) and `extra`, in rising precedence.
+
+    ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in `extra`.
+    """
+    environ = os.environ if environ is None else environ
+    file = environ.get(FILE_VARIABLE)
+    read = from_file(file) if file else FileSettings([], [], [])
+    settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}))
+    written = {setting.key: setting for setting in map(_as_ours, settings)}
+    inherited, notes = _inherited(read.others, environ, written)
+    written = inherited | written
+    problems = read.problems + [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
+    complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
+    ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
+    config, refused = _validated(ours)
+    problems += [*complaints.values(), *refused]
+    if problems or config is None:
+        raise ConfigError(*problems)
+    origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
+    return Resolved(config, origins, (*notes, *_without_effect(written.values())))
+
+
+def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = None) -> str:
+    """One line for the log at start: what is in force and, with `origins`, where each of it stands."""
+
+    def said(key: str, text: str) -> str:
+        return f"{text} ({origins[key].place})" if origins else text
+
+    if not config.enabled:
+        return "encoder cache: " + said("enabled", "off, because ec.enabled is false")
+    parts = [said("max_local_cpu_size", f"LocalCPU {config.max_local_cpu_size:g} GiB")]
+    if config.local_disk:
+        parts.append(said("max_local_disk_size", f"LocalDisk {config.max_local_disk_size:g} GiB"))
+        parts[-1] += said("local_disk", f" at {config.local_disk}")
+    else:
+        parts.append("no LocalDisk")
+    done = {"enabled", "max_local_cpu_size", "local_disk", "max_local_disk_size"}
+    changed = (key for key in _KEYS if key not in done and getattr(config, key) != default(key))
+    return "encoder cache: " + ", ".join((*parts, *(said(key, f"{key}={told(config, key)}") for key in changed)))
+
+
+def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
+    """One line a reason, with all keys that it holds for."""
+    places: dict[str, list[str]] = {}
+    for setting in written:
+        if setting.key in NOTED and setting.value is not None:
+            places.setdefault(NOTED[setting.key], []).append(f"{setting.key} ({setting.origin.place})")
+    for why, named in places.items():
+        yield f"accepted without effect, {why}: {', '.join(named)}"
+
+
+def _validated(ours: Mapping[str, Setting]) -> tuple[EncoderCacheConfig | None, list[str]]:
+    """The configuration, or what is wrong with each bad value."""
+    try:
+        return EncoderCacheConfig.model_validate({key: setting.value for key, setting in ours.items()}), []
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+    problems: list[str] = []
+    for detail in details:
+        setting = ours[str(detail["loc"][0])]
+        value = shown(setting.value)
+        own_words = detail["msg"].removeprefix("Value error, ") if detail["type"] == "value_error" else ""
+        problems.append(f"{setting.key}={value} in {setting.origin.place}: {own_words or accepts(setting.key).text}")
+    return None, problems
+
+
+def _complaint(setting: Setting) -> str | None:
+    """What is wrong with a setting before its value is looked at as one of ours."""
+    key, value, place = setting.key, setting.value, setting.origin.place
+    known = key in _KEYS or key in NOTED or key in REFUSED
+    secret = holds_credential(value) or (not known and sounds_secret(key))
+    if setting.origin.source is Source.EXTRA and (secret or key == "extra_config"):
+        holds = "holds a credential" if secret else "may hold credentials"
+        return f"{shown_name(key)} in {place} {holds}: vLLM logs that map, use the file or environment"
+    if not known:
+        return _unknown(setting, secret)
+    return f"{key}={shown(value)} in {place}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
+
+
+def _unknown(setting: Setting, secret: bool) -> str:
+    plain = setting.key.replace("-", "_").replace(".", "_")
+    for prefix in ("lmcache_", "ec_"):
+        plain = plain.removeprefix(prefix)
+    nearest = difflib.get_close_matches(plain, _KEYS, n=1)
+    # Under a name that is like none of ours it may be anything, another program's password too.
+    value = shown(setting.value) if nearest else shown_shape(setting.value)
+    named = f"unknown key {shown_name(setting.key)}={HIDDEN if secret else value}"
+    if setting.key == "ec" and isinstance(setting.value, Mapping):
+        advice = "the keys stand there directly, without ec around them"
+    else:
+        advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(_KEYS)}"
+    return f"{named} in {setting.origin.place}: {advice}"
+
+
+def _is_misplaced(key: str) -> bool:
+    """LMCache warns about such a key at most, and the cache would never see it."""
+    return key.startswith(("ec.", "ec-")) or (key in _KEYS and key not in SHARED)
+
+
+def _misplaced(setting: Setting) -> str:
+    key = setting.key[3:] if setting.key.startswith(("ec.", "ec-")) else setting.key
+    value = f"={shown(setting.value)}" if key in _KEYS else ""
+    return (
+        f"{shown_name(setting.key)}{value} in {setting.origin.place} stands outside of ec: "
+        f"indent it under ec: as {shown_name(key)}, or write ec_{shown_name(key)}"
+    )
+
+
+def _as_ours(setting: Setting) -> Setting:
+    """LMCache's name for one remote is another name for ours."""
+    if setting.key != "remote_url":
+        return setting
+    return Setting("remotes", setting.value, Origin(setting.origin.source, f"{setting.origin.place}, remote_url"))
+
+
+def _inherited(
+    others: list[Setting], environ: Mapping[str, str], written: Mapping[str, Setting]
+) -> tuple[dict[str, Setting], list[str]]:
+    """The places of the KV part that serve here too, and why another does not."""
+    kv = {setting.key: (setting.value, setting.origin.place) for setting in others}
+    for key in ("local_disk", "remote_url", "extra_config"):
+        if (name := f"LMCACHE_{key.upper()}") in environ:
+            kv[key] = environ[name].strip("'\" "), name
+    found: dict[str, Setting] = {}
+    notes: list[str] = []
+
+    def inherit(key: str, value: object, of: str) -> None:
+        found[key] = Setting(key, value, Origin(Source.INHERITED, f"{of} of the KV part, {kv[of][1]}"))
+
+    if folder := _below(kv.get("local_disk", ("", ""))[0]):
+        inherit("local_disk", folder, "local_disk")
+    extra_config = _of_remotes(kv.get("extra_config", (None, ""))[0])
+    if extra_config:
+        inherit("extra_config", extra_config, "extra_config")
+    url, place = kv.get("remote_url", (None, ""))
+    if url and "remotes" not in written:
+        try:
+            check_remote(str(url), extra_config)
+            inherit("remotes", [url], "remote_url")
+        except ValueError as error:
+            notes.append(f"remote_url of the KV part, {place}, does not serve here: {error}")
+    return found, notes
+
+
+def _of_remotes(extra_config: object) -> dict[str, object]:
+    """Of LMCache's map, or its JSON, what belongs to a remote; all else, and any other form, is LMCache's business."""
+    try:
+        found = json.loads(extra_config) if isinstance(extra_config, str) else extra_config
+    except (ValueError, RecursionError):
+        return {}
+    return {key: found[key] for key in EXTRA_KEYS if key in found} if isinstance(found, dict) else {}
+
+
+def _below(local_disk: object) -> str | None:
+    """Our folder under the (first) folder of the KV part, which may be relative to where the engine was started."""
+    parts = str(local_disk or "").split(",")
+    first = next((part.strip() for part in parts if part.strip()), "").removeprefix("file://")
+    if not first or "://" in first:
+        return first or None
+    return str(Path(first).absolute() / _INHERITED_FOLDER)

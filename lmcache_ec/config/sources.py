@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where settings come from: the file, the environment, vLLM's extra configuration. Nothing is judged but form."""
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from lmcache_ec.config.mask import shown_name, shown_path, shown_shape
+
+FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
+ENV_PREFIX = "LMCACHE_EC_"
+EXTRA = "ec_connector_extra_config"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. Its arguments are the problems, each a sentence that shows no credential."""
+
+    def __str__(self) -> str:
+        lines = [str(problem) for problem in self.args]
+        return "encoder cache configuration: " + "\n  ".join(lines if len(lines) == 1 else ["", *lines])
+
+
+class Source(enum.StrEnum):
+    DEFAULT = "default"
+    INHERITED = "inherited"
+    FILE = "file"
+    ENVIRONMENT = "environment"
+    EXTRA = "extra"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value stands. `place` can be shown: a file and line, a variable, or the extra configuration."""
+
+    source: Source
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key as somebody wrote it, its name in lower case."""
+
+    key: str
+    value: object
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class FileSettings:
+    """Those of `ec:` and `ec_<key>` in the order of the file, all others (LMCache's), and keys written twice."""
+
+    ours: list[Setting]
+    others: list[Setting]
+    problems: list[str]
+
+
+def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
+    for name, value in environ.items():
+        if name.startswith(ENV_PREFIX):
+            key = name.removeprefix(ENV_PREFIX).strip().lower()
+            yield Setting(key, value, Origin(Source.ENVIRONMENT, shown_name(name)))
+
+
+def from_extra(extra: Mapping[str, object]) -> Iterator[Setting]:
+    for key, value in extra.items():
+        yield Setting(str(key).strip().lower(), value, Origin(Source.EXTRA, EXTRA))
+
+
+def from_file(file: str) -> FileSettings:
+    """ConfigError for what cannot be read as a map. It names the line and never quotes it: it may hold a password."""
+    shown = f"{FILE_VARIABLE}={shown_path(file)}"
+    try:
+        return _parse(Path(file).read_bytes(), shown_path(file))
+    except OSError as error:
+        raise ConfigError(f"{shown}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        raise ConfigError(f"{shown}: not YAML{line}: mend it there or in the line before") from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"{shown}: not YAML, a text file with a map of keys is accepted") from None
+
+
+def _parse(text: bytes, file: str) -> FileSettings:
+    loader = yaml.SafeLoader(text)
+    found = FileSettings([], [], [])
+    for key, node, line in _pairs(loader, loader.get_single_node(), file, found.problems):
+        lowered = key.strip().lower()
+        if lowered == "ec":
+            for inner, value, inner_line in _pairs(loader, node, f"{file} (ec)", found.problems):
+                origin = Origin(Source.FILE, f"{file} line {inner_line}")
+                found.ours.append(Setting(inner.strip().lower(), loader.construct_object(value, deep=True), origin))
+            continue
+        ours = lowered.startswith("ec_")
+        setting = Setting(
+            lowered.removeprefix("ec_"),
+            loader.construct_object(node, deep=True),
+            Origin(Source.FILE, f"{file} line {line}"),
+        )
+        (found.ours if ours else found.others).append(setting)
+    return found
+
+
+def _pairs(
+    loader: yaml.SafeLoader, node: yaml.Node | None, place: str, problems: list[str]
+) -> Iterator[tuple[str, yaml.Node, int]]:
+    """Key, value and line of each pair of a map, merged ones (`<<`) first; nothing for null."""
+    if not isinstance(node, yaml.MappingNode):
+        value = None if node is None else loader.construct_object(node, deep=True)
+        if value is not None:
+            place = f"{place} line {node.start_mark.line + 1 if node else 1}"
+            advice = "a map of keys is accepted, such as ec: {enabled: false}"
+            raise ConfigError(f"{place} is {shown_shape(value)}: {advice}")
+        return
+    seen: dict[object, int] = {}
+    for key_node, _ in node.value:
+        line = key_node.start_mark.line + 1
+        key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+        if isinstance(key, str) and seen.setdefault(key, line) != line:
+            problems.append(f"{shown_name(key)} stands twice in {place}, lines {seen[key]} and {line}: keep one")
+    loader.flatten_mapping(node)
+    for key_node, value_node in node.value:
+        yield str(loader.construct_object(key_node, deep=True)), value_node, key_node.start_mark.line + 1

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec doctor` says what an engine would find, and finds what would keep it from serving."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_ec.cli import app
+from lmcache_ec.cli.doctor import examine, render
+from lmcache_ec.config import EncoderCacheConfig
+from lmcache_ec.config.host import disk, memory, stored_bytes
+
+CANARY = "hunter2"
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("LMCACHE_") or name == "VLLM_PLUGINS"]:
+        monkeypatch.delenv(name)
+
+
+def doctor(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.exit_code, result.output
+
+
+def as_json(*arguments: str) -> tuple[int, dict[str, Any]]:
+    status, output = doctor("--json", *arguments)
+    return status, json.loads(output)
+
+
+def test_a_sound_set_up_is_told_in_full_and_the_command_line_starts_exactly_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a file.yaml"
+    file.write_text(f"local_disk: {tmp_path}/kv\nec:\n  chunk_size: 16\n  max_local_disk_size: 0.001\n")
+    monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    monkeypatch.setenv("LMCACHE_EC_EPOCH", "3")
+    extra = {"drain_s": 5, "salt": "it's ours"}
+    status, report = as_json("--extra", json.dumps(extra))
+    assert (status, report["problems"]) == (0, [])
+    rows = report["configuration"]
+    assert rows.keys() == EncoderCacheConfig.model_fields.keys()
+    found = {key: (row["value"], row["unit"], row["source"], row["place"]) for key, row in rows.items()}
+    assert found["max_local_cpu_size"] == (2.0, "GiB", "default", "default")
+    assert found["max_local_disk_size"] == (0.001, "GiB", "file", f"{file} line 4")
+    assert found["epoch"] == (3, "", "environment", "LMCACHE_EC_EPOCH")
+    assert found["drain_s"] == (5.0, "s", "extra", "ec_connector_extra_config")
+    folder = f"{tmp_path}/kv/encoder-cache"
+    assert found["local_disk"] == (folder, "", "inherited", f"inherited from local_disk of the KV part, {file} line 1")
+    assert report["disk"]["folder"] == folder
+    assert (report["disk"]["exists"], report["disk"]["nearest"]) == (False, str(tmp_path))
+    assert report["disk"]["writable"]
+    assert report["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert report["versions"]["vllm"].startswith("0.32.")
+    assert report["connector"] == "lmcache_ec.adapters.vllm.plugin:register"
+    assert report["variables"] == ["LMCACHE_EC_EPOCH"]
+    assert any(f"chunk_size ({file} line 3)" in note for note in report["notes"])
+    variable, *command = shlex.split(report["command"])
+    assert variable == f"LMCACHE_CONFIG_FILE={file}"
+    assert command[:4] == ["vllm", "serve", "MODEL", "--ec-transfer-config"]
+    transfer = {"ec_connector": "ECLMCacheConnector", "ec_role": "ec_both", "ec_connector_extra_config": extra}
+    assert json.loads(command[4]) == transfer
+    status, text = doctor("--extra", json.dumps(extra))
+    assert status == 0
+    assert text.rstrip().endswith("No problem found.")
+    assert report["command"] in text
+    assert all(key in text and str(row["place"]) in text for key, row in rows.items())
+
+
+def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:
+    code = (
+        "import sys; from lmcache_ec.cli.doctor import examine, render; render(examine('{}')); "
+        "sys.exit(str({'torch', 'vllm', 'lmcache', 'numpy'} & sys.modules.keys()).replace('set()', '') or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ("{epoch: 1}", "--extra is not JSON (character 2): a map is accepted"),
+        ("[1]", "--extra is <list>: a map is accepted"),
+        ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: a whole number is accepted"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_a_problem_and_the_rest_is_told_all_the_same(
+    extra: str, says: str
+) -> None:
+    status, report = as_json("--extra", extra)
+    assert status == 1
+    assert len(report["problems"]) == 1
+    assert says in report["problems"][0]
+    assert (report["configuration"], report["command"]) == ({}, None)
+    assert report["versions"]["vllm"]
+    assert report["memory"]["available_bytes"] > 0
+    assert says in doctor("--extra", extra)[1]
+
+
+def test_no_way_of_writing_a_credential_makes_the_report_show_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "lmcache.yaml"
+    address = f"redis://user:{CANARY}@host"
+    contents = [f"remote_url: {address}\nec: {{salt: '{address}'}}", f"ec: {{remote_url: '{address}'}}"]
+    contents += [f"ec: {{redis_password: {CANARY}}}", f"ec: {{password: '{CANARY}", f"ec: {{'{address}': 1}}"]
+    extras = ["{}", json.dumps({"salt": address}), json.dumps({"password": CANARY}), f"{{{CANARY}", f'"{CANARY}"']
+    for content in contents:
+        file.write_text(content)
+        monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+        for extra in extras:
+            for flags in ([], ["--json"]):
+                assert CANARY not in doctor("--extra", extra, *flags)[1]
+    for name, value in [
+        ("LMCACHE_CONFIG_FILE", address),
+        ("LMCACHE_EC_SALT", address),
+        ("LMCACHE_EC_REDIS_PASSWORD", CANARY),
+        (f"LMCACHE_EC_{address}", "1"),
+        ("LMCACHE_LOCAL_DISK", address),
+    ]:
+        monkeypatch.setenv(name, value)
+        assert CANARY not in doctor()[1]
+        assert CANARY not in doctor("--json")[1]
+        monkeypatch.delenv(name)
+
+
+# ---- versions and the entry point
+
+
+def distribution(folder: Path, name: str, version: str) -> None:
+    metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.34.0rc1", "1.0"])
+def test_another_vllm_is_a_problem_and_another_lmcache_a_note(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distribution(tmp_path, "vllm", version)
+    distribution(tmp_path, "lmcache", "0.6.0")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = examine("{}", {})
+    assert report.problems == [f"vLLM {version} is installed: 0.30 to 0.33 are supported"]
+    assert any("LMCache 0.6.0" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.33.2+cu129"])
+def test_a_supported_vllm_is_none(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    distribution(tmp_path, "vllm", version)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert examine("{}", {}).problems == []
+
+
+def test_where_nothing_is_installed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    report = examine("{}", {})
+    assert {name for name, version in report.versions.items() if version is None} == {
+        "lmcache-ec",
+        "vllm",
+        "lmcache",
+        "torch",
+    }
+    assert render(report).count("not installed") >= 4
+    assert any("vLLM is not installed" in problem for problem in report.problems)
+    assert any("entry point of ECLMCacheConnector is not registered" in problem for problem in report.problems)
+
+
+def test_a_list_of_plugins_without_ours_is_a_problem() -> None:
+    assert examine("{}", {"VLLM_PLUGINS": "other,lmcache_ec"}).problems == []
+    assert "add lmcache_ec" in examine("{}", {"VLLM_PLUGINS": "other"}).problems[0]
+    assert "add lmcache_ec" in examine("{}", {"VLLM_PLUGINS": ""}).problems[0]
+
+
+# ---- memory and disk
+
+
+def test_budgets_that_the_host_has_not_are_problems(tmp_path: Path) -> None:
+    huge = {"max_local_cpu_size": 1 << 20, "local_disk": str(tmp_path), "max_local_disk_size": 1 << 20}
+    cpu, folder = examine(json.dumps(huge), {}).problems
+    assert "LocalCPU may grow to 1048576.0 GiB" in cpu
+    assert "lower max_local_cpu_size" in cpu
+    assert "LocalDisk may grow to 1.04858e+06 GiB" in folder
+    assert "lower max_local_disk_size" in folder
+    assert examine(json.dumps(huge | {"enabled": False}), {}).problems == []
+
+
+def test_what_must_stay_free_is_no_room(tmp_path: Path) -> None:
+    extra = {"local_disk": str(tmp_path), "max_local_disk_size": 0.001, "min_free_disk_size": 1 << 20}
+    (problem,) = examine(json.dumps(extra), {}).problems
+    assert "has 0.0 GiB for it" in problem
+    assert "min_free_disk_size, 1.04858e+06 GiB, stay free" in problem
+
+
+def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "small").write_bytes(b"12345")
+    assert stored_bytes(tmp_path) == 5
+    size = disk(tmp_path).free_bytes + 64 * GIB
+    with (tmp_path / "a" / "b" / "sparse").open("wb") as sparse:
+        sparse.truncate(size)
+    extra = {"local_disk": str(tmp_path), "max_local_disk_size": size / GIB}
+    assert examine(json.dumps(extra), {}).problems == []
+
+
+def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    problems = examine(json.dumps({"local_disk": f"{tmp_path}/file/below"}), {}).problems
+    assert problems == [f"local_disk={tmp_path}/file/below: {tmp_path}/file is a file, name a folder"]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        report = examine(json.dumps({"local_disk": folder, "max_local_disk_size": 0.001}), {})
+        assert report.disk["file_system"] == "tmpfs"
+        assert any("on tmpfs, which is memory" in note for note in report.notes)
+    assert disk(Path("/proc/self")).kind == "proc"
+
+
+@pytest.fixture
+def locked() -> Iterator[Path]:
+    """A folder that others may enter but not write."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o555)
+        yield Path(name)
+
+
+def test_a_folder_that_this_user_cannot_write_is_a_problem(locked: Path) -> None:
+    # The first report imports what root alone may be able to read.
+    code = (
+        "import json, os, sys; from lmcache_ec.cli.doctor import examine; examine('{}', {}); "
+        "os.geteuid() or os.setresuid(*[65534] * 3); print(json.dumps(examine(sys.argv[1], {}).problems))"
+    )
+    extra = json.dumps({"local_disk": str(locked / "below"), "max_local_disk_size": 0.001})
+    done = subprocess.run([sys.executable, "-c", code, extra], capture_output=True, text=True, check=True)
+    assert [p for p in json.loads(done.stdout) if "is not writable for user" in p and str(locked) in p]
+
+
+def host(root: Path, groups: str, **files: str) -> Path:
+    """A host with 8 GiB available, and these control-group files below /sys/fs/cgroup (`__` is a slash)."""
+    (root / "proc" / "self").mkdir(parents=True)
+    (root / "proc" / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:    {8 << 20} kB\n")
+    (root / "proc" / "self" / "cgroup").write_text(groups)
+    for name, text in files.items():
+        path = root / "sys" / "fs" / "cgroup" / name.replace("__", "/").replace("-", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "available_gib", "limited_by"),
+    [
+        ("0::/\n", {}, 8, "MemAvailable"),
+        ("0::/\n", {"memory-max": "max\n", "memory-current": "1\n"}, 8, "MemAvailable"),
+        ("0::/\n", {"memory-max": f"{4 * GIB}\n", "memory-current": f"{GIB}\n"}, 3, "memory.max"),
+        (
+            "0::/pod/box\n",
+            {"memory-max": "max", "pod__memory-max": f"{2 * GIB}", "pod__memory-current": f"{GIB}"}
+            | {"pod__box__memory-max": f"{6 * GIB}", "pod__box__memory-current": "0"},
+            1,
+            "memory.max of control group /pod",
+        ),
+        (
+            "0::/not/seen/here\n",
+            {"memory-max": f"{4 * GIB}", "memory-current": f"{3 * GIB}"}
+            | {"memory-stat": f"file 9\ninactive_file {GIB}\n"},
+            2,
+            "memory.max of control group /",
+        ),
+        (
+            "5:cpu,cpuacct:/a\n4:memory:/a\n0::/\n",
+            {"memory__a__memory-limit_in_bytes": f"{5 * GIB}", "memory__a__memory-usage_in_bytes": f"{3 * GIB}"}
+            | {"memory__a__memory-stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n"}
+            | {"memory__memory-limit_in_bytes": "9223372036854771712", "memory__memory-usage_in_bytes": "0"},
+            3,
+            "memory.limit_in_bytes of control group /a",
+        ),
+        ("4:memory:/\n", {"memory__memory-limit_in_bytes": "5", "memory__memory-usage_in_bytes": "6"}, 0, "limit_in"),
+    ],
+)
+def test_the_memory_at_hand_is_the_least_of_host_and_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], available_gib: int, limited_by: str
+) -> None:
+    room = memory(host(tmp_path, groups, **files))
+    assert room is not None
+    assert room.available_bytes == available_gib * GIB
+    assert limited_by in room.limited_by
+
+
+def test_where_nothing_says_how_much_memory_there_is_nothing_is_claimed(tmp_path: Path) -> None:
+    assert memory(tmp_path) is None
+    odd = {"memory-max": "5", "memory-current": "many", "memory-stat": "\n"}
+    assert memory(host(tmp_path, "0::/\n", **odd)) is None
