@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files in configs/ are what they say they are, to us and to LMCache."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lmcache_ec.config import resolve
+from tests.models import ROOT
+
+FILES = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_it_is_accepted_and_no_key_of_it_is_without_effect(file: Path) -> None:
+    resolved = resolve(environ={"LMCACHE_CONFIG_FILE": str(file)})
+    assert resolved.notes == ()
+    asked = yaml.safe_load(file.read_text()).get("ec", {})
+    if "remote_url" in asked:
+        assert resolved.config.remotes == (asked["remote_url"],)
+    assert resolved.config.max_local_cpu_bytes == 2 << 30, "LMCache's own pool is not taken once more"
+
+
+def test_lmcache_reads_its_part_of_each() -> None:
+    """In one process: importing LMCache takes seconds."""
+    script = (
+        "import sys; from lmcache.v1.config import LMCacheEngineConfig as C\n"
+        "for file in sys.argv[1:]: print(C.from_file(file).chunk_size)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *map(str, FILES)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["256"] * len(FILES)
