@@ -47,7 +47,7 @@ class RemoteOptions:
 
 def tier_name(url: str) -> str:
     """The name of the tier that serves a URL. ValueError, which shows the scheme alone, if there is none."""
-    scheme = urlsplit(url).scheme.lower()
+    scheme = url.partition("://")[0].lower() if "://" in url else ""
     if scheme not in SCHEMES:
         raise ValueError(f"no tier serves {scheme or 'a URL without scheme'}://; accepted are {', '.join(SCHEMES)}")
     return SCHEMES[scheme]
@@ -55,7 +55,10 @@ def tier_name(url: str) -> str:
 
 def place_of(url: str) -> str:
     """What a log may show of a URL: neither user nor password nor parameters."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "at a URL that cannot be read"
     return f"{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
