@@ -125,7 +125,7 @@ class WorkerSide:
         """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds."""
         rank = self._rank
         memory = rank.memory if rank is not None else None
-        if rank is None or memory is None or rank.arena_id != meta.arena:
+        if rank is None or memory is None or not meta.arena or rank.arena_id != meta.arena:
             raise ValueError("this rank is not attached to the engine's arena")
         head = room(order.identifier) if isinstance(order, Save) else 0
         length = head + order.spec.nbytes

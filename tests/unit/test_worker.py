@@ -334,3 +334,14 @@ def test_a_rank_that_gives_up_ends_its_link_and_has_promised_items_encoded(rig: 
     until(lambda: closed(rig.end), "the link to the rank stays open")
     step(worker, meta, {}, {"y": embedding("y")})
     assert meta.encoder_inputs == {"request": [0]}
+
+
+def test_a_load_of_no_arena_is_an_encode_even_while_the_link_ends(rig: Rig) -> None:
+    """The rank's own arena has no name either for a moment then, and is still mapped."""
+    worker, cache = rig.workers[0], dict[str, torch.Tensor]()
+    assert worker._rank is not None
+    worker._rank.arena_id = ""
+    meta = StepMetadata("", 1, loads=[Load(0, 0, "x", TensorSpec(0, 0, "F32"), ("request", 0))], encoder_inputs={})
+    step(worker, meta, cache)
+    assert cache == {}
+    assert meta.encoder_inputs == {"request": [0]}
