@@ -59,7 +59,7 @@ _Take = Callable[[object, list[int], float], None]
 """Acts on a message: the message, its descriptors, the time of the pass."""
 
 _PING_INTERVAL_S = 1.0
-_SLOW_PONG_S = 2.0
+_SLOW_PONG_S = 5.0
 """A store process that has not answered a ping for this long is asked nothing new."""
 
 _MISS_REMEMBERED_S = 2.0

@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-READY_S = 20.0
+READY_S = 60.0
 SERVICE = "pictures"
 _SLOTS = 16384
 

@@ -695,6 +695,7 @@ def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_ove
             sentinels[0].thaw()
 
 
+@pytest.mark.slow
 def test_a_master_that_was_replaced_is_left(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
