@@ -279,12 +279,14 @@ class Store:
         except ValueError as error:
             self._post(Notice("seal", f"cannot seal {saved.rows} x {saved.width} {saved.dtype}: {error}"))
             self._post(Sealed(saved.place, False))
+            if saved.flush:
+                self._tell_saver(Durable(saved.place, False))
             return
         self._count("sealed")
         self._post(Sealed(saved.place, True))
         if saved.flush:
             with self._lock:
-                self._deliveries[saved.place] = _Delivery(len(self._lanes), bool(self._lanes))
+                self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:
             self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
 
@@ -331,8 +333,12 @@ class Store:
             if delivery.outstanding:
                 return
             del self._deliveries[place]
+        self._tell_saver(Durable(place, delivery.ok))
+
+    def _tell_saver(self, answer: Durable) -> None:
+        """From any thread; a rank that is gone, or does not read, has waited long enough."""
         try:
-            self._saver.send(Durable(place, delivery.ok))
+            self._saver.send(answer)
         except LinkClosed:
             pass
 
@@ -452,7 +458,7 @@ class _Delivery:
     """An entry that a producer waits for: how many tiers have yet to take it, and whether all others did."""
 
     outstanding: int
-    ok: bool
+    ok: bool = True
 
 
 def _disk(start: Start) -> Tier:
