@@ -97,7 +97,9 @@ class DiskTier(Tier):
         name = key.object_name
         with _reported(f"read {name}"):
             try:
-                fd = os.open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
+                fd = os.open(
+                    self.root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+                )  # else a pipe would hold the thread
                 try:
                     length = _length(os.fstat(fd))
                     if length == len(buffer):
@@ -427,15 +429,23 @@ def _name(temporary: Path, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
+        _expect_file(path)
         return False
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         with _renaming:
-            if path.exists():
+            if os.path.lexists(path):
+                _expect_file(path)
                 return False
             os.rename(temporary, path)
     return True
+
+
+def _expect_file(path: Path) -> None:
+    """OSError if what stands where an entry belongs is none, so that nobody takes the entry for stored."""
+    if not path.is_file():
+        raise FileExistsError(errno.EEXIST, "something that is no file has its name")
 
 
 @contextmanager

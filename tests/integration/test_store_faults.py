@@ -203,19 +203,16 @@ def test_killed_while_it_fills(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.encode(old)
         bench.settle()
-    path = path_of(tmp_path, old[0])
-    data = path.read_bytes()
     with Bench(tmp_path) as bench:
         bench.scanned()
-        path.unlink()
-        with stuck(path):
+        assert bench.fetch(old[1])
+        pid = bench.serving()
+        with stopped(pid):
             assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())
-            assert bench.cache.fetch(old[1], length(old[1]), time.monotonic())
-            bench.until("the other is filled", lambda: bench.live(old[1]))
+            bench.drain()
             assert bench.snapshot()["places_filling"] == 1
-            os.kill(bench.serving(), signal.SIGKILL)
-            bench.settle()
-        path.write_bytes(data)
+            os.kill(pid, signal.SIGKILL)
+        bench.settle()
         assert (bench.snapshot()["fetch_misses"], bench.snapshot()["store_losses"]) == (1, 1)
         assert bench.serves(old[2])
         bench.until("it is asked for again", lambda: bench.fetch(old[0]))

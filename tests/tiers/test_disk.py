@@ -536,3 +536,22 @@ def test_many_threads_keep_the_limit(tmp_path: Path) -> None:
         list(threads.map(lambda number: tier.put(key(str(number)), value(str(number), 500 + number)), range(300)))
     assert 7_000 < sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
     assert tier.stored_bytes == sum(path.stat().st_size for path in files(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_what_stands_where_an_entry_belongs_and_is_no_file_is_a_miss_and_a_failed_write(
+    tmp_path: Path, kind: str
+) -> None:
+    """Neither may a pipe hold a reader for ever, nor may the entry be taken for stored."""
+    tier = DiskTier(tmp_path, GIB)
+    path = tmp_path / key("picture").object_name
+    path.parent.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert fetch(tier, key("picture")) is None
+    assert tier.contains(key("picture")) is None
+    with pytest.raises(TierError, match="no file"):
+        tier.put(key("picture"), value("a", 100))
+    assert not temporaries(tmp_path)
