@@ -19,6 +19,10 @@ from tests.media import Prompt
 DEADLINE_S = 60.0
 """By when what happens beside the engine has happened, on a busy machine: a hang is a failure that says so."""
 
+PATIENCE = {"load_deadline_ms": 30_000, "start_timeout_s": 60.0}
+"""Two workers that spin leave the store process no core for a second and more, where there are only two: a request then
+waits for its answer. With less patience it is encoded, rightly, and saved in a later step."""
+
 ARENA = "/memfd:lmcache-ec-arena"
 NOTHING = Prompt(text="nothing to see")
 SEEN = Prompt(images=(1,), text="seen")
@@ -86,7 +90,7 @@ class Rig:
         self._like = like or self._model
         self._folder = folder
         self._reference = reference
-        self._keys = {"local_disk": str(self.disk), **(keys or {})}
+        self._keys = {"local_disk": str(self.disk), **PATIENCE, **(keys or {})}
         self._environment = environment
         self._connector = dict(connector or {})
         self._arguments = arguments
