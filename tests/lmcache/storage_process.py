@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's own storage manager, in a process of its own that does what a test asks for.
 
-`StorageProcess` is the test's side: each call is a line of JSON on a pipe, and so is the answer. `_Session` is the other
-side; it imports LMCache when it starts, which takes seconds, and so serves a whole module of tests. The bytes of an
-object follow from its name, so that both sides know them.
+`StorageProcess` is the test's side: each call is a line of JSON on a pipe, and so is the answer. `_Session` is the
+other side; it imports LMCache, which takes seconds, and so serves a whole module of tests. The bytes of an object
+follow from its name, so that both sides know them.
 """
 
 import asyncio
@@ -11,13 +11,15 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -56,10 +58,15 @@ THINGS = {
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8}
 
 
+def kind_of(name: str) -> Thing:
+    """`name#2` is another object like `name`, and `name/1` is one for layer 1 alone."""
+    return THINGS[re.split("[#/]", name)[0]]
+
+
 def content(name: str) -> bytes:
-    """What the object of this name holds. `name#2` is another object like `name`."""
+    """What the object of this name holds."""
     length = 0
-    for dtype, shape in THINGS[name.partition("#")[0]].tensors:
+    for dtype, shape in kind_of(name).tensors:
         count = SIZES.get(dtype, 1)
         for size in shape:
             count *= size
@@ -70,7 +77,7 @@ def content(name: str) -> bytes:
 
 def described(name: str) -> dict[str, Any]:
     """What `get` has to answer."""
-    kind = THINGS[name.partition("#")[0]]
+    kind = kind_of(name)
     tensors = kind.tensors if kind.memory_format != "BINARY_BUFFER" else (("None", (1001, 0, 0, 0)),)
     return {
         "digest": hashlib.sha256(content(name)).hexdigest(),
@@ -153,7 +160,7 @@ class _Session:
 
         objects = []
         for name in names:
-            kind = THINGS[name.partition("#")[0]]
+            kind = kind_of(name)
             memory_object = self._allocate(kind)
             numpy.frombuffer(memory_object.byte_array, "u1")[:] = numpy.frombuffer(content(name), "u1")
             objects.append(memory_object)
@@ -163,11 +170,7 @@ class _Session:
 
     def wait(self, names: list[str]) -> None:
         """Until none of these is on its way into a tier any more."""
-        deadline = time.monotonic() + PATIENCE_S
-        while any(self._plugin.exists_in_put_tasks(self._key(name)) for name in names):
-            if time.monotonic() > deadline:
-                raise TimeoutError("still being written")
-            time.sleep(0.005)
+        self._until(lambda: not any(map(self.pending, names)))
 
     def pending(self, name: str) -> bool:
         return bool(self._plugin.exists_in_put_tasks(self._key(name)))
@@ -225,6 +228,25 @@ class _Session:
     def remove(self, name: str, force: bool = True) -> bool:
         return bool(self._plugin.remove(self._key(name), force))
 
+    def forget(self, name: str) -> bool:
+        """Remove on a thread of its own, which may have to wait; True once what is being written is marked."""
+        Thread(target=self.remove, args=(name,), daemon=True).start()
+        pending = self._plugin._pending[self._plugin._name(self._key(name))]
+        return self._until(lambda: pending.removed)
+
+    def until_counted(self, count: str, names: list[str]) -> bool:
+        """Put one after another until this count is no longer 0."""
+        rest = iter(names)
+
+        def counted() -> bool:
+            self.put([next(rest)])
+            return bool(self._plugin.counts[count])
+
+        return self._until(counted, pause_s=0.1)
+
+    def file_name(self, name: str) -> str:
+        return str(self._plugin._name(self._key(name)).object_name.rpartition("/")[2])
+
     def counts(self) -> dict[str, int]:
         return dict(self._plugin.counts)
 
@@ -244,9 +266,7 @@ class _Session:
     def encoder_put(self, picture: str, rows: int, width: int) -> bool:
         tensor = self._tensor(picture, rows, width)
         stored = bool(self.engine.put(picture, tensor))
-        deadline = time.monotonic() + PATIENCE_S
-        while self._plugin.exists_in_put_tasks(self.engine._make_cache_key(picture)) and time.monotonic() < deadline:
-            time.sleep(0.005)
+        self._until(lambda: not self._plugin.exists_in_put_tasks(self.engine._make_cache_key(picture)))
         return stored
 
     def encoder_get(self, picture: str, rows: int, width: int) -> bool | None:
@@ -256,6 +276,15 @@ class _Session:
 
     def encoder_contains(self, picture: str) -> bool:
         return bool(self.engine.contains(picture))
+
+    @staticmethod
+    def _until(holds: Callable[[], bool], pause_s: float = 0.005) -> bool:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {PATIENCE_S} s")
+            time.sleep(pause_s)
+        return True
 
     @property
     def _plugin(self) -> Any:
