@@ -20,7 +20,7 @@ from lmcache_ec.config import Folder, Gibibytes, Namespace, Remotes, Seconds
 from lmcache_ec.tiers.remote import EXTRA_KEYS, RemoteOptions, check_url
 
 PREFIX = "lmcache_ec."
-_GIB = 1 << 30
+GIB = 1 << 30
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -88,7 +88,7 @@ def remote_options(settings: PluginSettings, extra_config: Mapping[str, object])
     return RemoteOptions(
         ttl_s=settings.ttl_s,
         timeout_s=settings.blocking_timeout_secs,
-        max_entry_bytes=int(settings.max_remote_entry_size * _GIB),
+        max_entry_bytes=int(settings.max_remote_entry_size * GIB),
         extra_config={key: extra_config[key] for key in EXTRA_KEYS if key in extra_config},
     )
 

@@ -6,31 +6,24 @@ it got from here. Each object is an entry (`lmcache_ec.entry`), named by the who
 of the model's own, and verified whenever it is read. configs/lmcache-plugin.yaml switches it on.
 
 *Puts.* The caller's thread copies the object, and no more: LMCache frees the memory of its CPU backend before it closes
-this one, so no thread may be left with a reference into it. `_sealer` completes the entry, each tier's own threads
-write it. What does not fit into `max_pending_size` meanwhile is not stored, and counted.
+this one, so no thread may be left with a reference into it. What does not fit into `max_pending_size` until it has been
+written is not stored, and counted.
 
 *Gets.* In the caller's thread, or for several keys in `_readers`: the tiers in order; what verifies is copied into an
-object of LMCache's, and written to the tiers before the one that had it. What does not is deleted, and the next tier is
-asked. A tier that failed is left alone for a while (`lmcache_ec.lane`).
+object of LMCache's, and written to the tiers before the one that had it. What does not is deleted, and the next tier
+is asked. A tier that failed is left alone for a while (`lmcache_ec.lane`).
 
 *Pins* are counted, and keep this process from removing an entry unless it is forced. They hold off neither eviction by
 others on the same store nor the end of its time to live: a get then finds nothing, which LMCache takes as a miss.
-
-`_lock` guards the counters and what is pending; it is never held across I/O or a copy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import mmap
 import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,19 +33,16 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_ec import __version__, entry
-from lmcache_ec.complaints import Complaints
+from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
-from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.tiers.base import Tier, TierAway
-from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.remote import AwaitedTier, open_remote, tier_name
+from lmcache_ec.lane import Lane
 
 from .layout import Layout
 from .scratch import Scratch
-from .settings import PluginSettings, read_settings, remote_options
+from .settings import GIB, PluginSettings, read_settings
+from .tiers import Tiers
+from .writes import Writes
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -61,28 +51,11 @@ if TYPE_CHECKING:
 
 OnComplete = Callable[[CacheEngineKey], None]
 
-_GIB = 1 << 30
 _READERS = 16
 _WINDOW = 32
 """Keys that are asked about at once, at most; the first time it is one, then twice as many each time."""
-_KNOWN_LENGTHS = 8192
-_DISK_RESCAN_S = 600.0
-_TICK_S = 1.0
 
 _logger = init_logger(__name__)
-
-
-@dataclass(eq=False)
-class _Write:
-    """An entry on its way into tiers, in a buffer of its own until the last of them has it. Guarded by `_lock`."""
-
-    key: EncoderCacheKey
-    data: memoryview
-    buffer: mmap.mmap
-    outstanding: int
-    stored: bool = False
-    removed: bool = False
-    done: Future[None] = field(default_factory=Future)
 
 
 class _NoRoomError(Exception):
@@ -92,7 +65,8 @@ class _NoRoomError(Exception):
 class ShapeAgnosticBackend(StoragePluginInterface):
     """LMCache's storage backend over our tiers. ValueError for settings or tiers that cannot be used.
 
-    Lives in each process that has a storage manager of LMCache's; its methods may be called by any thread.
+    Lives in each process that has a storage manager of LMCache's; any thread may call its methods. None of them raises
+    because of what a store does. `_lock` guards the pins.
     """
 
     def __init__(
@@ -105,91 +79,92 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     ) -> None:
         if config is None or metadata is None:
             raise ValueError("storage plugin: LMCache's configuration and metadata are needed")
+        if local_cpu_backend is None and metadata.role != "scheduler":  # which only looks up
+            raise ValueError("storage plugin: what is read needs LMCache's CPU memory, max_local_cpu_size above 0")
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
-        extra_config = config.extra_config or {}
-        settings = read_settings(extra_config)
+        settings = read_settings(config.extra_config or {})
         self.namespace = settings.namespace or _namespace(metadata.model_name, settings)
-        self.counts: Counter[str] = Counter()
-        self._producer = f"lmcache-ec {__version__}, lmcache plugin"
-        self._pool_bytes = int(config.max_local_cpu_size * _GIB)
-        self._pending_limit, self._drain_s = int(settings.max_pending_size * _GIB), settings.drain_s
-        self._lock = threading.Lock()
-        self._complaints, self._complaining = Complaints(_logger), threading.Lock()
-        self._scratch = Scratch(self._pending_limit // 2)
-        self._pending: dict[EncoderCacheKey, _Write] = {}
-        self._pending_bytes = 0
-        self._pins: Counter[EncoderCacheKey] = Counter()
-        self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately seen, to save a question
-        self._lanes, self._presence = _open_lanes(settings, extra_config)
-        self._sealer = ThreadPoolExecutor(1, "entry-seal")
+        self._drain_s, self._pool_bytes = settings.drain_s, int(config.max_local_cpu_size * GIB)
+        self._tiers = Tiers(settings, config.extra_config, self.namespace)
+        pending_bytes = int(settings.max_pending_size * GIB)
+        self._scratch = Scratch(pending_bytes // 2)
+        self._writes = Writes(self._tiers, self._scratch, pending_bytes)
         self._readers = ThreadPoolExecutor(_READERS, "entry-read")
-        self._closing = threading.Event()
-        self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
-        self._keeper.start()
-        _logger.info("%s: namespace %s, tiers %s", self, self.namespace, ", ".join(lane.name for lane in self._lanes))
+        self._pins: Counter[EncoderCacheKey] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        tiers = ", ".join(lane.name for lane in self._tiers.lanes)
+        _logger.info("%s: namespace %s, tiers %s", self, self.namespace, tiers)
 
     def __str__(self) -> str:
         return type(self).__name__
 
+    @property
+    def counts(self) -> Counter[str]:
+        """Hits, writes, drops and faults so far, of each tier."""
+        return self._tiers.counts
+
+    def get_allocator_backend(self) -> LocalCPUBackend:
+        return self.local_cpu_backend
+
+    def close(self) -> None:
+        """Refuse what is new, give what is being written `drain_s`, let go of the tiers. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        late = self._writes.close(self._drain_s)
+        if late:
+            _logger.warning("%s: %d entries were not written within %g s", self, late, self._drain_s)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._tiers.close()
+
     # ---- what is there
 
     def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
-        named = self._name(key)
-        if self._closing.is_set() or not self._holds(named):
-            return False
-        if pin:
-            self._pin(named)
-        return True
+        return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """How many of `keys`, from the first on, are there."""
+        names = [self._name(key) for key in keys]
         found, window = 0, 1
-        while found < len(keys) and not self._closing.is_set():
-            asked = [self._name(key) for key in keys[found : found + window]]
-            answers = list(self._readers.map(self._holds, asked) if len(asked) > 1 else map(self._holds, asked))
+        while found < len(names) and not self._closed:
+            asked = names[found : found + window]
+            answers = self._readers.map(self._tiers.hold, asked) if window > 1 else map(self._tiers.hold, asked)
             there = [*answers, False].index(False)
             found += there
             if there < len(asked):
                 break
             window = min(2 * window, _WINDOW)
         if pin:
-            for key in keys[:found]:
-                self._pin(self._name(key))
+            with self._lock:
+                self._pins.update(names[:found])
         return found
 
     async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
         return await asyncio.to_thread(self.batched_contains, keys, pin)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
-        return self._name(key) in self._pending
+        return self._name(key) in self._writes
 
     def pin(self, key: CacheEngineKey) -> bool:
         return self.contains(key, pin=True)
 
     def unpin(self, key: CacheEngineKey) -> bool:
-        named = self._name(key)
+        name = self._name(key)
         with self._lock:
-            pinned = self._pins.pop(named, 0)
+            pinned = self._pins.pop(name, 0)
             if pinned > 1:
-                self._pins[named] = pinned - 1
+                self._pins[name] = pinned - 1
         return pinned > 0
-
-    def _pin(self, key: EncoderCacheKey) -> None:
-        with self._lock:
-            self._pins[key] += 1
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
         """Remove an entry from every tier, and one that is still being written as soon as it is there."""
-        named = self._name(key)
-        with self._lock:
-            if not force and named in self._pins:
-                return False
-            pending = self._pending.get(named)
-            if pending:
-                pending.removed = True
-        there = bool(pending) or self._holds(named)
-        for lane in self._lanes:
-            self._delete(lane, named)
+        name = self._name(key)
+        if self._closed or (name in self._pins and not force):
+            return False
+        there = self._writes.cancel(name) or self._tiers.hold(name)
+        for lane in self._tiers.lanes:
+            self._tiers.delete(lane, name)
         return there
 
     # ---- puts
@@ -201,7 +176,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         transfer_spec: object = None,
         on_complete_callback: OnComplete | None = None,
     ) -> list[Future[None]] | None:
-        """Copy what there is room for. The futures end when an entry is in all tiers that took it."""
+        """Copy what there is room for. A future ends when every tier has the entry, or will not have it."""
         writes = [self.submit_put_task(key, obj, on_complete_callback) for key, obj in zip(keys, objs, strict=False)]
         return [write for write in writes if write] or None
 
@@ -217,92 +192,26 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     def submit_put_task(
         self, key: CacheEngineKey, memory_obj: MemoryObj, on_complete_callback: OnComplete | None = None
     ) -> Future[None] | None:
-        """Copy one object; None if it is not going to be stored. The callback is called once a tier has it."""
-        named = self._name(key)
+        """Copy one object; None if it is not going to be stored. The callback is called if a tier has it in the end."""
+        name = self._name(key)
         try:
             spec = Layout.of(memory_obj).spec
-        except ValueError as error:
-            self._complain("put_unsupported", f"an object cannot be stored: {error}")
+            write = self._writes.copied(
+                name,
+                entry.entry_length(name.identifier, spec),
+                self._tiers.lanes,
+                lambda data: _copy(entry.payload(data, name.identifier), memory_obj.byte_array),
+            )
+        except Exception as error:  # of another kind of object than those that hold bytes in memory
+            self._tiers.complain("put_errors", f"an object cannot be stored: {type(error).__name__}: {error}")
             return None
-        length = entry.entry_length(named.identifier, spec)
-        write = self._admit(named, length, self._lanes)
         if write is None:
             return None
-        try:
-            _copy(entry.payload(write.data, named.identifier), memory_obj.byte_array)
-            if on_complete_callback:
-                write.done.add_done_callback(partial(self._call_back, write, on_complete_callback, key))
-            self._sealer.submit(self._seal, write, spec)
-        except Exception as error:  # no bytes to be had of this kind of object; or closed meanwhile
-            self._complain("put_errors", f"an object cannot be copied: {type(error).__name__}: {error}")
-            self._delivered(write, len(self._lanes), False)
-            return None
+        if on_complete_callback is not None:
+            complete = on_complete_callback
+            write.done.add_done_callback(lambda _: complete(key) if write.stored else None)  # it logs what that raises
+        self._writes.seal(write, spec)
         return write.done
-
-    def _admit(self, key: EncoderCacheKey, length: int, lanes: Sequence[Lane]) -> _Write | None:
-        """A place for an entry on its way into `lanes`; None if it is under way already, or there is no room."""
-        with self._lock:
-            if key in self._pending or self._closing.is_set():
-                return None
-            if self._pending and self._pending_bytes + length > self._pending_limit:
-                self.counts["puts_dropped"] += 1
-                return None
-            buffer = self._scratch.take(length)
-            write = self._pending[key] = _Write(key, memoryview(buffer)[:length], buffer, len(lanes))
-            self._pending_bytes += length
-        return write
-
-    def _seal(self, write: _Write, spec: entry.TensorSpec) -> None:
-        try:
-            entry.seal(write.data, write.key, spec, self._producer)
-        except Exception as error:
-            self._complain("put_errors", f"an entry cannot be sealed: {error}")
-            self._delivered(write, len(self._lanes), False)
-            return
-        self._spread(write, self._lanes)
-
-    def _spread(self, write: _Write, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
-            try:
-                queued = lane.enqueue(len(write.data), partial(self._write, lane, write))
-            except RuntimeError:  # its threads have been told to end
-                queued = False
-            if not queued:
-                self._count(f"{lane.name}_writes_dropped")
-                self._delivered(write, 1, False)
-
-    def _write(self, lane: Lane, write: _Write) -> None:
-        stored = False
-        try:
-            if not write.removed:
-                self._count(f"{lane.name}_{'writes' if lane.tier.put(write.key, write.data) else 'present'}")
-                self._presence.add(write.key.digest)
-                stored = True
-            if write.removed:
-                lane.tier.delete(write.key)
-        except Exception as error:
-            self._complain(f"{lane.name}_write_errors", f"{lane.name}: {error}")
-            if getattr(error, "errno", None) != errno.EFBIG:  # too large for this tier, which is none the worse for it
-                lane.failed()
-        finally:
-            self._delivered(write, 1, stored)
-
-    def _delivered(self, write: _Write, lanes: int, stored: bool) -> None:
-        """So many tiers more have an entry, or will not have it. After the last its buffer is free."""
-        with self._lock:
-            write.outstanding -= lanes
-            write.stored |= stored
-            if write.outstanding:
-                return
-            del self._pending[write.key]
-            self._pending_bytes -= len(write.data)
-        write.data.release()
-        self._scratch.give_back(write.buffer)
-        write.done.set_result(None)
-
-    def _call_back(self, write: _Write, on_complete: OnComplete, key: CacheEngineKey, done: Future[None]) -> None:
-        if write.stored:
-            on_complete(key)  # concurrent.futures logs what it raises
 
     # ---- gets
 
@@ -310,12 +219,11 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return self._get(self._name(key))
 
     def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> Future[MemoryObj | None] | None:
-        return None if self._closing.is_set() else self._readers.submit(self._get, self._name(key))
+        return None if self._closed else self._readers.submit(self._get, self._name(key))
 
     def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
-        if len(keys) < 2 or self._closing.is_set():
-            return [self.get_blocking(key) for key in keys]
-        return list(self._readers.map(self._get, map(self._name, keys)))
+        names = [self._name(key) for key in keys]
+        return list(map(self._get, names) if len(names) < 2 or self._closed else self._readers.map(self._get, names))
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: object = None
@@ -329,36 +237,36 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return [memory_object for memory_object in objects[:there] if memory_object is not None]
 
     def _get(self, key: EncoderCacheKey) -> MemoryObj | None:
-        """An object of LMCache's that is the caller's to release, or None; never an exception."""
-        for index, lane in enumerate(self._lanes):
-            if self._closing.is_set() or self.local_cpu_backend is None:
+        """An object of LMCache's that is the caller's to release, or None."""
+        tiers = self._tiers
+        for index, lane in enumerate(tiers.lanes):
+            if self._closed or self.local_cpu_backend is None:
                 break
             if not lane.asks(key.digest):
                 continue
             try:
-                memory_object = self._read(lane, key, self._lanes[:index])
+                memory_object = self._read(lane, key, tiers.lanes[:index])
                 if memory_object is not None:
+                    tiers.count(f"{lane.name}_hits")
                     return memory_object
             except _NoRoomError as error:
-                self._complain("no_room", str(error))
+                tiers.complain("no_room", str(error))
                 break
             except entry.EntryError as error:
                 text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
-                self._complain(f"{lane.name}_corrupt", text)
-                self._delete(lane, key)
+                tiers.complain(f"{lane.name}_corrupt", text)
+                tiers.delete(lane, key)
             except OSError as error:
-                self._complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
+                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
                 lane.failed()
             except Exception as error:  # the tier is none the worse for it
-                self._complain(f"{lane.name}_read_errors", f"{lane.name}: {type(error).__name__}: {error}")
-        self._count("misses")
+                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {type(error).__name__}: {error}")
+        tiers.count("misses")
         return None
 
     def _read(self, lane: Lane, key: EncoderCacheKey, before: Sequence[Lane]) -> MemoryObj | None:
         """Read, verify, hand over, promote. None if the tier does not have it, EntryError for what is not the entry."""
-        with self._lock:
-            length = self._lengths.pop(key, None)
-        length = length or self._ask(lane, key)
+        length = self._tiers.length(lane, key)
         while length is not None:
             room = entry.room(key.identifier)
             if length < room:
@@ -373,7 +281,6 @@ class ShapeAgnosticBackend(StoragePluginInterface):
                     self._promote(key, data, before)
             self._scratch.give_back(buffer)
             if found == length:
-                self._count(f"{lane.name}_hits")
                 return memory_object
             length = found  # it is not any more what was told of it
         return None
@@ -394,93 +301,13 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return memory_object
 
     def _promote(self, key: EncoderCacheKey, data: memoryview, lanes: Sequence[Lane]) -> None:
-        write = self._admit(key, len(data), lanes) if lanes else None
+        write = self._writes.copied(key, len(data), lanes, lambda copy: _copy(copy, data)) if lanes else None
         if write is not None:
-            _copy(write.data, data)
-            self._spread(write, lanes)
-
-    # ---- the tiers
+            self._writes.spread(write)
 
     def _name(self, key: CacheEngineKey) -> EncoderCacheKey:
-        return EncoderCacheKey(self.namespace, key.to_string())
-
-    def _holds(self, key: EncoderCacheKey) -> bool:
-        for lane in self._lanes:
-            if not lane.asks(key.digest):
-                continue
-            try:
-                length = self._ask(lane, key)
-            except Exception as error:
-                self._complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
-                lane.failed()
-                continue
-            if length is not None:
-                with self._lock:
-                    self._lengths[key] = length
-                    if len(self._lengths) > _KNOWN_LENGTHS:
-                        self._lengths.popitem(last=False)
-                return True
-        return False
-
-    def _ask(self, lane: Lane, key: EncoderCacheKey) -> int | None:
-        began = time.monotonic()
-        length = lane.tier.contains(key)
-        lane.answered(time.monotonic() - began)
-        return length
-
-    def _delete(self, lane: Lane, key: EncoderCacheKey) -> None:
-        try:
-            lane.tier.delete(key)
-        except Exception as error:
-            self._complain(f"{lane.name}_delete_errors", f"{lane.name}: {error}")
-            lane.failed()
-
-    def _keep_house(self) -> None:
-        """List the tiers that are due for it, on threads of theirs."""
-        while not self._closing.is_set():
-            for lane in self._lanes:
-                if lane.due_at <= time.monotonic():
-                    lane.due_at = NEVER
-                    lane.scans.submit(self._survey, lane)
-            self._closing.wait(_TICK_S)
-
-    def _survey(self, lane: Lane) -> None:
-        try:
-            lane.survey(self.namespace)
-        except Exception as error:
-            self._complain(f"{lane.name}_survey_errors", f"{lane.name}: {error}")
-
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self.counts[name] += 1
-
-    def _complain(self, kind: str, text: str) -> None:
-        self._count(kind)
-        if not self._closing.is_set():
-            with self._complaining:
-                self._complaints.warn(kind, f"storage plugin: {text}")
-
-    # ---- the end
-
-    def get_allocator_backend(self) -> LocalCPUBackend:
-        return self.local_cpu_backend
-
-    def close(self) -> None:
-        """Refuse what is new, give the writes under way `drain_s`, then let go of the tiers. May be called again."""
-        with self._lock:
-            if self._closing.is_set():
-                return
-            self._closing.set()
-            writes = [write.done for write in self._pending.values()]
-        late = wait(writes, self._drain_s).not_done
-        if late:
-            _logger.warning("%s: %d entries were not written within %g s", self, len(late), self._drain_s)
-        self._keeper.join()
-        pools = (pool for lane in self._lanes for pool in (lane.reads, lane.writes, lane.scans))
-        for pool in (self._sealer, self._readers, *pools):
-            pool.shutdown(wait=False, cancel_futures=True)
-        for lane in self._lanes:
-            lane.tier.close()  # a listing may still be under way, and fails then
+        """A tag may hold what UTF-8 cannot say."""
+        return EncoderCacheKey(self.namespace, key.to_string().encode(errors="backslashreplace").decode())
 
 
 def _namespace(model: str, settings: PluginSettings) -> str:
@@ -491,35 +318,6 @@ def _namespace(model: str, settings: PluginSettings) -> str:
         raise ValueError(f"storage plugin: {error}, as lmcache_ec.namespace") from None
     facts = {"of": "lmcache", "format": entry.FORMAT, "model": model, "checkpoint": checkpoint}
     return namespace_of(f"{model}-lmcache", {**facts, "salt": settings.salt, "epoch": settings.epoch})
-
-
-def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) -> tuple[Sequence[Lane], PresenceFilter]:
-    """The tiers in order. ValueError for one that cannot be used; a remote that is merely away is tried again later."""
-    tiers: list[tuple[Tier, Habits]] = []
-    if settings.local_disk is not None:
-        size, free = int(settings.max_local_disk_size * _GIB), int(settings.min_free_disk_size * _GIB)
-        tiers.append((DiskTier(settings.local_disk, size, free), Habits(Lookup.CATALOG, _DISK_RESCAN_S, local=True)))
-    options = remote_options(settings, extra_config)
-    for url in settings.remotes:
-        name = tier_name(url)
-        lookup = Lookup.CATALOG if (name, settings.remote_lookup) == ("s3", "auto") else Lookup(settings.remote_lookup)
-        opener = partial(open_remote, url, options)
-        try:
-            tier = opener()
-        except TierAway as error:
-            _logger.warning("storage plugin: %s; tried again in the background", error.strerror)
-            tier = AwaitedTier(name, opener)
-        tiers.append((tier, Habits(lookup, settings.catalog_refresh_s)))
-    names = [tier.name for tier, _ in tiers]
-    names = [name if names.index(name) == index else f"{name}_{index}" for index, name in enumerate(names)]
-    presence = PresenceFilter.create(names)
-    lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
-    for lane in lanes:
-        if lane.tier.notice:
-            _logger.warning("storage plugin: %s", lane.tier.notice)
-        if isinstance(lane.tier, AwaitedTier):
-            lane.failed()
-    return lanes, presence
 
 
 def _copy(target: memoryview | bytearray, source: memoryview | bytes) -> None:

@@ -231,7 +231,7 @@ class _Session:
     def forget(self, name: str) -> bool:
         """Remove on a thread of its own, which may have to wait; True once what is being written is marked."""
         Thread(target=self.remove, args=(name,), daemon=True).start()
-        pending = self._plugin._pending[self._plugin._name(self._key(name))]
+        pending = self._plugin._writes._pending[self._plugin._name(self._key(name))]
         return self._until(lambda: pending.removed)
 
     def until_counted(self, count: str, names: list[str]) -> bool:
