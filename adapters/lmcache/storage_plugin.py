@@ -114,7 +114,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         self._closed = True
         late = self._writes.close(self._drain_s)
         if late:
-            _logger.warning("%s: %d entries were not written within %g s", self, late, self._drain_s)
+            _logger.warning("%s: %d entries are not in every tier after %g s, and left", self, late, self._drain_s)
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._tiers.close()
 
@@ -228,8 +228,13 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: object = None
     ) -> list[MemoryObj]:
-        """As many of `keys`, from the first on, as could be read: LMCache pairs keys and answers in order."""
+        """As many of `keys`, from the first on, as could be read: LMCache pairs keys and answers in order.
+
+        Nobody else lets go of the pins of the look-up before it.
+        """
         objects = await asyncio.to_thread(self.batched_get_blocking, keys)
+        for key in keys:
+            self.unpin(key)
         there = [*objects, None].index(None)
         for memory_object in objects[there:]:
             if memory_object is not None:

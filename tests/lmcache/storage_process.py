@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +137,8 @@ def storage_process(log: Path, environment: Mapping[str, str] | None = None) -> 
     try:
         yield process
     finally:
-        process.end()
+        status = process.end()
+    assert status == 0, process.tail
 
 
 class _Session:
@@ -149,7 +152,13 @@ class _Session:
         from lmcache.v1.event_manager import EventManager
         from lmcache.v1.storage_backend.storage_manager import StorageManager
 
-        self.manager = StorageManager(self._config(config), self._metadata(model, role), EventManager())
+        self.answers: SimpleQueue[int] = SimpleQueue()
+        scheduler = SimpleNamespace(send_response_to_scheduler=lambda _, tokens: self.answers.put(tokens))
+        settings = self._config(config)
+        settings.enable_async_loading = role != "scheduler"
+        self.manager = StorageManager(
+            settings, self._metadata(model, role), EventManager(), async_lookup_server=scheduler
+        )
         return list(self.manager.storage_backends)
 
     def close(self) -> None:
@@ -207,17 +216,19 @@ class _Session:
         return [self._described(found) for found in self.manager.batched_get(keys, location="ours")]
 
     def prefetch(self, names: list[str]) -> list[Any]:
-        """As `async_lookup_and_prefetch` does it, on the manager's event loop."""
-        keys = [self._key(name) for name in names]
+        """What LMCache's asynchronous look-up has fetched when it tells the scheduler how many tokens (ten a key)."""
+        from lmcache.v1.event_manager import EventType
 
-        async def both() -> list[Any]:
-            count = await self._plugin.batched_async_contains("a request", keys, False)
-            found: list[Any] = await self._plugin.batched_get_non_blocking("a request", keys)
-            assert len(found) <= count
-            return found
-
-        found = asyncio.run_coroutine_threadsafe(both(), self.manager.loop).result(PATIENCE_S)
-        return [self._described(one) for one in found]
+        lengths = list(range(0, 10 * len(names) + 1, 10))
+        asked = self.manager.async_lookup_and_prefetch("request", list(map(self._key, names)), lengths, pin=True)
+        asyncio.run_coroutine_threadsafe(asked, self.manager.loop)
+        tokens = self.answers.get(timeout=PATIENCE_S)
+        if not tokens:
+            return []
+        loaded = self.manager.event_manager.pop_event(EventType.LOADING, "request").result()
+        found = [memory_object for backend in loaded for _, memory_object in backend]
+        assert tokens == 10 * len(found)
+        return list(map(self._described, found))
 
     def pin(self, name: str) -> bool:
         return bool(self._plugin.pin(self._key(name)))
