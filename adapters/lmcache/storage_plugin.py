@@ -40,7 +40,7 @@ from lmcache_ec.lane import Lane
 
 from .layout import Layout
 from .scratch import Scratch
-from .settings import GIB, PluginSettings, read_settings
+from .settings import GIB, PREFIX, PluginSettings, read_settings
 from .tiers import Tiers
 from .writes import Writes
 
@@ -320,7 +320,8 @@ def _namespace(model: str, settings: PluginSettings) -> str:
     try:
         checkpoint = checkpoint_fingerprint(Path(model)) if Path(model).is_dir() else ""
     except FingerprintError as error:
-        raise ValueError(f"storage plugin: {error}, as lmcache_ec.namespace") from None
+        text = str(error).replace("ec.namespace", f"{PREFIX}namespace")
+        raise ValueError(f"storage plugin: {text}") from None
     facts = {"of": "lmcache", "format": entry.FORMAT, "model": model, "checkpoint": checkpoint}
     return namespace_of(f"{model}-lmcache", {**facts, "salt": settings.salt, "epoch": settings.epoch})
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -140,6 +141,7 @@ def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) ->
     names = [tier.name for tier, _ in tiers]
     names = [name if names.index(name) == index else f"{name}_{index}" for index, name in enumerate(names)]
     presence = PresenceFilter.create(names)
+    os.close(presence.fd)  # nobody else is to map it
     lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
     for lane in lanes:
         if lane.tier.notice:

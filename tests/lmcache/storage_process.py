@@ -165,17 +165,25 @@ class _Session:
         self.manager.close()
 
     def put(self, names: list[str], wait: bool = True) -> None:
-        import numpy
-
-        objects = []
-        for name in names:
-            kind = kind_of(name)
-            memory_object = self._allocate(kind)
-            numpy.frombuffer(memory_object.byte_array, "u1")[:] = numpy.frombuffer(content(name), "u1")
-            objects.append(memory_object)
-        self.manager.batched_put([self._key(name) for name in names], objects)
+        self.manager.batched_put(list(map(self._key, names)), list(map(self._filled, names)))
         if wait:
             self.wait(names)
+
+    def told(self, names: list[str], raising: bool = False) -> list[str]:
+        """Put, and wait for the futures; for which of them the callback was called, in no order."""
+        told, keys = [], {self._key(name): name for name in names}
+
+        def tell(key: Any) -> None:
+            told.append(keys[key])
+            if raising:
+                raise RuntimeError("a callback of somebody else's")
+
+        objects = [self._filled(name) for name in names]
+        for future in self._plugin.batched_submit_put_task(list(keys), objects, None, tell):
+            future.result(PATIENCE_S)
+        for memory_object in objects:
+            memory_object.ref_count_down()
+        return sorted(told)
 
     def wait(self, names: list[str]) -> None:
         """Until none of these is on its way into a tier any more."""
@@ -325,15 +333,18 @@ class _Session:
             role=role,
         )
 
-    def _allocate(self, kind: Thing) -> Any:
+    def _filled(self, name: str) -> Any:
+        import numpy
         import torch
         from lmcache.v1.memory_management import MemoryFormat
 
+        kind = kind_of(name)
         shapes = [torch.Size(shape) for _, shape in kind.tensors]
         dtypes = [getattr(torch, dtype) for dtype, _ in kind.tensors]
         found = self.manager.allocate(shapes, dtypes, MemoryFormat[kind.memory_format], busy_loop=False)
         if found is None:
             raise MemoryError("LMCache's CPU memory is full")
+        numpy.frombuffer(found.byte_array, "u1")[:] = numpy.frombuffer(content(name), "u1")
         return found
 
     @staticmethod

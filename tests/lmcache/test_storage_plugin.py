@@ -188,6 +188,19 @@ def test_a_file_that_was_harmed_is_a_miss_and_gone_and_can_be_stored_again(
         assert one("get", name="kv chunk") == described("kv chunk")
 
 
+def test_a_prefetch_ends_at_what_does_not_verify_and_holds_on_to_nothing_after_it(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    chunks = [f"3 MB#{number}" for number in range(5)]
+    with opened(one, config("disk")):
+        one("put", names=chunks)
+        (file,) = (tmp_path / "disk").rglob(one("file_name", name=chunks[2]))
+    file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
+    with opened(one, config("disk")):
+        assert one("prefetch", names=chunks) == list(map(described, chunks[:2]))
+        assert one("fill", nbytes=POOL_BYTES)
+
+
 def test_a_harmed_file_is_mended_from_the_next_tier(
     one: StorageProcess, config: Config, tmp_path: Path, s3: Seaweed
 ) -> None:
@@ -240,6 +253,17 @@ def test_look_ups_stop_at_the_first_that_is_missing_and_pins_hold_off_only_what_
         assert one("get", name=chunks[1]) is None
 
 
+def test_a_put_tells_once_for_each_key_that_a_tier_has_and_survives_whoever_is_told(
+    one: StorageProcess, config: Config, redis: RedisServer
+) -> None:
+    with opened(one, config("disk")):
+        assert one("told", names=["fp8", "3 MB", "fp8#2"]) == ["3 MB", "fp8", "fp8#2"]
+        assert one("told", names=["bools"], raising=True) == ["bools"]
+        assert one("get", name="bools") == described("bools")
+    with opened(one, config(None, redis_url(redis), max_remote_entry_size=0.001)):
+        assert one("told", names=["fp8#3", "3 MB"]) == ["fp8#3"]
+
+
 def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_removed_meanwhile_does_not_come_back(
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
@@ -263,6 +287,12 @@ def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_
         assert [bool(one("contains", name=chunk)) for chunk in chunks[:3]] == [True, False, True]
     with opened(one, config(None, url, **settings)):
         assert [one("contains", name=chunk) for chunk in chunks] == [OURS, None, OURS, None, None, None]
+
+
+def test_what_was_taken_is_stored_before_close_returns(one: StorageProcess, config: Config, tmp_path: Path) -> None:
+    with opened(one, config("disk")):
+        one("put", names=[f"3 MB#{number}" for number in range(9)], wait=False)
+    assert len(entries(tmp_path / "disk")) == 9
 
 
 def test_close_returns_and_gives_up_what_a_stuck_remote_does_not_take(
