@@ -7,14 +7,16 @@ A valid safetensors blob: 8 bytes of header length (little endian), a JSON heade
      "ec":{"dtype":…,"shape":[rows,width],"data_offsets":[0,bytes]}}
 
 in one line without spaces, exactly so: the digest lies at a fixed place, and a header that says the same in other
-words is refused. The digest is xxh3_128 over the whole entry with its own 32 hex digits read as zeros, so that it
-covers every byte: length field, header, padding and payload. The payload starts on a 4096-byte boundary that depends
-on the identifier alone, so that the length of an entry is known before it is fetched.
+words is refused. A payload that is more than rows of an encoder's output has a `"layout":…` after the producer: text to
+this format, which whoever wrote it knows how to read. The digest is xxh3_128 over the whole entry with its own 32 hex
+digits read as zeros, so that it covers every byte: length field, header, padding and payload. The payload starts on a
+4096-byte boundary that depends on the identifier alone, so that the length of an entry is known before it is fetched.
 
 These functions run in the store process; `room`, `entry_length` and `payload` on any side. They keep no state.
 """
 
 import enum
+import re
 import struct
 import time
 from dataclasses import dataclass
@@ -26,14 +28,16 @@ from lmcache_ec.key import EncoderCacheKey
 
 FORMAT = "lmcache-ec/1"
 MAX_PRODUCER_BYTES = 64
+MAX_LAYOUT_CHARS = 224
 
 _BLOCK = 4096
-_FIXED_ROOM = 1024  # length field, keys, namespace, numbers, and a producer of MAX_PRODUCER_BYTES control characters
+_FIXED_ROOM = 1024  # length field, keys, namespace, numbers, layout, and a producer of 64 control characters
 _LENGTH = struct.Struct("<Q")
 _DIGEST_AT = _LENGTH.size + len('{"__metadata__":{"format":"lmcache-ec/1","digest":"')
 _DIGEST_END = _DIGEST_AT + 32
 _NO_DIGEST = "0" * 32
 _MAX_COUNT = 2**63 - 1
+_LAYOUT = re.compile(r"[A-Za-z0-9_.,:=+\[\] -]*")  # nothing that JSON escapes
 _DTYPE_BYTES = {
     "BF16": 2,
     "F16": 2,
@@ -71,17 +75,24 @@ class EntryError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError for what cannot be."""
+    """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError for what cannot be.
+
+    `layout` is for a payload that is something else in truth; whoever writes it knows how to read it. At most
+    MAX_LAYOUT_CHARS letters, digits, spaces and _.,:=+[]-
+    """
 
     rows: int
     width: int
     dtype: str
+    layout: str = ""
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPE_BYTES:
             raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(_DTYPE_BYTES)} is accepted")
         if not (0 <= self.rows <= _MAX_COUNT and 0 <= self.width <= _MAX_COUNT and self.nbytes <= _MAX_COUNT):
             raise ValueError(f"shape [{self.rows}, {self.width}] of {self.dtype}: negative, or past 2**63 bytes")
+        if len(self.layout) > MAX_LAYOUT_CHARS or not _LAYOUT.fullmatch(self.layout):
+            raise ValueError(f"layout {self.layout!r}: at most {MAX_LAYOUT_CHARS} of the characters that are accepted")
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +145,8 @@ def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
         fields = msgspec.json.decode(header[_LENGTH.size :])
     except (ValueError, RecursionError) as error:
         raise EntryError(Reason.HEADER, "not JSON") from error
-    metadata, spec = _metadata(fields, key), _spec(fields)
+    metadata = _metadata(fields, key)
+    spec = _spec(fields, metadata.get("layout", ""))
     digest, created, producer = (metadata.get(name, "") for name in ("digest", "created", "producer"))
     try:
         expected = _header(key, spec, created, producer, digest)
@@ -163,12 +175,12 @@ def _metadata(fields: object, key: EncoderCacheKey) -> dict[str, str]:
     return metadata
 
 
-def _spec(fields: dict[str, object]) -> TensorSpec:
+def _spec(fields: dict[str, object], layout: str) -> TensorSpec:
     """The one tensor that the header declares, not yet held against the length of the entry."""
     match fields.get("ec"):
         case {"dtype": str(dtype), "shape": [rows, width]} if type(rows) is int and type(width) is int:
             try:
-                return TensorSpec(rows, width, dtype)
+                return TensorSpec(rows, width, dtype, layout)
             except ValueError as error:
                 raise EntryError(Reason.SHAPE, "no such tensor can be") from error
     raise EntryError(Reason.SHAPE, "no tensor `ec` of two dimensions")
@@ -183,6 +195,7 @@ def _header(key: EncoderCacheKey, spec: TensorSpec, created: str, producer: str,
         "namespace": key.namespace,
         "created": created,
         "producer": producer,
+        **({"layout": spec.layout} if spec.layout else {}),
     }
     tensor = {"dtype": spec.dtype, "shape": [spec.rows, spec.width], "data_offsets": [0, spec.nbytes]}
     text = msgspec.json.encode({"__metadata__": metadata, "ec": tensor})

@@ -80,6 +80,23 @@ def test_the_longest_header_fits_whatever_the_length_of_the_identifier() -> None
         assert entry.verify(memoryview(blob), key) == spec
 
 
+def test_a_layout_is_text_that_comes_back_and_changes_nothing_else() -> None:
+    for count in (*range(1500), 4096):
+        key = EncoderCacheKey("n" * 80, "\x01" * count)
+        spec = TensorSpec(2**63 - 1, 0, "F8_E4M3", "[" * entry.MAX_LAYOUT_CHARS)
+        assert entry.verify(memoryview(sealed(key, spec, b"", "\x01" * 64)), key) == spec
+    with_layout = sealed(KEY, TensorSpec(3, 5, "BF16", "KV_2LTD bfloat16[3,1,5]"), bytes(range(30)))
+    assert len(with_layout) == len(SMALL)
+    assert torch.equal(
+        safetensors.torch.load(bytes(with_layout))["ec"].view(torch.uint8),
+        safetensors.torch.load(SMALL)["ec"].view(torch.uint8),
+    )
+    assert reason(bytes(with_layout).replace(b"KV_2LTD", b"KV_T2D_")) is Reason.DIGEST
+    for text in ("\n", '"', "\\", "é", "[" * (entry.MAX_LAYOUT_CHARS + 1)):
+        with pytest.raises(ValueError, match="layout"):
+            TensorSpec(1, 1, "U8", text)
+
+
 def test_payload_is_a_view() -> None:
     blob = bytearray(SMALL)
     entry.payload(memoryview(blob), KEY.identifier)[4] = 255
@@ -166,6 +183,9 @@ def header_of(**changes: object) -> bytes:
         (header_of(producer="\ud800"), Reason.HEADER),
         (header_of(created=["x"]), Reason.HEADER),
         (header_of(more="x"), Reason.HEADER),
+        (header_of(layout=""), Reason.HEADER),
+        (header_of(layout="\n"), Reason.SHAPE),
+        (header_of(layout=7), Reason.HEADER),
         (header_of()[:-1] + b',"other":' + header_of()[header_of().index(b'"ec":') + 5 :], Reason.HEADER),
         (header_of()[:-1] + b"," + header_of()[header_of().index(b'"ec":') :], Reason.HEADER),
         (header_of().replace(b'"shape":', b'"shape": '), Reason.HEADER),

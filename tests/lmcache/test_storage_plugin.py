@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage plugin under LMCache's own storage manager, in processes of its own, over real servers.
+
+Two processes serve the whole module, since importing LMCache takes seconds; each test opens storage managers in them
+with a configuration file of its own, and closes them, which is a test each time.
+"""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import yaml
+
+from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
+from tests.seaweed import Seaweed, seaweed
+from tests.servers.redis import RedisServer, redis_server
+
+CANARY = "canary-5f0c-in-the-mine"
+POOL_BYTES = 32 << 20
+OURS = "ours"
+Config = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        server.client().config_set("requirepass", CANARY)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory, s3: Seaweed) -> Iterator[list[StorageProcess]]:
+    folder, environment = tmp_path_factory.mktemp("logs"), {**s3.environment, "REDIS_PASSWORD": CANARY}
+    with storage_process(folder / "0", environment) as one, storage_process(folder / "1", environment) as other:
+        yield [one, other]
+
+
+@pytest.fixture
+def one(processes: list[StorageProcess]) -> StorageProcess:
+    return processes[0]
+
+
+@pytest.fixture
+def other(processes: list[StorageProcess]) -> StorageProcess:
+    return processes[1]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Writes LMCache's configuration file, and says where it is."""
+
+    def write(folder: str | None = None, *remotes: str, **settings: Any) -> str:
+        ours = {"remotes": list(remotes), "min_free_disk_size": 0, **settings}
+        if folder:
+            ours["local_disk"] = str(tmp_path / folder)
+        path = tmp_path / f"{uuid.uuid4().hex}.yaml"
+        path.write_text(yaml.safe_dump(lmcache_config(ours)))
+        return str(path)
+
+    return write
+
+
+def lmcache_config(ours: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "local_cpu": True,
+        "max_local_cpu_size": POOL_BYTES / (1 << 30),
+        "storage_plugins": [OURS],
+        "extra_config": {
+            f"storage_plugin.{OURS}.module_path": "lmcache_ec.adapters.lmcache.storage_plugin",
+            f"storage_plugin.{OURS}.class_name": "ShapeAgnosticBackend",
+            **{f"lmcache_ec.{name}": value for name, value in ours.items()},
+        },
+    }
+
+
+def s3_url(server: Seaweed) -> str:
+    return f"s3://{server.bucket}/{uuid.uuid4().hex}?endpoint={server.endpoint}"
+
+
+def redis_url(server: RedisServer) -> str:
+    return f"redis://:${{REDIS_PASSWORD}}@127.0.0.1:{server.port}"
+
+
+@contextmanager
+def opened(process: StorageProcess, path: str) -> Iterator[StorageProcess]:
+    assert process("open", config=path) == ["LocalCPUBackend", OURS], process.tail
+    try:
+        yield process
+    finally:
+        process("close")
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/??/??/*.safetensors"))
+
+
+def test_what_one_process_stores_another_reads_to_the_bit_from_disk_redis_and_s3(
+    one: StorageProcess, other: StorageProcess, config: Config, s3: Seaweed, redis: RedisServer
+) -> None:
+    in_s3, in_redis, names = s3_url(s3), redis_url(redis), list(THINGS)
+    with opened(one, config("disk", in_redis, in_s3)):
+        one("put", names=names)
+        assert one("fill", nbytes=POOL_BYTES)
+        assert not any(one("in_memory", name=name) for name in names)
+        for name in names:
+            assert one("get", name=name) == described(name), name
+            assert one("in_memory", name=name)
+    for only in (config("disk"), config(None, in_redis), config(None, in_s3)):
+        with opened(other, only):
+            assert [other("get", name=name) for name in names] == [described(name) for name in names]
+        with opened(other, only):
+            assert other("leading", names=[*names, "kv chunk#2"]) == len(names)
+            assert other("get_all", names=["kv chunk#2", *names]) == [None, *map(described, names)]
+            assert other("prefetch", names=[*names, "kv chunk#2", "fp8"]) == [described(name) for name in names]
+            assert other("prefetch", names=["kv chunk#2", "fp8"]) == []
+            assert not other("unpin", name="fp8"), "a pin of the look-up was left"
+            assert [other("get_later", name=name) for name in ("fp8", "fp8#2")] == [described("fp8"), None]
+            assert other("fill", nbytes=POOL_BYTES), "an object of LMCache's was not released"
+    assert CANARY not in one.log.read_text() + other.log.read_text()
+
+
+def test_what_was_stored_is_there_after_a_restart_and_any_tool_can_open_it(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    path = config("disk")
+    with opened(one, path):
+        one("put", names=["kv chunk", "kv chunk/1", "kv chunk#2"])
+    with opened(one, path):
+        assert one("contains", name="kv chunk") == OURS
+        assert one("get", name="kv chunk/1") == described("kv chunk/1")
+        assert one("contains", name="kv chunk/0") is None
+        namespace = one("namespace")
+    assert {file.relative_to(tmp_path / "disk").parts[0] for file in entries(tmp_path / "disk")} == {namespace}
+    for file in entries(tmp_path / "disk"):
+        with safetensors.safe_open(file, "pt") as opened_file:
+            metadata, tensor = opened_file.metadata(), opened_file.get_tensor("ec")
+        assert metadata["layout"] == "KV_2LTD bfloat16[2,3,16,64]"
+        assert tensor.shape == (2 * 3 * 16, 64)
+        assert f"org/some-model@1@0@{metadata['identifier'].split('@')[3]}@bfloat16" in metadata["identifier"]
+
+
+def test_a_model_has_a_namespace_of_its_own_and_the_next_checkpoint_in_its_folder_too(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    model, found = tmp_path / "model", []
+    model.mkdir()
+    for weights in (b"first", b"later"):
+        (model / "model.safetensors").write_bytes(weights)
+        for settings in ({}, {"epoch": 1}, {"namespace": "mine"}):
+            assert OURS in one("open", config=config("disk", **settings), model=str(model))
+            found.append(one("namespace"))
+            one("close")
+    assert found[2] == found[5] == "mine"
+    assert len({*found}) == 5
+
+
+@pytest.mark.parametrize("harm", ["truncated", "emptied", "flipped", "swapped"])
+def test_a_file_that_was_harmed_is_a_miss_and_gone_and_can_be_stored_again(
+    one: StorageProcess, config: Config, tmp_path: Path, harm: str
+) -> None:
+    with opened(one, config("disk")):
+        one("put", names=["kv chunk", "kv chunk#2"])
+        harmed = one("file_name", name="kv chunk")
+    (file,) = (tmp_path / "disk").rglob(harmed)
+    (neighbour,) = {*entries(tmp_path / "disk")} - {file}
+    data = file.read_bytes()
+    flipped = data[:-7] + bytes([data[-7] ^ 4]) + data[-6:]
+    harms = {"truncated": data[:-100], "emptied": b"", "flipped": flipped, "swapped": neighbour.read_bytes()}
+    with opened(one, config("disk")):
+        assert one("contains", name="kv chunk") == OURS
+        file.write_bytes(harms[harm])
+        assert one("get_all", names=["kv chunk"]) == [None]
+        assert not file.exists()
+        assert one("contains", name="kv chunk") is None
+        assert one("counts")["disk_corrupt"] == 1
+        one("put", names=["kv chunk"])
+    with opened(one, config("disk")):
+        assert one("get", name="kv chunk") == described("kv chunk")
+
+
+def test_a_prefetch_ends_at_what_does_not_verify_and_holds_on_to_nothing_after_it(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    chunks = [f"3 MB#{number}" for number in range(5)]
+    with opened(one, config("disk")):
+        one("put", names=chunks)
+        (file,) = (tmp_path / "disk").rglob(one("file_name", name=chunks[2]))
+    file.write_bytes(file.read_bytes()[:-1] + b"\0\0")
+    with opened(one, config("disk")):
+        assert one("prefetch", names=chunks) == list(map(described, chunks[:2]))
+        assert one("fill", nbytes=POOL_BYTES)
+
+
+def test_a_harmed_file_is_mended_from_the_next_tier(
+    one: StorageProcess, config: Config, tmp_path: Path, s3: Seaweed
+) -> None:
+    path = config("disk", s3_url(s3))
+    with opened(one, path):
+        one("put", names=["kv chunk"])
+    (file,) = entries(tmp_path / "disk")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with opened(one, path):
+        assert one("get", name="kv chunk") == described("kv chunk")
+        one("wait", names=["kv chunk"])
+    assert file.read_bytes() == whole
+
+
+def test_what_a_remote_had_is_promoted_to_the_disk(
+    one: StorageProcess, other: StorageProcess, config: Config, redis: RedisServer
+) -> None:
+    with opened(one, config(None, redis_url(redis), salt="promote")):
+        one("put", names=["encoder output"])
+    with opened(other, config("disk", redis_url(redis), salt="promote")):
+        assert other("get", name="encoder output") == described("encoder output")
+        other("wait", names=["encoder output"])
+    with opened(other, config("disk", salt="promote")):
+        assert other("get", name="encoder output") == described("encoder output")
+
+
+def test_look_ups_stop_at_the_first_that_is_missing_and_pins_hold_off_only_what_is_not_forced(
+    one: StorageProcess, config: Config
+) -> None:
+    chunks = [f"fp8#{number}" for number in range(70)]
+    with opened(one, config("disk")):
+        one("put", names=chunks[:50] + chunks[51:])
+    with opened(one, config("disk")):
+        assert one("leading", names=chunks) == 50
+        assert one("leading", names=chunks[50:]) == 0
+        assert one("leading", names=chunks[51:]) == 19
+        assert not one("unpin", name=chunks[0])
+        assert one("leading", names=chunks[:3], pin=True) == 3
+        assert one("contains", name=chunks[0], pin=True) == OURS
+        assert not one("pin", name=chunks[50])
+        for _ in range(2):
+            assert not one("remove", name=chunks[0], force=False)
+            assert one("unpin", name=chunks[0])
+        assert one("remove", name=chunks[0], force=False)
+        assert one("remove", name=chunks[1])
+        assert not one("remove", name=chunks[1])
+        assert one("leading", names=chunks[:3]) == 0
+        assert one("contains", name=chunks[2]) == OURS
+        assert one("get", name=chunks[1]) is None
+
+
+def test_a_put_tells_once_for_each_key_that_a_tier_has_and_survives_whoever_is_told(
+    one: StorageProcess, config: Config, redis: RedisServer
+) -> None:
+    with opened(one, config("disk")):
+        assert one("told", names=["fp8", "3 MB", "fp8#2"]) == ["3 MB", "fp8", "fp8#2"]
+        assert one("told", names=["bools"], raising=True) == ["bools"]
+        assert one("get", name="bools") == described("bools")
+    with opened(one, config(None, redis_url(redis), max_remote_entry_size=0.001)):
+        assert one("told", names=["fp8#3", "3 MB"]) == ["fp8#3"]
+
+
+def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_removed_meanwhile_does_not_come_back(
+    one: StorageProcess, config: Config, redis: RedisServer
+) -> None:
+    """Writes wait for the frozen server; half of the budget is two entries."""
+    url, settings = redis_url(redis), {"blocking_timeout_secs": 30, "salt": "stuck"}
+    chunks = [f"3 MB#{number}" for number in range(6)]
+    with opened(one, config("disk", url, max_pending_size=4 * len(content("3 MB")) / (1 << 30), **settings)):
+        redis.freeze()
+        try:
+            for chunk in chunks:
+                one("put", names=[chunk], wait=False)
+            pending = [chunk for chunk in chunks if one("pending", name=chunk)]
+            assert pending == chunks[:3]
+            assert one("counts")["puts_dropped"] == 3
+            assert one("fill", nbytes=POOL_BYTES), "something holds on to LMCache's memory"
+            assert one("get_all", names=chunks[:1]) == [described(chunks[0])]  # from the disk
+            assert one("forget", name=chunks[1])
+        finally:
+            redis.thaw()
+        one("wait", names=chunks)
+        assert [bool(one("contains", name=chunk)) for chunk in chunks[:3]] == [True, False, True]
+    with opened(one, config(None, url, **settings)):
+        assert [one("contains", name=chunk) for chunk in chunks] == [OURS, None, OURS, None, None, None]
+
+
+def test_what_was_taken_is_stored_before_close_returns(one: StorageProcess, config: Config, tmp_path: Path) -> None:
+    with opened(one, config("disk")):
+        one("put", names=[f"3 MB#{number}" for number in range(9)], wait=False)
+    assert len(entries(tmp_path / "disk")) == 9
+
+
+def test_close_returns_and_gives_up_what_a_stuck_remote_does_not_take(
+    one: StorageProcess, config: Config, tmp_path: Path, s3: Seaweed
+) -> None:
+    assert OURS in one("open", config=config("disk", s3_url(s3), drain_s=0.2))
+    with s3.stopped():
+        one("put", names=["kv chunk", "fp8"], wait=False)
+        one("close")
+    assert len(entries(tmp_path / "disk")) == 2
+    assert "2 entries are not in every tier" in one.tail
+
+
+def test_a_remote_that_is_away_at_the_start_is_done_without_until_it_is_there(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        server.kill()
+        with opened(one, config("disk", server.url)):
+            one("put", names=["kv chunk"])
+            assert one("get_all", names=["kv chunk", "fp8"]) == [described("kv chunk"), None]
+            assert one("counts")["redis_writes_dropped"] == 1
+            server.start()
+            one("until_counted", count="redis_writes", names=[f"fp8#{number}" for number in range(1000)])
+
+
+def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, config: Config) -> None:
+    with opened(one, config("disk")):
+        one("put", names=["kv chunk"])
+    assert one("open", config=config("disk"), role="scheduler") == [OURS]
+    assert one("leading", names=["kv chunk", "kv chunk#2"]) == 1
+    assert one("get", name="kv chunk") is None
+    one("close")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"max_local_disc_size": 1}, "lmcache_ec.max_local_disc_size: did you mean lmcache_ec.max_local_disk_size"),
+        ({"max_local_disk_size": -1}, "lmcache_ec.max_local_disk_size"),
+        ({"local_disk": "relative"}, "lmcache_ec.local_disk: an absolute path is accepted"),
+        ({}, "neither lmcache_ec.local_disk nor lmcache_ec.remotes"),
+        ({"remote_url": f"redis://:{CANARY}@localhost"}, "give a password as ${NAME}"),
+        ({"remote_url": f"redis://localhost?password={CANARY}"}, "give a password as ${NAME}"),
+        ({"remotes": ["redis://:${NO_SUCH_VARIABLE}@localhost"]}, "no such environment variable: NO_SUCH_VARIABLE"),
+        ({"remotes": ["gopher://localhost"]}, "no tier serves gopher://"),
+        ({"remotes": ["s3://no bucket"]}, "S3 URL"),
+        ({"local_disk": "/dev/null/x"}, "cannot make this folder"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_named(
+    one: StorageProcess, tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
+    """LMCache logs what the constructor raises, and goes on without the backend."""
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(yaml.safe_dump(lmcache_config(settings)))
+    before = len(one.log.read_text())
+    assert OURS not in one("open", config=str(path))
+    one("close")
+    (line,) = (line for line in one.log.read_text()[before:].splitlines() if "Failed to create backend" in line)
+    assert said in line
+    assert CANARY not in line
+
+
+def test_lmcaches_encoder_cache_gains_by_it_once_its_get_asks_all_backends(
+    one: StorageProcess, other: StorageProcess, config: Config, s3: Seaweed
+) -> None:
+    """LMCache 0.5.6 asks the first backend only, since a list of None is true: nothing below its CPU memory is read."""
+    shared = config(None, s3_url(s3))
+    one("encoder", config=shared, mended=False)
+    assert one("encoder_put", picture="a cat", rows=257, width=96)
+    assert one("encoder_get", picture="a cat", rows=257, width=96)
+    one("close")
+    for mended, answer in ((False, None), (True, True)):
+        other("encoder", config=shared, mended=mended)
+        assert other("encoder_contains", picture="a cat")
+        assert other("encoder_get", picture="a cat", rows=257, width=96) is answer
+        assert other("encoder_get", picture="a dog", rows=1, width=96) is None
+        other("close")
+
+
+def test_the_ready_configuration_is_one_that_works(one: StorageProcess, tmp_path: Path) -> None:
+    ready = yaml.safe_load((Path(__file__).parents[2] / "configs" / "lmcache-plugin.yaml").read_text())
+    assert ready["extra_config"]["lmcache_ec.local_disk"].startswith("/var/")
+    ready["extra_config"] |= {"lmcache_ec.local_disk": str(tmp_path / "disk"), "lmcache_ec.min_free_disk_size": 0}
+    path = tmp_path / "lmcache.yaml"
+    path.write_text(yaml.safe_dump({**ready, "max_local_cpu_size": POOL_BYTES / (1 << 30)}))
+    (ours,) = ready["storage_plugins"]
+    assert one("open", config=str(path)) == ["LocalCPUBackend", ours]
+    one("close")
