@@ -32,6 +32,7 @@ import re
 import secrets
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -52,7 +53,8 @@ _READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to throw it away
 _SLOWEST = 4 << 20  # bytes a second; slower is a hang
 _LIST_PATIENCE = 6  # a list may take so many times as long as a look-up
 _PAGE = 256
-_VOID_KEYS = 4096
+_NO_LENGTH = -1
+_VOID_ENTRIES = 4096
 _STRIPES = 64
 _OLD_S = 86_400
 
@@ -214,6 +216,22 @@ def _carried(data: memoryview) -> Any:
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a tier is asked about."""
+
+    namespace: str
+    digest: bytes
+
+    @property
+    def engine_key(self) -> Any:
+        """Its key in LMCache."""
+        import torch
+        from lmcache.utils import CacheEngineKey
+
+        return CacheEngineKey(_model_name(self.namespace), 1, 0, int.from_bytes(self.digest), torch.uint8)
+
+
 class _Connection:
     """A connector and who may use it now. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
 
@@ -221,22 +239,27 @@ class _Connection:
         self.connector = connector
         self._locks = [asyncio.Lock() for _ in range(1 if kind.one_stream else _STRIPES)]
         self._socket: socket.socket | None = connector.client_socket if kind.one_stream else None
+        if self._socket is not None:  # LMCache sends a put in two parts: 40 ms without this
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def turn(self, digest: bytes) -> asyncio.Lock:
-        """Held by whoever uses the connector for this key: one at a time, as all are where there is one stream."""
-        return self._locks[digest[-1] % len(self._locks)]
+    def turn(self, entry: _Entry | None) -> asyncio.Lock:
+        """Held by whoever uses the connector for an entry: one at a time, and one for all where there is one stream."""
+        return self._locks[hash(entry) % len(self._locks)]
 
-    async def exists(self, key: Any) -> bool:
-        found = int(await self.connector.exists(key))
+    async def exists(self, entry: _Entry) -> bool:
+        found = int(await self.connector.exists(entry.engine_key))
         if found < 0:  # so does mooncake say that it could not look
             raise OSError(errno.EIO, f"the store answers {found}")
         return bool(found)
 
-    async def get(self, key: Any) -> Any:
+    async def get(self, entry: _Entry) -> Any:
         if not self.connector.support_batched_get():
-            return await self.connector.get(key)
-        found = await self.connector.batched_get([key])
+            return await self.connector.get(entry.engine_key)
+        found = await self.connector.batched_get([entry.engine_key])
         return found[0] if found else None
+
+    async def put(self, entry: _Entry, carried: Any) -> None:
+        await self.connector.put(entry.engine_key, carried)
 
     def sever(self) -> None:
         """Wake a thread that waits for the other side for good. LMCache's sockets have no limit of time."""
@@ -273,7 +296,7 @@ def _sweep(connector: Any) -> None:
 class _Call:
     """One call of the tier on its way: what it is about, when its caller gives up, and the connection it uses."""
 
-    digest: bytes
+    entry: _Entry | None
     gives_up_at: float
     connection: _Connection | None = None
 
@@ -281,8 +304,8 @@ class _Call:
 class LMCacheRemoteTier(Tier):
     """Entries in whatever one of LMCache's connectors keeps; see the top of this file for what that cannot promise.
 
-    Runs in the store process, on the tier's own threads. All that it knows, the connection and the keys that count as
-    absent, is touched by one more thread alone, that of its asyncio loop; so there is no lock. A connector may block
+    Runs in the store process, on the tier's own threads. All that it knows, the connection and the entries that count
+    as absent, is touched by one more thread alone, that of its asyncio loop; so there is no lock. A connector may block
     that thread: callers then give up in time all the same. A connection that failed is replaced, and what failed on it
     is tried once more, since it may have ended long ago.
     """
@@ -299,7 +322,7 @@ class LMCacheRemoteTier(Tier):
         self._kind = _kind_of(url)
         self._limit_bytes = min(max_entry_bytes, _LONGEST)
         self._connection: _Connection | None = None
-        self._void: dict[bytes, None] = {}
+        self._void: dict[_Entry, None] = {}
         self._connector = _import(url, extra_config, self._kind, self._limit_bytes)
         self.notice = self._limits(ttl_s)
         self._loop = asyncio.new_event_loop()
@@ -315,9 +338,11 @@ class LMCacheRemoteTier(Tier):
         TierAway if nobody answers, ValueError for anything else that is wrong.
         """
         try:
-            kept = self._ask(b"\0", self._timeout_s, "open", self._prove)
+            kept = self._ask(None, self._timeout_s, "open", self._prove)
         except TierError as error:
-            raise (TierAway if error.errno in AWAY else ValueError)(*error.args) from None
+            if error.errno in AWAY:
+                raise TierAway(error.errno, error.strerror) from None
+            raise ValueError(error.strerror) from None
         if not kept:
             raise ValueError(
                 f"{_said(self._url)} cannot keep encoder outputs: it gave back another value than it was given, "
@@ -325,13 +350,9 @@ class LMCacheRemoteTier(Tier):
             )
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
-        wanted = len(buffer)
-        found = self._ask(
-            key.digest,
-            self._timeout_s + wanted / _SLOWEST,
-            f"read {key.object_name}",
-            lambda connection: self._read(connection, _engine_key(key.namespace, key.digest), key.digest, wanted),
-        )
+        entry, wanted = _Entry(key.namespace, key.digest), len(buffer)
+        seconds = self._timeout_s + wanted / _SLOWEST
+        found = self._ask(entry, seconds, f"read {key.object_name}", lambda there: self._read(there, entry, wanted))
         if found is None:
             return None
         length, held = found
@@ -340,71 +361,67 @@ class LMCacheRemoteTier(Tier):
         return length
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        if len(data) > self._limit_bytes:
+        entry, length = _Entry(key.namespace, key.digest), len(data)
+        if length > self._limit_bytes:
             raise TierError(
-                errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the LMCache tier takes {self._limit_bytes}"
+                errno.EFBIG, f"an entry of {length} bytes does not fit: the LMCache tier takes {self._limit_bytes}"
             )
-        carried, named = _carried(data), _engine_key(key.namespace, key.digest)
+        carried = _carried(data)
 
-        async def write(connection: _Connection) -> bool:
-            if key.digest not in self._void and await connection.exists(named):
+        async def write(there: _Connection) -> bool:
+            if entry not in self._void and await there.exists(entry):
                 return False
-            self._void_again(key.digest)  # until it is there for certain: a write that breaks off leaves who knows what
-            await connection.connector.put(named, carried)
-            if not await connection.exists(named):  # no connector says what came of a put
-                raise TierError(errno.EIO, f"lmcache tier: {key.object_name} was written, and is not there")
-            self._void.pop(key.digest, None)
+            self._count_as_absent(entry)  # until it is there for certain: who knows what a write that breaks off leaves
+            await there.put(entry, carried)
+            if not await there.exists(entry):  # no connector says what came of a put
+                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was written, and is not there")
+            self._void.pop(entry, None)
             return True
 
-        return self._ask(
-            key.digest, self._timeout_s + len(data) / _SLOWEST, f"write {key.object_name}, {len(data)} bytes", write
-        )
+        seconds = self._timeout_s + length / _SLOWEST
+        return self._ask(entry, seconds, f"write {key.object_name}, {length} bytes", write)
 
     def contains(self, key: EncoderCacheKey) -> int | None:
-        found = self._ask(
-            key.digest,
-            self._timeout_s,
-            f"look for {key.object_name}",
-            lambda connection: self._read(connection, _engine_key(key.namespace, key.digest), key.digest, -1),
-        )
+        entry = _Entry(key.namespace, key.digest)
+        what = f"look for {key.object_name}"
+        found = self._ask(entry, self._timeout_s, what, lambda there: self._read(there, entry, _NO_LENGTH))
         return None if found is None else found[0]
 
     def delete(self, key: EncoderCacheKey) -> None:
-        named = _engine_key(key.namespace, key.digest)
+        entry = _Entry(key.namespace, key.digest)
 
-        async def remove(connection: _Connection) -> None:
-            remove_it = connection.connector.remove_sync
+        async def remove(there: _Connection) -> None:
             try:  # not on the loop's thread: a connector may have it wait for the loop
-                gone = await self._loop.run_in_executor(None, remove_it, named)
+                gone = await self._loop.run_in_executor(None, there.connector.remove_sync, entry.engine_key)
             except NotImplementedError:
-                self._void_again(key.digest)
+                self._count_as_absent(entry)
                 return
-            if not gone and await connection.exists(named):
-                raise TierError(errno.EIO, f"lmcache tier: {key.object_name} was deleted, and is still there")
-            self._void.pop(key.digest, None)
+            if not gone and await there.exists(entry):
+                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was deleted, and is still there")
+            self._void.pop(entry, None)
 
-        self._ask(key.digest, self._timeout_s, f"delete {key.object_name}", remove)
+        self._ask(entry, self._timeout_s, f"delete {key.object_name}", remove)
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """Every entry of `fs://`, with 0 for the time, which is not known; of any other connector nothing at all."""
         check_namespace(namespace)
         if not self._kind.lists:
             return
-        patience_s = self._timeout_s * _LIST_PATIENCE
-        names = self._ask(b"\0", patience_s, f"list {namespace}", lambda connection: connection.connector.list())
         ours = re.compile(rf"{re.escape(_model_name(namespace))}@1@0@([0-9a-f]{{1,64}})@uint8")
-        digests = [bytes.fromhex(match[1].zfill(64)) for name in names if (match := ours.fullmatch(name))]
+        seconds, what = self._timeout_s * _LIST_PATIENCE, f"list {namespace}"
+        names = self._ask(None, seconds, what, lambda there: there.connector.list())
+        found = [_Entry(namespace, bytes.fromhex(it[1].zfill(64))) for name in names if (it := ours.fullmatch(name))]
 
-        async def lengths(connection: _Connection, page: Sequence[bytes]) -> Sequence[object]:
-            asked = (self._read(connection, _engine_key(namespace, digest), digest, -1) for digest in page)
-            return await asyncio.gather(*asked, return_exceptions=True)
+        async def lengths(there: _Connection, page: Sequence[_Entry]) -> Sequence[object]:
+            return await asyncio.gather(
+                *(self._read(there, entry, _NO_LENGTH) for entry in page), return_exceptions=True
+            )
 
-        for start in range(0, len(digests), _PAGE):
-            page = digests[start : start + _PAGE]
-            answers = self._ask(b"\0", patience_s, f"list {namespace}", partial(lengths, page=page))
-            for digest, found in zip(page, answers, strict=True):
-                if isinstance(found, tuple):
-                    yield Listed(digest, found[0], 0.0)
+        for start in range(0, len(found), _PAGE):
+            page = found[start : start + _PAGE]
+            for entry, answer in zip(page, self._ask(None, seconds, what, partial(lengths, page=page)), strict=True):
+                if isinstance(answer, tuple):
+                    yield Listed(entry.digest, answer[0], 0.0)
 
     def close(self) -> None:
         async def end() -> None:
@@ -422,9 +439,9 @@ class LMCacheRemoteTier(Tier):
 
     # ---- on the caller's thread
 
-    def _ask(self, digest: bytes, seconds: float, what: str, use: Callable[[_Connection], Awaitable[_T]]) -> _T:
+    def _ask(self, entry: _Entry | None, seconds: float, what: str, use: Callable[[_Connection], Awaitable[_T]]) -> _T:
         """What `use` makes of the connection, on the loop; TierError if it fails or takes longer than `seconds`."""
-        call = _Call(digest, time.monotonic() + seconds)
+        call = _Call(entry, time.monotonic() + seconds)
         future = asyncio.run_coroutine_threadsafe(self._served(call, use), self._loop)
         try:
             return future.result(seconds)
@@ -437,6 +454,8 @@ class LMCacheRemoteTier(Tier):
                 self._loop.call_soon_threadsafe(self._forget, connection)
             raise TierError(errno.ETIMEDOUT, f"{_said(self._url)}: {what}: no answer in time") from None
         except Exception as error:
+            if isinstance(error, struct.error):  # LMCache takes apart what it got of an answer
+                error = ConnectionResetError(errno.ECONNRESET, "the connection broke")
             number = getattr(error, "errno", None) or errno.EIO
             raise TierError(number, f"{_said(self._url)}: {what}: {self._told(error)}") from None
 
@@ -466,15 +485,17 @@ class LMCacheRemoteTier(Tier):
                 self._connection = self._connected()
             connection = call.connection = self._connection
             try:
-                async with connection.turn(call.digest):
+                async with connection.turn(call.entry):
                     return await use(connection)
             except TierError:
                 raise
             except Exception as error:
                 self._forget(connection)
-                if again or time.monotonic() > call.gives_up_at:
-                    if isinstance(error, _Unreadable):
-                        self._void_again(call.digest)
+                if time.monotonic() > call.gives_up_at:
+                    raise  # to nobody: the connection was severed
+                if again:
+                    if isinstance(error, _Unreadable) and call.entry is not None:
+                        self._count_as_absent(call.entry)
                     raise
                 again = True
 
@@ -490,38 +511,38 @@ class LMCacheRemoteTier(Tier):
             self._connection = None
         connection.discard()
 
-    def _void_again(self, digest: bytes) -> None:
-        """Have the key count as absent until it is written."""
-        self._void[digest] = None
-        if len(self._void) > _VOID_KEYS:
+    def _count_as_absent(self, entry: _Entry) -> None:
+        """Until it is written."""
+        self._void[entry] = None
+        if len(self._void) > _VOID_ENTRIES:
             del self._void[next(iter(self._void))]
 
-    async def _read(self, connection: _Connection, key: Any, digest: bytes, wanted: int) -> tuple[int, Any] | None:
+    async def _read(self, there: _Connection, entry: _Entry, wanted: int) -> tuple[int, Any] | None:
         """Length and memory object of an entry, None for the latter if its length is not `wanted`; None if absent."""
-        if digest in self._void:
+        if entry in self._void:
             return None
         reading = _Reading(wanted)
         _reading.set(reading)
-        held = await connection.get(key)
+        held = await there.get(entry)
         if held is not None:
             return held.get_size(), held
         if reading.declined and reading.found is not None:
             if not self._kind.declines:
-                self._forget(connection)  # and with it the value that nobody takes
+                self._forget(there)  # and with it the value that nobody takes
             return reading.found, None
-        if reading.found is not None or (not self._kind.one_stream and await connection.exists(key)):
+        if reading.found is not None or (not self._kind.one_stream and await there.exists(entry)):
             raise _Unreadable("there is a value, and LMCache's connector could not read it")
         return None
 
-    async def _prove(self, connection: _Connection) -> bool:
+    async def _prove(self, there: _Connection) -> bool:
         """Whether a value of a length that no KV chunk has comes back as it was. It stays, under a name of its own."""
-        key = _engine_key("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
-        there = await connection.exists(key)
+        entry = _Entry("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
+        kept = await there.exists(entry)
         if self._kind.proven:
             return True
-        if not there:
-            await connection.connector.put(key, _carried(_PROBE))
-        found = await self._read(connection, key, b"", len(_PROBE))
+        if not kept:
+            await there.put(entry, _carried(_PROBE))
+        found = await self._read(there, entry, len(_PROBE))
         return found is not None and found[1] is not None and found[1].byte_array.cast("B") == _PROBE
 
 
@@ -536,7 +557,8 @@ def _import(
     from lmcache.v1.storage_backend.connector import CreateConnector
 
     plugin = _plugin_name(url) or None
-    address = re.sub(r"^fs:///", "fs://localhost:0/", url, flags=re.IGNORECASE)
+    scheme, _, place = url.partition("://")
+    address = f"{scheme.lower()}://{'localhost:0' if scheme.lower() == 'fs' and place[:1] == '/' else ''}{place}"
     metadata = LMCacheMetadata("lmcache-ec", 1, 1, 0, 0, torch.uint8, (1, 1, 256, 1, 1))
 
     def connect(loop: asyncio.AbstractEventLoop) -> Any:
@@ -550,13 +572,6 @@ def _import(
         return connector
 
     return connect
-
-
-def _engine_key(namespace: str, digest: bytes) -> Any:
-    import torch
-    from lmcache.utils import CacheEngineKey
-
-    return CacheEngineKey(_model_name(namespace), 1, 0, int.from_bytes(digest), torch.uint8)
 
 
 def _model_name(namespace: str) -> str:

@@ -12,6 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 READY_S = 60.0  # it imports torch
+_RUN = """
+import runpy, socket
+
+def bind(self, address, bind=socket.socket.bind):
+    self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bind(self, address)
+
+socket.socket.bind = bind
+runpy.run_module("lmcache.v1.server", run_name="__main__")
+"""
+"""LMCache's server itself; it would have to wait a minute for its port after it was killed."""
 
 
 class LMCacheServer:
@@ -31,7 +42,7 @@ class LMCacheServer:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(self.port)],
+                [sys.executable, "-c", _RUN, "127.0.0.1", str(self.port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
