@@ -413,9 +413,9 @@ class LMCacheRemoteTier(Tier):
         found = [_Entry(namespace, bytes.fromhex(it[1].zfill(64))) for name in names if (it := ours.fullmatch(name))]
 
         async def lengths(there: _Connection, page: Sequence[_Entry]) -> Sequence[object]:
-            return await asyncio.gather(
-                *(self._read(there, entry, _NO_LENGTH) for entry in page), return_exceptions=True
-            )
+            reads = (self._read(there, entry, _NO_LENGTH) for entry in page)
+            answers: Sequence[object] = await asyncio.gather(*reads, return_exceptions=True)
+            return answers
 
         for start in range(0, len(found), _PAGE):
             page = found[start : start + _PAGE]
