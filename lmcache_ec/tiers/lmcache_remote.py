@@ -18,7 +18,10 @@ What LMCache's connectors do not promise, and this tier therefore does not:
 - A server of `lm://` neither lists nor deletes. What is deleted is gone for this tier, and not for others, until it is
   put again. A writer that is killed in the middle of a put leaves a key there that has no value.
 
-What is there and cannot be read is an error once. From then on it counts as absent, and the next put replaces it.
+- `mooncakestore://` does not list, delete or replace either, and keeps no value of 0 bytes.
+
+What is there and cannot be read is an error once. From then on it counts as absent, and the next put replaces it if the
+store replaces anything.
 """
 
 from __future__ import annotations
@@ -73,18 +76,20 @@ class _Kind:
 
     `one_stream`: a single connection, on which whoever speaks out of turn reads the answer to another question.
     `declines`: given no memory for a value, it leaves that unread and goes on. `lists`: it can say what it has.
-    `proven`: it is in the tests of this tier; another one is tried with a small entry when it is opened.
+    `replaces`: a second put of a key counts, not the first. `proven`: it is in the tests of this tier; another one is
+    tried with a small entry when it is opened.
     """
 
     one_stream: bool = False
     declines: bool = False
     lists: bool = False
+    replaces: bool = False
     proven: bool = False
 
 
 _KINDS = {
-    "lm": _Kind(one_stream=True, proven=True),
-    "fs": _Kind(declines=True, lists=True, proven=True),
+    "lm": _Kind(one_stream=True, replaces=True, proven=True),
+    "fs": _Kind(declines=True, lists=True, replaces=True, proven=True),
     "mooncakestore": _Kind(declines=True),
 }
 _BUILT_IN = ("fs", "mooncakestore", "hf3fs")  # plugins that need no class in extra_config
@@ -369,9 +374,10 @@ class LMCacheRemoteTier(Tier):
         carried = _carried(data)
 
         async def write(there: _Connection) -> bool:
-            if entry not in self._void and await there.exists(entry):
+            if not (self._kind.replaces and entry in self._void) and await there.exists(entry):
                 return False
-            self._count_as_absent(entry)  # until it is there for certain: who knows what a write that breaks off leaves
+            if self._kind.replaces:  # until it is there for certain: who knows what a write that breaks off leaves
+                self._count_as_absent(entry)
             await there.put(entry, carried)
             if not await there.exists(entry):  # no connector says what came of a put
                 raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was written, and is not there")
