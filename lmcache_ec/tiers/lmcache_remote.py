@@ -65,6 +65,7 @@ _PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # no whole n
 _TEMPORARY = ".lmcache-ec-"
 _PLUGIN = "remote_storage_plugin."
 _PLUGIN_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_MOONCAKE_MASTER = ("mooncake_master_server_addr", "mooncake_master_server_address", "master_server_address")
 _TEMPORARY_KEY = "fs_connector_relative_tmp_dir"
 
 _T = TypeVar("_T")
@@ -76,21 +77,22 @@ class _Kind:
 
     `one_stream`: a single connection, on which whoever speaks out of turn reads the answer to another question.
     `declines`: given no memory for a value, it leaves that unread and goes on. `lists`: it can say what it has.
-    `replaces`: a second put of a key counts, not the first. `proven`: it is in the tests of this tier; another one is
-    tried with a small entry when it is opened.
+    `replaces`: a second put of a key counts, not the first. `reconnects`: it finds its store again by itself, and a
+    new one is dear. `proven`: it is in the tests of this tier; another one has to keep a small entry when it is opened.
     """
 
     one_stream: bool = False
     declines: bool = False
     lists: bool = False
     replaces: bool = False
+    reconnects: bool = False
     proven: bool = False
 
 
 _KINDS = {
     "lm": _Kind(one_stream=True, replaces=True, proven=True),
     "fs": _Kind(declines=True, lists=True, replaces=True, proven=True),
-    "mooncakestore": _Kind(declines=True),
+    "mooncakestore": _Kind(declines=True, reconnects=True),
 }
 _BUILT_IN = ("fs", "mooncakestore", "hf3fs")  # plugins that need no class in extra_config
 _ELSEWHERE = "name it by its own URL, which this cache's own tier serves"
@@ -254,7 +256,7 @@ class _Connection:
     async def exists(self, entry: _Entry) -> bool:
         found = int(await self.connector.exists(entry.engine_key))
         if found < 0:  # so does mooncake say that it could not look
-            raise OSError(errno.EIO, f"the store answers {found}")
+            raise TierError(errno.EIO, f"mooncake answers {found} to whether {entry.digest.hex()} is there")
         return bool(found)
 
     async def get(self, entry: _Entry) -> Any:
@@ -432,7 +434,7 @@ class LMCacheRemoteTier(Tier):
     def close(self) -> None:
         async def end() -> None:
             if self._connection is not None:
-                self._forget(self._connection)
+                self._connection.discard()
 
         try:
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(self._timeout_s)
@@ -507,15 +509,14 @@ class LMCacheRemoteTier(Tier):
 
     def _connected(self) -> _Connection:
         """A new connection. Holds up the loop, and what waits on it, for as long as LMCache takes."""
-        if self._kind.one_stream:
-            parts = urlsplit(self._url)
-            socket.create_connection((parts.hostname or "", parts.port or 0), self._timeout_s).close()
+        if address := _address(self._url, self._extra_config):
+            socket.create_connection(address, self._timeout_s).close()
         return _Connection(self._connector(self._loop), self._kind)
 
     def _forget(self, connection: _Connection) -> None:
-        if self._connection is connection:
+        if self._connection is connection and not self._kind.reconnects:
             self._connection = None
-        connection.discard()
+            connection.discard()
 
     def _count_as_absent(self, entry: _Entry) -> None:
         """Until it is written."""
@@ -578,6 +579,21 @@ def _import(
         return connector
 
     return connect
+
+
+def _address(url: str, extra_config: Mapping[str, object]) -> tuple[str, int] | None:
+    """Where somebody has to listen before a connector may be made, for those that wait without end if nobody does.
+
+    Mooncake even holds the interpreter meanwhile, for 90 s, and with it every other tier.
+    """
+    kind = _plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
+    if kind == "mooncakestore":
+        named = (extra_config.get(key) for key in _MOONCAKE_MASTER)
+        url = f"//{next((text for text in named if text), '')}"
+    elif kind != "lm":
+        return None
+    parts = urlsplit(url)
+    return (parts.hostname, parts.port) if parts.hostname and parts.port else None
 
 
 def _model_name(namespace: str) -> str:
