@@ -46,6 +46,7 @@ class LMCacheServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, "LMCACHE_LOG_LEVEL": "INFO"},
             )
         deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -289,14 +290,16 @@ def test_a_value_of_which_half_arrives_leaves_the_buffer_as_it_was(server: LMCac
 
 
 def test_a_long_value_of_another_length_is_not_fetched_and_what_comes_after_it_is_right(server: LMCacheServer) -> None:
-    wrong, right = new_key(), new_key()
+    """The value reads like the server's answer that it has nothing: taken for one, it would make a miss of a hit."""
+    wrong, right, word = new_key(), new_key(), struct.pack("9i", 400, 0, 1, 1, 0, 0, 0, 0, 0)
+    data = memoryview(word * (5 * MIB // len(word)))
     with opened(server.url) as tier:
-        tier.put(wrong, memoryview(bytes(5 * MIB)))  # zeros, which can be taken for LMCache's word for a miss
+        tier.put(wrong, data)
         tier.put(right, value("right", 1000))
         for _ in range(3):
-            assert tier.get_into(wrong, memoryview(bytearray(7))) == tier.contains(wrong) == 5 * MIB
+            assert tier.get_into(wrong, memoryview(bytearray(7))) == tier.contains(wrong) == len(data)
             assert fetch(tier, right) == value("right", 1000)
-        assert fetch(tier, wrong) == bytes(5 * MIB)
+        assert fetch(tier, wrong) == data
 
 
 def test_a_short_value_of_another_length_costs_no_connection(server: LMCacheServer) -> None:
