@@ -109,6 +109,8 @@ def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
         raise ValueError("lm://: lm://<host>:<port> is accepted")
     if scheme == "fs" and (not parts.path.strip("/") or (parts.netloc and parts.port is None)):
         raise ValueError("fs://: fs:///<folder> is accepted, and fs://<host>:<port>/<folder>, whose host means nothing")
+    if _type_of(url) == "mooncakestore" and not any(extra_config.get(key) for key in _MOONCAKE_MASTER):
+        raise ValueError(f"{scheme}://: extra_config must have {_MOONCAKE_MASTER[0]}, as <host>:<port>")
     if scheme == "plugin":
         _check_plugin(_plugin_name(url), extra_config)
 
@@ -128,10 +130,13 @@ def _plugin_name(url: str) -> str:
     return name.strip("/") if scheme.lower() == "plugin" else ""
 
 
+def _type_of(url: str) -> str:
+    """The scheme, or, for a plugin, the type that its name begins with."""
+    return _plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
+
+
 def _kind_of(url: str) -> _Kind:
-    """By the scheme, or, for a plugin, the type that its name begins with."""
-    what = _plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
-    return _KINDS.get(what, _Kind())
+    return _KINDS.get(_type_of(url), _Kind())
 
 
 def open_lmcache_remote(
@@ -586,11 +591,10 @@ def _address(url: str, extra_config: Mapping[str, object]) -> tuple[str, int] | 
 
     Mooncake even holds the interpreter meanwhile, for 90 s, and with it every other tier.
     """
-    kind = _plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
-    if kind == "mooncakestore":
+    if _type_of(url) == "mooncakestore":
         named = (extra_config.get(key) for key in _MOONCAKE_MASTER)
         url = f"//{next((text for text in named if text), '')}"
-    elif kind != "lm":
+    elif _type_of(url) != "lm":
         return None
     parts = urlsplit(url)
     return (parts.hostname, parts.port) if parts.hostname and parts.port else None

@@ -380,6 +380,8 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ("plugin://redis.one", "name it by its own URL"),
         ("plugin://mine", "must have remote_storage_plugin.mine.module_path and remote_storage_plugin.mine.class_name"),
         ("plugin://", "plugin://<name>"),
+        ("mooncakestore://host:1/", "must have mooncake_master_server_addr"),
+        ("plugin://mooncakestore.one", "must have mooncake_master_server_addr"),
         ("lm://host", "lm://<host>:<port> is accepted"),
         ("fs://", "fs:///<folder> is accepted"),
         ("fs://folder/below", "fs:///<folder> is accepted"),
