@@ -7,6 +7,7 @@ What a tier needs is imported when a remote of its kind is opened, and not befor
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,16 +18,36 @@ from lmcache_ec.tiers.base import Listed, Tier, TierError
 
 _REDIS = ("redis", "rediss", "valkey", "valkeys", "resp", "resps", "unix")
 _ARRANGED = ("redis", "rediss", "valkey", "valkeys")
+_LMCACHE = ("lm", "fs", "mooncakestore", "plugin", "hf3fs", "eic", "infinistore", "sagemaker-hyperpod")
 
 SCHEMES: dict[str, str] = {
     **dict.fromkeys(_REDIS, "redis"),
     **{f"{name}-{how}": "redis" for name in _ARRANGED for how in ("sentinel", "cluster")},
     "s3": "s3",
+    **dict.fromkeys(_LMCACHE, "lmcache"),
 }
 """URL scheme to the tier's name."""
 
+_KV_SHAPES = "LMCache's connector takes each value for a KV chunk of the one size that it computes"
+REFUSED: Mapping[str, str] = {
+    "azure": _KV_SHAPES,
+    "bigtable": _KV_SHAPES,
+    "hfbucket": _KV_SHAPES,
+    "mock": "LMCache's connector keeps lengths, and no bytes",
+    "blackhole": "LMCache's connector keeps nothing",
+    "audit": "it wraps another remote: name that one",
+    "external": "LMCache has replaced it by remote_storage_plugins: use plugin://<name>",
+}
+"""Scheme, or type of a built-in plugin -> why no encoder output can be kept there."""
+
 EXTRA_KEYS = ("s3_region", "disable_tls", "aws_access_key_id", "aws_secret_access_key")
-"""What of LMCache's `extra_config` belongs to a remote."""
+"""What of LMCache's `extra_config` belongs to S3."""
+
+_LMCACHE_KEYS = re.compile(
+    r"(?:remote_storage_plugin\.|mooncake_|fs_|hf3fs_|infinistore_|sagemaker_hyperpod_).*"
+    r"|local_hostname|metadata_server|global_segment_size|local_buffer_size|protocol|device_name|master_server_address"
+    r"|transfer_timeout|storage_root_dir"
+)
 
 S3_ENVIRONMENT = (
     *("AWS_", "SSL_CERT_", "REQUESTS_CA_BUNDLE"),
@@ -48,9 +69,16 @@ class RemoteOptions:
 def tier_name(url: str) -> str:
     """The name of the tier that serves a URL. ValueError, which shows the scheme alone, if there is none."""
     scheme = url.partition("://")[0].lower() if "://" in url else ""
+    if why := REFUSED.get(scheme):
+        raise ValueError(f"{scheme}:// cannot keep encoder outputs: {why}")
     if scheme not in SCHEMES:
         raise ValueError(f"no tier serves {scheme or 'a URL without scheme'}://; accepted are {', '.join(SCHEMES)}")
     return SCHEMES[scheme]
+
+
+def is_remote_key(key: object) -> bool:
+    """Whether a key of LMCache's `extra_config` belongs to a remote that some URL may name."""
+    return isinstance(key, str) and (key in EXTRA_KEYS or bool(_LMCACHE_KEYS.fullmatch(key)))
 
 
 def place_of(url: str) -> str:
@@ -68,6 +96,10 @@ def check_url(url: str, options: RemoteOptions) -> None:
         from lmcache_ec.tiers.s3_url import s3_options
 
         s3_options(url, options.extra_config)
+    elif tier_name(url) == "lmcache":
+        from lmcache_ec.tiers.lmcache_remote import check_lmcache_url
+
+        check_lmcache_url(url, options.extra_config)
     else:
         from lmcache_ec.tiers.redis_url import RedisOptions, parse_redis_url
 
@@ -81,6 +113,16 @@ def open_remote(url: str, options: RemoteOptions) -> Tier:
         from lmcache_ec.tiers.s3 import open_s3
 
         return open_s3(url, options.extra_config, ttl_s=options.ttl_s, timeout_s=options.timeout_s)
+    if tier_name(url) == "lmcache":
+        from lmcache_ec.tiers.lmcache_remote import open_lmcache_remote
+
+        return open_lmcache_remote(
+            url,
+            options.extra_config,
+            ttl_s=options.ttl_s,
+            timeout_s=options.timeout_s,
+            max_entry_bytes=options.max_entry_bytes,
+        )
     from lmcache_ec.tiers.redis import open_redis
     from lmcache_ec.tiers.redis_url import RedisOptions
 

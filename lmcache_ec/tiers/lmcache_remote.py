@@ -1,0 +1,614 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any other LMCache remote, through LMCache's own connector: an entry is one flat tensor of bytes.
+
+    ec.<namespace>@1@0@<sha256 of the identifier>@uint8
+
+LMCache, and torch with it, is imported when such a remote is opened, and not before: it takes seconds, and 350 MB.
+
+A connector reads into memory that it asks for, and says with that how much the store has: so the length of an entry is
+told. It never gets the caller's own memory, because a connector cannot be stopped: what arrives after a call was given
+up must not land in a place that has gone to another entry.
+
+What LMCache's connectors do not promise, and this tier therefore does not:
+
+- Nothing excludes two processes. If both put one key at once, both write, and the bytes of the later one stay.
+- Nothing ages. Neither a server of `lm://` nor a folder of `fs://` has a limit of size.
+- `fs://` hides why a file cannot be read. What is there and cannot be read is an error, without the reason; in a folder
+  that cannot be looked into nothing is there.
+- A server of `lm://` neither lists nor deletes. What is deleted is gone for this tier, and not for others, until it is
+  put again. A writer that is killed in the middle of a put leaves a key there that has no value.
+
+- `mooncakestore://` does not list, delete or replace either, and keeps no value of 0 bytes.
+
+What is there and cannot be read is an error once. From then on it counts as absent, and the next put replaces it if the
+store replaces anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import math
+import os
+import re
+import secrets
+import shutil
+import socket
+import struct
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
+from lmcache_ec.tiers.remote import REFUSED
+
+_LONGEST = (1 << 31) - 1  # LMCache tells a length in a C int
+_LONGEST_NAME = 75  # with the rest of the key, the 150 characters that `lm://` sends
+_READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to throw it away
+_SLOWEST = 4 << 20  # bytes a second; slower is a hang
+_LIST_PATIENCE = 6  # a list may take so many times as long as a look-up
+_PAGE = 256
+_NO_LENGTH = -1
+_VOID_ENTRIES = 4096
+_STRIPES = 64
+_OLD_S = 86_400
+
+_PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # no whole number of any token
+_TEMPORARY = ".lmcache-ec-"
+_PLUGIN = "remote_storage_plugin."
+_PLUGIN_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_MOONCAKE_MASTER = ("mooncake_master_server_addr", "mooncake_master_server_address", "master_server_address")
+_TEMPORARY_KEY = "fs_connector_relative_tmp_dir"
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What one of LMCache's connectors is known to do.
+
+    `one_stream`: a single connection, on which whoever speaks out of turn reads the answer to another question.
+    `declines`: given no memory for a value, it leaves that unread and goes on. `lists`: it can say what it has.
+    `replaces`: a second put of a key counts, not the first. `reconnects`: it finds its store again by itself, and a
+    new one is dear. `proven`: it is in the tests of this tier; another one has to keep a small entry when it is opened.
+    """
+
+    one_stream: bool = False
+    declines: bool = False
+    lists: bool = False
+    replaces: bool = False
+    reconnects: bool = False
+    proven: bool = False
+
+
+_KINDS = {
+    "lm": _Kind(one_stream=True, replaces=True, proven=True),
+    "fs": _Kind(declines=True, lists=True, replaces=True, proven=True),
+    "mooncakestore": _Kind(declines=True, reconnects=True),
+}
+_BUILT_IN = ("fs", "mooncakestore", "hf3fs")  # plugins that need no class in extra_config
+_ELSEWHERE = "name it by its own URL, which this cache's own tier serves"
+_REFUSED_PLUGINS = {**REFUSED, **dict.fromkeys(("redis", "valkey", "s3"), _ELSEWHERE)}
+
+
+def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
+    """ValueError, which shows no secret, for a URL that cannot be meant. Imports nothing of LMCache."""
+    parts = urlsplit(url)
+    scheme = parts.scheme.lower()
+    if "@" in parts.netloc:
+        raise ValueError(f"{scheme}://: LMCache's connector takes neither user nor password")
+    if scheme == "lm" and not (parts.hostname and parts.port and parts.path in ("", "/")):
+        raise ValueError("lm://: lm://<host>:<port> is accepted")
+    if scheme == "fs" and (not parts.path.strip("/") or (parts.netloc and parts.port is None)):
+        raise ValueError("fs://: fs:///<folder> is accepted, and fs://<host>:<port>/<folder>, whose host means nothing")
+    if _type_of(url) == "mooncakestore" and not any(extra_config.get(key) for key in _MOONCAKE_MASTER):
+        raise ValueError(f"{scheme}://: extra_config must have {_MOONCAKE_MASTER[0]}, as <host>:<port>")
+    if scheme == "plugin":
+        _check_plugin(_plugin_name(url), extra_config)
+
+
+def _check_plugin(name: str, extra_config: Mapping[str, object]) -> None:
+    if not _PLUGIN_NAME.fullmatch(name):
+        raise ValueError("plugin://: plugin://<name>, or plugin://<type>.<instance>, is accepted")
+    if why := _REFUSED_PLUGINS.get(name.partition(".")[0]):
+        raise ValueError(f"plugin://{name} cannot keep encoder outputs: {why}")
+    wanted = [f"{_PLUGIN}{name}.{what}" for what in ("module_path", "class_name")]
+    if name.partition(".")[0] not in _BUILT_IN and not all(extra_config.get(key) for key in wanted):
+        raise ValueError(f"plugin://{name}: extra_config must have {' and '.join(wanted)}")
+
+
+def _plugin_name(url: str) -> str:
+    scheme, _, name = url.partition("://")
+    return name.strip("/") if scheme.lower() == "plugin" else ""
+
+
+def _type_of(url: str) -> str:
+    """The scheme, or, for a plugin, the type that its name begins with."""
+    return _plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
+
+
+def _kind_of(url: str) -> _Kind:
+    return _KINDS.get(_type_of(url), _Kind())
+
+
+def open_lmcache_remote(
+    url: str,
+    extra_config: Mapping[str, object] | None = None,
+    *,
+    ttl_s: float | None = None,
+    timeout_s: float = 5.0,
+    max_entry_bytes: int = 512 << 20,
+) -> LMCacheRemoteTier:
+    """The tier at a URL of LMCache, after a request that shows that it can be used.
+
+    TierAway if nobody answers, ValueError if something else is wrong, for example that its connector is not known to
+    keep a value as it is and gave back another one. Takes seconds where LMCache is not imported yet.
+    """
+    if timeout_s <= 0:
+        raise ValueError(f"{_said(url)}: timeout_s={timeout_s} must be above 0")
+    check_lmcache_url(url, extra_config or {})
+    tier = LMCacheRemoteTier(url, extra_config or {}, ttl_s, timeout_s, max_entry_bytes)
+    try:
+        tier.check()
+    except BaseException:
+        tier.close()
+        raise
+    return tier
+
+
+class _Unreadable(Exception):
+    """A value is there, and did not arrive."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What one call wants of the connector, and what it has learned: `wanted` and `found` are lengths in bytes."""
+
+    wanted: int
+    found: int | None = None
+    declined: bool = False
+
+
+_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
+
+
+class _Memory:
+    """Where a connector gets its memory; stands for LMCache's LocalCPUBackend. Runs on the tier's loop, mostly.
+
+    `allocate` knows which call it serves by the context. A connector that asks from elsewhere gets what it asks for.
+    """
+
+    memory_allocator = None
+
+    def __init__(self, config: Any, metadata: Any, kind: _Kind, limit_bytes: int) -> None:
+        self.config = config
+        self.metadata = metadata
+        self._kind = kind
+        self._limit_bytes = limit_bytes
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
+        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be."""
+        shapes, dtypes = ([one] if not isinstance(one, list) else one for one in (shapes, dtypes))
+        length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        reading = _reading.get()
+        if reading is not None:
+            reading.found = length
+            unwanted = length != reading.wanted
+            reading.declined = unwanted and (self._kind.declines or length > _READ_FOR_NOTHING)
+            if reading.declined:
+                return None
+        return _memory_object(shapes, dtypes, fmt) if 0 <= length <= self._limit_bytes else None
+
+
+def _memory_object(shapes: Any, dtypes: Any, fmt: Any) -> Any:
+    import torch
+    from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
+
+    length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    raw = torch.empty(max(1, length), dtype=torch.uint8)  # LMCache takes the address of even no bytes
+    metadata = MemoryObjMetadata(shapes[0], dtypes[0], 0, length, 1, 0, fmt, shapes=shapes, dtypes=dtypes)
+    return TensorMemoryObj(raw, metadata, None)
+
+
+def _carried(data: memoryview) -> Any:
+    """A copy of `data` as LMCache's connectors take it; a call that is given up may go on reading it."""
+    import torch
+    from lmcache.v1.memory_management import MemoryFormat
+
+    made = _memory_object([torch.Size([len(data)])], [torch.uint8], MemoryFormat.EC_TD)
+    made.byte_array.cast("B")[:] = data
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a tier is asked about."""
+
+    namespace: str
+    digest: bytes
+
+    @property
+    def engine_key(self) -> Any:
+        """Its key in LMCache."""
+        import torch
+        from lmcache.utils import CacheEngineKey
+
+        return CacheEngineKey(_model_name(self.namespace), 1, 0, int.from_bytes(self.digest), torch.uint8)
+
+
+class _Connection:
+    """A connector and who may use it now. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
+
+    def __init__(self, connector: Any, kind: _Kind) -> None:
+        self.connector = connector
+        self._locks = [asyncio.Lock() for _ in range(1 if kind.one_stream else _STRIPES)]
+        self._socket: socket.socket | None = connector.client_socket if kind.one_stream else None
+        if self._socket is not None:  # LMCache sends a put in two parts: 40 ms without this
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def turn(self, entry: _Entry | None) -> asyncio.Lock:
+        """Held by whoever uses the connector for an entry: one at a time, and one for all where there is one stream."""
+        return self._locks[hash(entry) % len(self._locks)]
+
+    async def exists(self, entry: _Entry) -> bool:
+        found = int(await self.connector.exists(entry.engine_key))
+        if found < 0:  # so does mooncake say that it could not look
+            raise TierError(errno.EIO, f"mooncake answers {found} to whether {entry.digest.hex()} is there")
+        return bool(found)
+
+    async def get(self, entry: _Entry) -> Any:
+        if not self.connector.support_batched_get():
+            return await self.connector.get(entry.engine_key)
+        found = await self.connector.batched_get([entry.engine_key])
+        return found[0] if found else None
+
+    async def put(self, entry: _Entry, carried: Any) -> None:
+        await self.connector.put(entry.engine_key, carried)
+
+    def sever(self) -> None:
+        """Wake a thread that waits for the other side for good. LMCache's sockets have no limit of time."""
+        if self._socket is not None:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def discard(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        for folder in _temporary_folders(self.connector):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folders(connector: Any) -> list[Path]:
+    own = getattr(connector, "relative_tmp_dir", None)
+    return [path / own for path in connector.base_paths] if own is not None else []
+
+
+def _sweep(connector: Any) -> None:
+    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder."""
+    for own in _temporary_folders(connector):
+        for folder in own.parent.glob(f"{_TEMPORARY}*"):
+            try:
+                if time.time() - folder.stat().st_mtime > _OLD_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            except OSError:
+                pass
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of the tier on its way: what it is about, when its caller gives up, and the connection it uses."""
+
+    entry: _Entry | None
+    gives_up_at: float
+    connection: _Connection | None = None
+
+
+class LMCacheRemoteTier(Tier):
+    """Entries in whatever one of LMCache's connectors keeps; see the top of this file for what that cannot promise.
+
+    Runs in the store process, on the tier's own threads. All that it knows, the connection and the entries that count
+    as absent, is touched by one more thread alone, that of its asyncio loop; so there is no lock. A connector may block
+    that thread: callers then give up in time all the same. A connection that failed is replaced, and what failed on it
+    is tried once more, since it may have ended long ago.
+    """
+
+    name = "lmcache"
+
+    def __init__(
+        self, url: str, extra_config: Mapping[str, object], ttl_s: float | None, timeout_s: float, max_entry_bytes: int
+    ) -> None:
+        """Use `open_lmcache_remote`."""
+        self._url = url
+        self._extra_config = extra_config
+        self._timeout_s = timeout_s
+        self._kind = _kind_of(url)
+        self._limit_bytes = min(max_entry_bytes, _LONGEST)
+        self._connection: _Connection | None = None
+        self._void: dict[_Entry, None] = {}
+        self._connector = _import(url, extra_config, self._kind, self._limit_bytes)
+        self.notice = self._limits(ttl_s)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lmcache-loop", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"LMCacheRemoteTier({_said(self._url)})"
+
+    def check(self) -> None:
+        """Ask for an entry that nobody has; where the connector is not proven, have it keep and give back a small one.
+
+        TierAway if nobody answers, ValueError for anything else that is wrong.
+        """
+        try:
+            kept = self._ask(None, self._timeout_s, "open", self._prove)
+        except TierError as error:
+            if error.errno in AWAY:
+                raise TierAway(error.errno, error.strerror) from None
+            raise ValueError(error.strerror) from None
+        if not kept:
+            raise ValueError(
+                f"{_said(self._url)} cannot keep encoder outputs: it gave back another value than it was given, "
+                f"as a connector does that takes each for a KV chunk of one size"
+            )
+
+    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+        entry, wanted = _Entry(key.namespace, key.digest), len(buffer)
+        seconds = self._timeout_s + wanted / _SLOWEST
+        found = self._ask(entry, seconds, f"read {key.object_name}", lambda there: self._read(there, entry, wanted))
+        if found is None:
+            return None
+        length, held = found
+        if held is not None and length == wanted:
+            buffer[:] = held.byte_array.cast("B")
+        return length
+
+    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        entry, length = _Entry(key.namespace, key.digest), len(data)
+        if length > self._limit_bytes:
+            raise TierError(
+                errno.EFBIG, f"an entry of {length} bytes does not fit: the LMCache tier takes {self._limit_bytes}"
+            )
+        carried = _carried(data)
+
+        async def write(there: _Connection) -> bool:
+            if not (self._kind.replaces and entry in self._void) and await there.exists(entry):
+                return False
+            if self._kind.replaces:  # until it is there for certain: who knows what a write that breaks off leaves
+                self._count_as_absent(entry)
+            await there.put(entry, carried)
+            if not await there.exists(entry):  # no connector says what came of a put
+                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was written, and is not there")
+            self._void.pop(entry, None)
+            return True
+
+        seconds = self._timeout_s + length / _SLOWEST
+        return self._ask(entry, seconds, f"write {key.object_name}, {length} bytes", write)
+
+    def contains(self, key: EncoderCacheKey) -> int | None:
+        entry = _Entry(key.namespace, key.digest)
+        what = f"look for {key.object_name}"
+        found = self._ask(entry, self._timeout_s, what, lambda there: self._read(there, entry, _NO_LENGTH))
+        return None if found is None else found[0]
+
+    def delete(self, key: EncoderCacheKey) -> None:
+        entry = _Entry(key.namespace, key.digest)
+
+        async def remove(there: _Connection) -> None:
+            try:  # not on the loop's thread: a connector may have it wait for the loop
+                gone = await self._loop.run_in_executor(None, there.connector.remove_sync, entry.engine_key)
+            except NotImplementedError:
+                self._count_as_absent(entry)
+                return
+            if not gone and await there.exists(entry):
+                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was deleted, and is still there")
+            self._void.pop(entry, None)
+
+        self._ask(entry, self._timeout_s, f"delete {key.object_name}", remove)
+
+    def list(self, namespace: str) -> Iterator[Listed]:
+        """Every entry of `fs://`, with 0 for the time, which is not known; of any other connector nothing at all."""
+        check_namespace(namespace)
+        if not self._kind.lists:
+            return
+        ours = re.compile(rf"{re.escape(_model_name(namespace))}@1@0@([0-9a-f]{{1,64}})@uint8")
+        seconds, what = self._timeout_s * _LIST_PATIENCE, f"list {namespace}"
+        names = self._ask(None, seconds, what, lambda there: there.connector.list())
+        found = [_Entry(namespace, bytes.fromhex(it[1].zfill(64))) for name in names if (it := ours.fullmatch(name))]
+
+        async def lengths(there: _Connection, page: Sequence[_Entry]) -> Sequence[object]:
+            reads = (self._read(there, entry, _NO_LENGTH) for entry in page)
+            answers: Sequence[object] = await asyncio.gather(*reads, return_exceptions=True)
+            return answers
+
+        for start in range(0, len(found), _PAGE):
+            page = found[start : start + _PAGE]
+            for entry, answer in zip(page, self._ask(None, seconds, what, partial(lengths, page=page)), strict=True):
+                if isinstance(answer, tuple):
+                    yield Listed(entry.digest, answer[0], 0.0)
+
+    def close(self) -> None:
+        async def end() -> None:
+            if self._connection is not None:
+                self._connection.discard()
+
+        try:
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result(self._timeout_s)
+        except TimeoutError:
+            return  # a connector holds the thread; it ends with the process
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._timeout_s)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    # ---- on the caller's thread
+
+    def _ask(self, entry: _Entry | None, seconds: float, what: str, use: Callable[[_Connection], Awaitable[_T]]) -> _T:
+        """What `use` makes of the connection, on the loop; TierError if it fails or takes longer than `seconds`."""
+        call = _Call(entry, time.monotonic() + seconds)
+        future = asyncio.run_coroutine_threadsafe(self._served(call, use), self._loop)
+        try:
+            return future.result(seconds)
+        except TierError:
+            raise
+        except TimeoutError:
+            future.cancel()
+            if (connection := call.connection) is not None:
+                connection.sever()
+                self._loop.call_soon_threadsafe(self._forget, connection)
+            raise TierError(errno.ETIMEDOUT, f"{_said(self._url)}: {what}: no answer in time") from None
+        except Exception as error:
+            if isinstance(error, struct.error):  # LMCache takes apart what it got of an answer
+                error = ConnectionResetError(errno.ECONNRESET, "the connection broke")
+            number = getattr(error, "errno", None) or errno.EIO
+            raise TierError(number, f"{_said(self._url)}: {what}: {self._told(error)}") from None
+
+    def _told(self, error: Exception) -> str:
+        """What an error says, with the name of a key in place of each value of `extra_config`: one may be a secret."""
+        text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        for key, value in self._extra_config.items():
+            if isinstance(value, str) and len(value) > 3:
+                text = text.replace(value, f"<{key}>")
+        return text
+
+    def _limits(self, ttl_s: float | None) -> str:
+        """What a user has to know who reads no source."""
+        said = ["nothing removes what is there"]
+        if ttl_s is not None:
+            said.append("ec.ttl_s has no effect")
+        if not self._kind.lists:
+            said.append("it cannot be listed, so it is asked about every item, and not to be used as a catalog")
+        return f"{_said(self._url)}, through LMCache's own connector: {'; '.join(said)}"
+
+    # ---- on the loop's thread
+
+    async def _served(self, call: _Call, use: Callable[[_Connection], Awaitable[_T]]) -> _T:
+        again = False
+        while True:
+            if self._connection is None:
+                self._connection = self._connected()
+            connection = call.connection = self._connection
+            try:
+                async with connection.turn(call.entry):
+                    return await use(connection)
+            except TierError:
+                raise
+            except Exception as error:
+                self._forget(connection)
+                if time.monotonic() > call.gives_up_at:
+                    raise  # to nobody: the connection was severed
+                if again:
+                    if isinstance(error, _Unreadable) and call.entry is not None:
+                        self._count_as_absent(call.entry)
+                    raise
+                again = True
+
+    def _connected(self) -> _Connection:
+        """A new connection. Holds up the loop, and what waits on it, for as long as LMCache takes."""
+        if address := _address(self._url, self._extra_config):
+            socket.create_connection(address, self._timeout_s).close()
+        return _Connection(self._connector(self._loop), self._kind)
+
+    def _forget(self, connection: _Connection) -> None:
+        if self._connection is connection and not self._kind.reconnects:
+            self._connection = None
+            connection.discard()
+
+    def _count_as_absent(self, entry: _Entry) -> None:
+        """Until it is written."""
+        self._void[entry] = None
+        if len(self._void) > _VOID_ENTRIES:
+            del self._void[next(iter(self._void))]
+
+    async def _read(self, there: _Connection, entry: _Entry, wanted: int) -> tuple[int, Any] | None:
+        """Length and memory object of an entry, None for the latter if its length is not `wanted`; None if absent."""
+        if entry in self._void:
+            return None
+        reading = _Reading(wanted)
+        _reading.set(reading)
+        held = await there.get(entry)
+        if held is not None:
+            return held.get_size(), held
+        if reading.declined and reading.found is not None:
+            if not self._kind.declines:
+                self._forget(there)  # and with it the value that nobody takes
+            return reading.found, None
+        if reading.found is not None or (not self._kind.one_stream and await there.exists(entry)):
+            raise _Unreadable("there is a value, and LMCache's connector could not read it")
+        return None
+
+    async def _prove(self, there: _Connection) -> bool:
+        """Whether a value of a length that no KV chunk has comes back as it was. It stays, under a name of its own."""
+        entry = _Entry("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
+        kept = await there.exists(entry)
+        if self._kind.proven:
+            return True
+        if not kept:
+            await there.put(entry, _carried(_PROBE))
+        found = await self._read(there, entry, len(_PROBE))
+        return found is not None and found[1] is not None and found[1].byte_array.cast("B") == _PROBE
+
+
+def _import(
+    url: str, extra_config: Mapping[str, object], kind: _Kind, limit_bytes: int
+) -> Callable[[asyncio.AbstractEventLoop], Any]:
+    """What makes connectors for a loop. Imports LMCache, and has it be silent: it logs URLs and each miss of a file."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+    import torch
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+    from lmcache.v1.storage_backend.connector import CreateConnector
+
+    plugin = _plugin_name(url) or None
+    scheme, _, place = url.partition("://")
+    address = f"{scheme.lower()}://{'localhost:0' if scheme.lower() == 'fs' and place[:1] == '/' else ''}{place}"
+    metadata = LMCacheMetadata("lmcache-ec", 1, 1, 0, 0, torch.uint8, (1, 1, 256, 1, 1))
+
+    def connect(loop: asyncio.AbstractEventLoop) -> Any:
+        own = {"save_chunk_meta": True, _TEMPORARY_KEY: f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"}
+        config = LMCacheEngineConfig.from_defaults(
+            extra_config={**extra_config, **own}, remote_storage_plugins=[plugin] if plugin else None
+        )
+        memory = _Memory(config, metadata, kind, limit_bytes)
+        connector = CreateConnector(address, loop, memory, config, metadata, plugin).getWrappedConnector()
+        _sweep(connector)
+        return connector
+
+    return connect
+
+
+def _address(url: str, extra_config: Mapping[str, object]) -> tuple[str, int] | None:
+    """Where somebody has to listen before a connector may be made, for those that wait without end if nobody does.
+
+    Mooncake even holds the interpreter meanwhile, for 90 s, and with it every other tier.
+    """
+    if _type_of(url) == "mooncakestore":
+        named = (extra_config.get(key) for key in _MOONCAKE_MASTER)
+        url = f"//{next((text for text in named if text), '')}"
+    elif _type_of(url) != "lm":
+        return None
+    parts = urlsplit(url)
+    return (parts.hostname, parts.port) if parts.hostname and parts.port else None
+
+
+def _model_name(namespace: str) -> str:
+    """What stands for the model in LMCache's key: no two namespaces share it, and no model has it."""
+    name = f"ec.{namespace}"
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 17]}~{hashlib.sha256(namespace.encode()).hexdigest()[:16]}"
+
+
+def _said(url: str) -> str:
+    """What an error may show of a URL."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

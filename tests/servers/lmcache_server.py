@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMCache's own server of `lm://` for tests: a real process on a free port, hurt in between."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+READY_S = 60.0  # it imports torch
+_RUN = """
+import runpy, socket
+
+def bind(self, address, bind=socket.socket.bind):
+    self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bind(self, address)
+
+socket.socket.bind = bind
+runpy.run_module("lmcache.v1.server", run_name="__main__")
+"""
+"""LMCache's server itself; it would have to wait a minute for its port after it was killed."""
+
+
+class LMCacheServer:
+    """One server process on 127.0.0.1, with what it keeps in its memory. Used by the test's thread."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            self.port = int(taken.getsockname()[1])
+        self.log = log
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"lm://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _RUN, "127.0.0.1", str(self.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "LMCACHE_LOG_LEVEL": "INFO"},
+            )
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"LMCache's server ended at once (pip install 'lmcache-ec[cpu]'?): {self.words()}")
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+        raise TimeoutError(f"LMCache's server does not listen after {READY_S} s: {self.words()}")
+
+    def words(self) -> str:
+        return self.log.read_text(errors="replace")[-2000:]
+
+    def freeze(self) -> None:
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def lmcache_server(log: Path) -> Iterator[LMCacheServer]:
+    server = LMCacheServer(log)
+    try:
+        yield server
+    finally:
+        server.kill()
