@@ -51,7 +51,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.space import aligned
-from lmcache_ec.tiers.remote import EXTRA_KEYS, S3_ENVIRONMENT, tier_name
+from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
 
 _logger = logging.getLogger(__name__)
 
@@ -494,7 +494,7 @@ def _remotes(config: EncoderCacheConfig) -> list[Remote]:
     return [
         Remote(
             url=url,
-            extra_config={key: config.extra_config[key] for key in EXTRA_KEYS if key in config.extra_config},
+            extra_config={key: value for key, value in config.extra_config.items() if is_remote_key(key)},
             ttl_s=config.ttl_s,
             timeout_s=config.blocking_timeout_secs,
             max_entry_bytes=config.max_remote_entry_bytes,

@@ -55,7 +55,8 @@ from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, open_remote, tie
 
 Opener = Callable[[], Tier]
 
-_OPEN_TIMEOUT_S = 5.0
+_OPEN_TIMEOUT_S = 8.0
+"""Of which importing LMCache for one of its remotes takes up to 6.5 s."""
 _DISK_RESCAN_S = 30.0
 _PROMOTED_BYTES = 256 << 20
 """Copies of entries on their way from a remote tier to those before it, at most."""

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_ec.config.keys import Folder, Gibibytes, Namespace, Remotes, Seconds
-from lmcache_ec.tiers.remote import EXTRA_KEYS, RemoteOptions, check_url
+from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, is_remote_key
 
 PREFIX = "lmcache_ec."
 GIB = 1 << 30
@@ -72,6 +72,8 @@ def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
         urls = tuple(map(_with_password, settings.remotes))
         for url in urls:
             check_url(url, remote_options(settings, extra_config))
+            if settings.remote_lookup == "catalog" and not is_listed(url):
+                raise ValueError(f"{url.partition('://')[0]}:// cannot be listed, so it cannot be used as a catalog")
     except ValidationError as error:
         problems += [
             f"{PREFIX}{detail['loc'][0]}: {detail['msg'].removeprefix('Value error, ')}"
@@ -89,7 +91,7 @@ def remote_options(settings: PluginSettings, extra_config: Mapping[str, object])
         ttl_s=settings.ttl_s,
         timeout_s=settings.blocking_timeout_secs,
         max_entry_bytes=int(settings.max_remote_entry_size * GIB),
-        extra_config={key: extra_config[key] for key in EXTRA_KEYS if key in extra_config},
+        extra_config={key: value for key, value in extra_config.items() if is_remote_key(key)},
     )
 
 

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lmcache_ec.config.mask import HIDDEN, shown
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
-from lmcache_ec.tiers.remote import RemoteOptions, check_url, place_of, tier_name
+from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, place_of, tier_name
 
 _GIB = 1 << 30
 
@@ -174,7 +174,7 @@ class EncoderCacheConfig(BaseModel):
         "LRU", description="What is evicted first: the least recently used."
     )
     extra_config: ExtraConfig = Field(
-        default_factory=dict, description="LMCache's; of it, what belongs to an S3 remote is used."
+        default_factory=dict, description="LMCache's; of it, what belongs to S3 or to a remote of LMCache's is used."
     )
     remotes: Remotes = Field(
         (), description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one."
@@ -228,6 +228,14 @@ class EncoderCacheConfig(BaseModel):
         if size == 0 and others.data.get("local_disk"):
             raise ValueError("a number of GiB above 0 is accepted; for no LocalDisk say local_disk: null instead")
         return size
+
+    @field_validator("remote_lookup")
+    @classmethod
+    def _catalog_of_what_can_be_listed(cls, lookup: str, others: ValidationInfo) -> str:
+        unlisted = [url.partition("://")[0] for url in others.data.get("remotes", ()) if not is_listed(url)]
+        if lookup == "catalog" and unlisted:
+            raise ValueError(f"auto or probe is accepted with {unlisted[0]}://, which cannot be listed")
+        return lookup
 
     @field_validator("remotes")
     @classmethod

@@ -24,7 +24,7 @@ from lmcache_ec.config.sources import (
     from_extra,
     from_file,
 )
-from lmcache_ec.tiers.remote import EXTRA_KEYS
+from lmcache_ec.tiers.remote import is_remote_key
 
 _KEYS = EncoderCacheConfig.model_fields
 SHARED = (
@@ -203,7 +203,7 @@ def _of_remotes(extra_config: object) -> dict[str, object]:
         found = json.loads(extra_config) if isinstance(extra_config, str) else extra_config
     except (ValueError, RecursionError):
         return {}
-    return {key: found[key] for key in EXTRA_KEYS if key in found} if isinstance(found, dict) else {}
+    return {key: value for key, value in found.items() if is_remote_key(key)} if isinstance(found, dict) else {}
 
 
 def _below(local_disk: object) -> str | None:

@@ -115,6 +115,11 @@ def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
         _check_plugin(_plugin_name(url), extra_config)
 
 
+def can_list(url: str) -> bool:
+    """Whether the connector for `url` is known to say what its store has."""
+    return _kind_of(url).lists
+
+
 def _check_plugin(name: str, extra_config: Mapping[str, object]) -> None:
     if not _PLUGIN_NAME.fullmatch(name):
         raise ValueError("plugin://: plugin://<name>, or plugin://<type>.<instance>, is accepted")

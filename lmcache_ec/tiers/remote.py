@@ -76,6 +76,15 @@ def tier_name(url: str) -> str:
     return SCHEMES[scheme]
 
 
+def is_listed(url: str) -> bool:
+    """Whether the tier at `url` can say what it holds. ValueError if no tier serves it."""
+    if tier_name(url) != "lmcache":
+        return True
+    from lmcache_ec.tiers.lmcache_remote import can_list
+
+    return can_list(url)
+
+
 def is_remote_key(key: object) -> bool:
     """Whether a key of LMCache's `extra_config` belongs to a remote that some URL may name."""
     return isinstance(key, str) and (key in EXTRA_KEYS or bool(_LMCACHE_KEYS.fullmatch(key)))

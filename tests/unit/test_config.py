@@ -143,7 +143,7 @@ def test_the_remote_of_the_kv_part_is_inherited_where_we_have_a_tier_for_it(file
     assert load_config(environ={"LMCACHE_EC_REMOTES": several}).remotes == tuple(several.split(", "))
 
 
-@pytest.mark.parametrize("url", ["lm://host:65432", "mooncakestore://host", "redis://[hunter2]", "s3://A"])
+@pytest.mark.parametrize("url", ["azure://container", "mooncakestore://host", "redis://[hunter2]", "s3://A"])
 def test_a_remote_of_the_kv_part_that_cannot_serve_here_is_noted_and_does_not_end_the_start(
     file: File, url: str
 ) -> None:
@@ -333,9 +333,13 @@ MISTAKES = {
         ("namespace='Qwen/Qwen3-VL'", "<file> line 1", "a-z 0-9 . _ -"), "ec: {namespace: Qwen/Qwen3-VL}"
     ),
     "another policy": Mistake(("cache_policy='LFU'", "<file> line 1", "LRU is accepted"), "ec: {cache_policy: LFU}"),
-    "a remote of lmcache alone": Mistake(
-        ("remotes='lm://host:65432'", "<file> line 1, remote_url", "no tier serves lm://; accepted are redis, "),
-        "ec: {remote_url: 'lm://host:65432'}",
+    "a remote that takes KV chunks alone": Mistake(
+        ("remotes='azure://container'", "<file> line 1, remote_url", "cannot keep encoder outputs"),
+        "ec: {remote_url: 'azure://container'}",
+    ),
+    "a catalog of what cannot be listed": Mistake(
+        ("remote_lookup='catalog'", "<file> line 1", "auto or probe is accepted with lm://"),
+        "ec: {remote_url: 'lm://host:65432', remote_lookup: catalog}",
     ),
     "a remote that is no address": Mistake(
         ("remotes='myhost'", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
