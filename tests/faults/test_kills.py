@@ -128,7 +128,6 @@ def test_ctrl_c_reaches_all_but_the_store_process(
     assert served.stored() == truth.names([1])
 
 
-@pytest.mark.slow
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:
     """Both ranks encode then, or the encoder's collectives would hang."""
     disk = tmp_path / "disk"

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remote stores that answer late: who waits for them, in scheduling steps of a real engine.
+
+Another request decodes beside the one that is watched, and each step in which it does is a tick. How long a request
+waits is the tick of its first token, compared with one whose image is in vLLM's own cache, for which nobody can wait.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.engine.drive import Request
+from tests.engine.rig import Reference, Rig, wait_until
+from tests.engine_env import Layout
+from tests.media import Prompt
+from tests.seaweed import seaweed
+from tests.servers.redis import redis_server
+from tests.servers.relay import Relay, relay
+
+pytestmark = pytest.mark.slow
+
+MODEL = "qwen3vl"
+CLOCK = Request(Prompt(text="tick"), max_tokens=400)
+WAITS = 20
+"""Ticks; whoever waits for a store that answers in 200 ms is kept for many more, and nobody else for so many."""
+
+_numbers = itertools.count(100)
+
+STORED = tuple(Prompt(images=(number,)) for number in (1, 2, 3))
+
+
+@dataclass
+class Store:
+    url: str
+    between: Relay
+    name: str
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@pytest.fixture(scope="module", params=["redis", "s3"])
+def store(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference
+) -> Iterator[Store]:
+    """One that holds STORED, and answers at once until a test wants it otherwise."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "redis":
+        with redis_server(folder) as redis, relay(redis.port) as between:
+            found = Store(f"redis://127.0.0.1:{between.port}", between, "redis")
+            _fill(found, folder, reference)
+            yield found
+    else:
+        with seaweed(folder / "data") as s3, relay(int(s3.endpoint.rpartition(":")[2])) as between:
+            endpoint = f"http://127.0.0.1:{between.port}"
+            found = Store(f"s3://{s3.bucket}/slow?endpoint={endpoint}", between, "s3", s3.environment)
+            _fill(found, folder, reference)
+            yield found
+
+
+@pytest.fixture(autouse=True)
+def quick_again(store: Store) -> Iterator[None]:
+    yield
+    store.between.delay_s = 0.0
+
+
+def _fill(store: Store, folder: Path, reference: Reference) -> None:
+    with replica(store, folder / "first", reference) as first:
+        assert first.ask(*STORED) == len(STORED)
+        wait_until("all is written", lambda: first.status()["jobs"] == 0)
+
+
+def replica(store: Store, folder: Path, reference: Reference, load_deadline_ms: int = 30_000) -> Rig:
+    """An engine with a disk and an arena that are empty."""
+    keys = {"remotes": [store.url], "load_deadline_ms": load_deadline_ms, "blocking_timeout_secs": 20.0}
+    return Rig(MODEL, Layout.ONE_PROCESS, folder, reference, keys=keys, environment=store.environment)
+
+
+def new(images: int = 1) -> Prompt:
+    """Images that no test had before: what is encoded here is stored."""
+    return Prompt(images=tuple(itertools.islice(_numbers, images)))
+
+
+def waited(rig: Rig, prompt: Prompt) -> tuple[int, int]:
+    """Ticks from the arrival of a request to its first token while another one decodes, and what was encoded."""
+    played = rig.play(CLOCK, Request(prompt, arrives=3))
+    clock, watched = played.endings
+    assert [clock.reason, watched.reason] == ["length", "length"]
+    return watched.first - 3, rig.encodes(played.encodes)
+
+
+@pytest.mark.parametrize("answer_s", [0.2, 2.0])
+def test_a_first_seen_image_waits_for_no_step_and_a_stored_one_alone_for_its_load(
+    store: Store, tmp_path: Path, reference: Reference, answer_s: float
+) -> None:
+    with replica(store, tmp_path, reference) as rig:
+        store.between.delay_s = answer_s
+        rig.ask(new(2))  # two answers, and Redis, which was quick, is found slow, and then listed
+        wait_until("it is listed", lambda: rig.status()["store"][f"{store.name}_listed"] >= len(STORED))
+        rig.scanned()
+        hot = new()
+        rig.ask(hot)
+        at_once, _ = waited(rig, hot)
+        before = rig.counts()
+        assert waited(rig, new()) == (at_once, 1)
+        assert waited(rig, new(2)) == (at_once, 2)
+        after = rig.counts()
+        unmoved = ("deferred_passes", "fetches", "timeouts")
+        assert [after[name] - before[name] for name in unmoved] == [0, 0, 0]
+        ticks, encodes = waited(rig, STORED[0])
+        assert encodes == 0
+        assert ticks > at_once + WAITS
+        assert rig.left_over() == {}
+
+
+def test_who_waits_is_let_go_at_the_deadline(store: Store, tmp_path: Path, reference: Reference) -> None:
+    """Whether the store is not known yet (nothing is listed), or has the image and does not deliver it in time."""
+    with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
+        wait_until("it is listed", lambda: store.name == "redis" or rig.status()["scan_complete"])
+        store.between.delay_s = 10.0
+        ticks, encodes = waited(rig, STORED[0])
+        assert encodes == 1
+        assert ticks < CLOCK.max_tokens
+        counts = rig.counts()
+        assert counts["timeouts"] == 1
+        store.between.delay_s = 0.0
+        wait_until("the late answer was taken in", lambda: rig.settle() or rig.left_over() == {})
+
+
+def test_a_new_replica_of_a_slow_store_is_let_go_at_the_deadline(
+    store: Store, tmp_path: Path, reference: Reference
+) -> None:
+    """From the first request on, whatever the store process has been able to find out until then."""
+    store.between.delay_s = 2.0
+    with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
+        for number, prompt in enumerate((*STORED, new(), new())):
+            ticks, encodes = waited(rig, prompt)
+            assert encodes <= 1, number
+            assert ticks < CLOCK.max_tokens
+        store.between.delay_s = 0.0
+        wait_until("the late answers were taken in", lambda: rig.settle() or rig.left_over() == {})
