@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remote tiers under the whole core: warm on another host, in order, and in nobody's way when they are not there."""
 
+import asyncio
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -171,6 +173,54 @@ def test_s3_is_not_asked_about_what_its_catalog_lacks(tmp_path: Path, in_s3: Rem
         assert not any(asks(bench, identifier) for identifier in names("new", 20))
         assert bench.serves(IMAGES[0])
         bench.settle()
+
+
+@pytest.mark.slow
+def test_a_new_replica_hits_from_its_first_request_while_a_large_bucket_is_listed(
+    tmp_path: Path, in_s3: Remote, s3: Seaweed
+) -> None:
+    """A minute and a half, most of it to put 100,000 objects there. Each page of the list takes 0.2 s."""
+    filled(None, in_s3)
+    crowd(s3, in_s3, 100_000)
+    with relay(int(s3.endpoint.rpartition(":")[2])) as between:
+        url = in_s3.url.replace(s3.endpoint, f"http://127.0.0.1:{between.port}")
+        between.delay_s = 0.2
+        with Bench(None, remotes=[url]) as bench:
+            assert bench.serves(IMAGES[0])
+            assert not bench.status()["scan_complete"], "the list was quicker than the request: it shows nothing"
+            assert asks(bench, "new")
+            bench.until("all is listed", lambda: bench.status()["scan_complete"], 120.0)
+            assert bench.status()["store"]["s3_listed"] == 100_000 + len(IMAGES)
+            assert not any(asks(bench, identifier) for identifier in names("newer", 20))
+            assert all(bench.serves(identifier) for identifier in IMAGES)
+            bench.settle()
+
+
+def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
+    """So many objects of a few bytes, with names of other entries of the namespace."""
+    from obstore.store import S3Store
+
+    place = urlsplit(remote.url)
+    store = S3Store(
+        place.netloc,
+        prefix=place.path.strip("/"),
+        endpoint=s3.endpoint,
+        access_key_id=s3.access_key_id,
+        secret_access_key=s3.secret_access_key,
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+
+    async def put_all() -> None:
+        names = (object_name(f"crowd-{number}") for number in range(count))
+
+        async def put() -> None:
+            for name in names:
+                await store.put_async(name, b"crowd")
+
+        await asyncio.gather(*(put() for _ in range(64)))
+
+    asyncio.run(put_all())
 
 
 def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(tmp_path: Path) -> None:
