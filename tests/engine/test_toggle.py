@@ -82,3 +82,24 @@ def test_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Re
         assert rig.ask(*PROMPTS) == 0
         assert rig.left_over() == {}
         assert len(rig.files()) == ITEMS
+
+
+@pytest.mark.slow
+def test_what_kv_covers_is_not_loaded(tmp_path: Path, reference: Reference) -> None:
+    """A restarted engine finds the KV of the whole prompt but its last tokens: nobody asks for the image. With another
+    text before it the KV is of no use, and the image is loaded."""
+    covered = Prompt(images=(3,), text="and a text that is longer than a block " * 2)
+    uncovered = Prompt(images=(3,), text="another text, to the same image")
+    stored = {"shared_storage_path": str(tmp_path / "kv")}
+    transfer = {**EXAMPLE_KV, "kv_connector_extra_config": stored}
+    with Rig(MODEL, Layout.MULTI_PROCESS, tmp_path, reference, kv_transfer_config=transfer, block_size=32) as rig:
+        assert rig.ask(covered) == 1
+        rig.settle()
+        rig.restart()
+        assert rig.ask(covered) == 0
+        counts = rig.counts()
+        asked = ("promises", "fetches", "deferred_passes")
+        assert [counts[name] for name in asked] == [0, 0, 0]
+        assert rig.ask(uncovered) == 0
+        assert rig.counts()["loads_disk"] == 1
+        assert rig.left_over() == {}
