@@ -199,17 +199,24 @@ class Store:
         return self._start is not None and self._start.incarnation > 1
 
     def _flush(self) -> None:
-        """Send what the threads answered; what finds the link full waits for room."""
+        """Send what the threads answered; what finds the scheduler side's link full waits for room.
+
+        In order over both links: a producer's rank that hears of an entry ends its step, and then the scheduler side
+        has to know of it already.
+        """
+        while self._outbox and self._sent(self._outbox[0]):
+            self._outbox.popleft()
         if self._link not in self._links:
-            self._outbox.clear()
-            return
-        try:
-            while self._outbox and self._link.send(self._outbox[0]):
-                self._outbox.popleft()
-        except LinkClosed:
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
         self._selector.modify(self._link, wanted, self._from_scheduler)
+
+    def _sent(self, message: AnyMessage) -> bool:
+        link = self._saver if isinstance(message, Durable) else self._link
+        try:
+            return link.send(message) or link is self._saver  # a rank that does not read has waited long enough
+        except LinkClosed:
+            return True  # nobody is there to hear it
 
     def _tell_status(self) -> None:
         """Whoever asked may have given up meanwhile, or not read: that must not end this process."""
@@ -237,7 +244,8 @@ class Store:
     # ---- threads
 
     def _post(self, message: AnyMessage) -> None:
-        """From any thread: send to the scheduler side as soon as the main thread gets to it."""
+        """From any thread: send it as soon as the main thread gets to it, to the scheduler side or, `Durable`, to the
+        rank that saves."""
         self._outbox.append(message)
         os.eventfd_write(self._wake, 1)
 
@@ -281,7 +289,7 @@ class Store:
             self._post(Notice("seal", f"cannot seal {saved.rows} x {saved.width} {saved.dtype}: {error}"))
             self._post(Sealed(saved.place, False))
             if saved.flush:
-                self._tell_saver(Durable(saved.place, False))
+                self._post(Durable(saved.place, False))
             return
         self._count("sealed")
         self._post(Sealed(saved.place, True))
@@ -303,11 +311,12 @@ class Store:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
         lane, key = self._lanes[index], self._key(write.identifier)
         took = self._put(lane, key, self._at(write.offset, write.length))
-        self._delivered(write.place, took)
         if not (took and lane.habits.local):
             self._write(write, index + 1, stored or took)
+            self._delivered(write.place, took)
             return
         self._post(Written(write.place, True))
+        self._delivered(write.place, True)
         for later in self._lanes[index + 1 :]:
             if not self._enqueue(later, write.length, partial(self._copy, lane, later, key, write.place)):
                 self._delivered(write.place, False)
@@ -334,14 +343,7 @@ class Store:
             if delivery.outstanding:
                 return
             del self._deliveries[place]
-        self._tell_saver(Durable(place, delivery.ok))
-
-    def _tell_saver(self, answer: Durable) -> None:
-        """From any thread; a rank that is gone, or does not read, has waited long enough."""
-        try:
-            self._saver.send(answer)
-        except LinkClosed:
-            pass
+        self._post(Durable(place, delivery.ok))
 
     def _promote(self, index: int, key: EncoderCacheKey, data: memoryview) -> None:
         """Write what a tier had to those before it. From a copy: the place is the scheduler side's once it is told."""

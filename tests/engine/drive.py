@@ -23,6 +23,7 @@ class Request(msgspec.Struct, frozen=True):
     aborted: int | None = None
     uuids: tuple[str, ...] = ()
     grid: tuple[int, int, int] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -32,6 +33,7 @@ class Ending(msgspec.Struct, frozen=True):
     output: Output
     first: int
     last: int
+    ec_transfer_params: dict[str, Any] | None = None
 
 
 class Played(msgspec.Struct):
@@ -75,7 +77,9 @@ class Play:
             if request.arrives <= self.tick:
                 del self.coming[name]
                 prompt = rendered(self.engine, request)
-                self.llm.add_request(name, prompt, greedy(request.max_tokens), priority=request.priority)
+                sampling = greedy(request.max_tokens)
+                sampling.extra_args = {"ec_transfer_params": request.ec_transfer_params}
+                self.llm.add_request(name, prompt, sampling, priority=request.priority)
 
     def abort(self) -> None:
         for name, tick in list(self.doomed.items()):
@@ -101,6 +105,7 @@ class Play:
             said(output) if whole else Output([], []),
             self.first.get(name, -1),
             self.last.get(name, -1),
+            getattr(output, "ec_transfer_params", None),
         )
 
 
@@ -115,6 +120,31 @@ def rendered(engine: Engine, request: Request) -> dict[str, Any]:
         grids = torch.tensor([request.grid] * len(request.prompt.images))
         prompt["multi_modal_data"] = {"image": {"image_grid_thw": grids}}
     return prompt
+
+
+def chat_with_embeddings(engine: Engine, seed: int) -> Any:
+    """A chat of a picture and of embeddings that the client made itself: what the model said."""
+    import base64
+    import io
+
+    import torch
+
+    from tests.media import picture
+
+    width = engine.llm.llm_engine.model_config.get_hidden_size()
+    tensor = torch.randn(6, width, generator=torch.Generator().manual_seed(seed))
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    content = [
+        {"type": "image_pil", "image_pil": picture(seed, (112, 112))},
+        {"type": "prompt_embeds", "data": base64.b64encode(file.getvalue()).decode()},
+        {"type": "text", "text": "hello"},
+    ]
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    [output] = engine.llm.chat(
+        [{"role": "user", "content": content}], greedy(8), chat_template=template, use_tqdm=False
+    )
+    return msgspec.to_builtins(said(output))
 
 
 def preemptions(engine: Engine) -> int:

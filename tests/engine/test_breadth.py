@@ -7,6 +7,7 @@ import pytest
 
 from tests.engine.rig import Reference, Rig
 from tests.engine_env import Layout
+from tests.engine_runner import Call, EngineProcess
 from tests.media import WORDINGS, Prompt
 
 CASES = [
@@ -47,3 +48,40 @@ def test_encoded_once_and_loaded_by_a_new_process(model: str, dtype: str, tmp_pa
         assert rig.ask(*asked, one_by_one=True) == 0
         assert rig.left_over() == {}
     reference.forget(model, dtype)
+
+
+@pytest.mark.slow
+def test_embeddings_of_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
+    """vLLM takes them for the outputs of an encoder that does not run."""
+    chats = [Call("tests.engine.drive:chat_with_embeddings", {"seed": seed}) for seed in (1, 2, 1)]
+    with EngineProcess(
+        "llava", Layout.ONE_PROCESS, folder=tmp_path / "plain", dtype="float32", enable_prompt_embeds=True
+    ) as plain:
+        right = [plain.do(chat).value for chat in chats]
+    with Rig("llava", Layout.ONE_PROCESS, tmp_path, reference, enable_prompt_embeds=True) as rig:
+        reports = [rig.engine.do(chat) for chat in chats]
+        assert [report.value["tokens"] for report in reports] == [said["tokens"] for said in right]
+        assert len(set().union(*(report.encodes for report in reports))) == 4, "two pictures, two embeddings"
+        rig.settle()
+        assert len(rig.files()) == 2, "the pictures alone"
+        assert rig.left_over() == {}
+        rig.restart()
+        reports = [rig.engine.do(chat) for chat in chats]
+        assert [report.value["tokens"] for report in reports] == [said["tokens"] for said in right]
+        assert len(set().union(*(report.encodes for report in reports))) == 2, "the embeddings alone"
+        assert rig.counts()["loads_disk"] == 2
+        assert rig.left_over() == {}
+
+
+@pytest.mark.slow
+def test_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
+    """Drafts by n-grams: the one proposer that runs on a CPU. What is drafted needs items a pass earlier."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    asked = (Prompt(images=(1,), text="la la la la la la"), Prompt(videos=(2,)), Prompt(images=(1, 3)))
+    with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference, speculative_config=speculative) as rig:
+        assert rig.ask(*asked, max_tokens=24) == 3
+        rig.settle()
+        assert rig.left_over() == {}
+        rig.restart()
+        assert rig.ask(*asked, max_tokens=24) == 0
+        assert rig.left_over() == {}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig
 from tests.engine_env import Layout
 from tests.engine_runner import Generate
@@ -48,3 +49,41 @@ def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Ref
         counts = consumer.counts()
         assert (counts["saves"], counts["loads_disk"]) == (0, ITEMS)
         assert len(consumer.files()) == ITEMS
+
+
+def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path, reference: Reference) -> None:
+    """An encode-prefill-decode proxy passes on what the producer's answer says, and leaves the picture out."""
+    disk, picture = tmp_path / "disk", Prompt(images=(1,))
+    with Rig(
+        MODEL,
+        Layout.MULTI_PROCESS,
+        tmp_path / "producer",
+        reference,
+        disk=disk,
+        connector={"ec_role": "ec_producer"},
+        mm_encoder_only=True,
+    ) as producer:
+        [ending] = producer.play(Request(picture, max_tokens=1), compare=False).endings
+    told = ending.ec_transfer_params
+    assert told is not None
+    [(identifier, item)] = told.items()
+    grid = item["metadata"]["image_grid_thw"]
+    with Rig(
+        MODEL,
+        Layout.MULTI_PROCESS,
+        tmp_path / "consumer",
+        reference,
+        disk=disk,
+        keys={"load_deadline_ms": 4000},  # as long as the consumer waits for what nobody has stored
+        connector={"ec_role": "ec_consumer"},
+    ) as consumer:
+        bare = Request(picture, uuids=(identifier,), grid=tuple(grid), ec_transfer_params=told)
+        played = consumer.play(bare)
+        assert ([ending.reason for ending in played.endings], played.encodes) == (["length"], [])
+        unheard = {"f" * 64: item}
+        other = Request(picture, uuids=("f" * 64,), grid=tuple(grid), ec_transfer_params=unheard)
+        assert [ending.reason for ending in consumer.play(other, bare).endings] == ["error", "length"]
+        foreign = {identifier: {**item, "namespace": "another-0123456789abcdef"}}
+        consumer.play(Request(picture, ec_transfer_params=foreign))
+        assert consumer.counts()["foreign_announcements"] == 1
+        assert consumer.left_over() == {}

@@ -261,6 +261,18 @@ def test_a_producer_knows_what_is_durable_without_a_pass_of_the_scheduler(tmp_pa
         bench.settle()
 
 
+def test_what_a_producer_waited_for_is_known_to_the_scheduler_side_when_the_step_ends(tmp_path: Path) -> None:
+    """Its answer announces what is stored, and no pass comes in between."""
+    with Bench(tmp_path) as bench:
+        for number in range(50):
+            identifier = f"image-{number}"
+            assert flushed(bench, bench.save([identifier])) == {identifier}
+            bench.drain()
+            place = bench.cache.book.live(identifier)
+            assert place is not None, number
+            assert place.stored, number
+
+
 def test_a_producer_is_told_of_writes_that_fail_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     with Bench(Path("/proc")) as bench:  # a folder that refuses every write
         assert flushed(bench, bench.save(IMAGES)) == set()
