@@ -29,7 +29,7 @@ class Rule:
     problem: str
 
 
-def lifecycle(
+def check_and_set(
     apply: bool = typer.Option(False, "--set", help="Set the rule that follows from ec.ttl_s, and check it."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an S3 remote."),

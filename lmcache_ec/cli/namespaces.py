@@ -65,7 +65,7 @@ class Report:
         return json.dumps({"namespaces": [row.as_record for row in self.rows], **rest}, indent=2)
 
 
-def namespaces(
+def find_and_remove(
     remove: str = typer.Option("", "--remove", metavar="NAMESPACE", help="Remove this one, after a question."),
     remove_unused: bool = typer.Option(False, "--remove-unused", help="Remove all that --unused-for finds."),
     unused_for: float = typer.Option(
