@@ -93,7 +93,7 @@ def find_and_remove(
     if removal:
         report.refusal = _refusal(report, remove, unused_for, () if force else silent, force=force)
         if report.rows and not report.refusal and (yes or typer.confirm(_question(report), abort=True)):
-            _remove(report, tiers)
+            _remove(report, tiers, err=as_json)
     if as_json:
         typer.echo(report.to_json())
     elif report.refusal:
@@ -197,7 +197,7 @@ def _question(report: Report) -> str:
     return f"Remove {entries:,} entries, {_size(size)}? (Engines on other hosts are not seen from here.)"
 
 
-def _remove(report: Report, tiers: Sequence[NamedTier]) -> None:
+def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
     """Say what was removed as it is done; an error of one tier leaves the others to their turn."""
     for tier in tiers:
         names = [row.use.namespace for row in report.rows if row.tier == tier.name]
@@ -208,7 +208,7 @@ def _remove(report: Report, tiers: Sequence[NamedTier]) -> None:
                 for name in names:
                     entries = opened.remove(name)
                     report.removed.append({"tier": tier.name, "namespace": name, "entries": entries})
-                    typer.echo(f"{tier.name}: removed {entries:,} entries of {name}", err=True)
+                    typer.echo(f"{tier.name}: removed {entries:,} entries of {name}", err=err)
         except (OSError, ValueError) as error:
             report.errors[tier.name] = words(error)
             typer.echo(f"{tier.name}: {words(error)}", err=True)
