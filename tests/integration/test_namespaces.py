@@ -177,7 +177,9 @@ def test_what_an_engine_uses_is_shown_and_kept_and_the_engine_survives_its_remov
 
         refused = run("namespaces", *extra, "--remove", NAMESPACE, "--yes")
         assert (refused.exit_code, "in use by the engine of store process" in refused.stderr) == (1, True)
-        assert found(*extra, "--unused-for", "0.00001")["namespaces"] == []  # it is not unused, however old
+        for namespace in (NAMESPACE, "old"):
+            age(tmp_path, namespace, 40)
+        assert entries(found(*extra, "--unused-for", "30")) == {("disk", "old"): 3}
         assert stored(tmp_path / NAMESPACE) == set(IMAGES)
         assert bench.serves(IMAGES[0])
         bench.settle()
@@ -247,6 +249,12 @@ def test_unused_is_what_no_tier_saw_used_for_so_long(
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
     monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", url)
     assert entries(found("--unused-for", "30")) == {("disk", "dead"): 3}
+    redis.client(password=CANARY).config_set("maxmemory-policy", "allkeys-lfu")  # now it knows of no time
+    try:
+        assert entries(found("--unused-for", "30")) == {("disk", "dead"): 3}
+        assert "unknown" in run("namespaces").stdout
+    finally:
+        redis.client(password=CANARY).config_set("maxmemory-policy", "noeviction")
     assert run("namespaces", "--unused-for", "30", "--remove", "recent", "--yes").exit_code == 1
     result = run("namespaces", "--unused-for", "30", "--remove-unused", "--yes")
     assert (result.exit_code, "disk: removed 3 entries of dead" in result.output) == (0, True)

@@ -3,6 +3,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,6 +317,8 @@ def test_a_removed_namespace_leaves_no_folder_and_room_for_others_at_once(tmp_pa
     stranger.write_text("not ours")
     assert administrator.remove("ns") == 1
     assert stranger.read_text() == "not ours"
+    shutil.copytree(tmp_path / "other", tmp_path / "Not ours")
+    assert [use.namespace for use in administrator.namespaces()] == ["other"]
     running.maintain()
     assert running.stored_bytes == 1000
 
