@@ -98,6 +98,7 @@ class Seaweed:
         """It holds its connections and answers nothing (SIGSTOP)."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # threads stop one by one
         try:
             yield
         finally:

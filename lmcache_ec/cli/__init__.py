@@ -8,6 +8,8 @@ import json
 import typer
 
 from lmcache_ec.cli.doctor import examine, render
+from lmcache_ec.cli.lifecycle import check_and_set
+from lmcache_ec.cli.namespaces import find_and_remove
 from lmcache_ec.cli.status import engines
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
@@ -52,6 +54,10 @@ def doctor(
     report = examine(extra)
     typer.echo(report.to_json() if as_json else render(report))
     raise typer.Exit(1 if report.problems else 0)
+
+
+app.command("namespaces")(find_and_remove)
+app.command("lifecycle")(check_and_set)
 
 
 def main() -> None:

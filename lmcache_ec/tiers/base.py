@@ -35,6 +35,20 @@ class Listed:
     modified: float
 
 
+@dataclass(frozen=True, slots=True)
+class NamespaceUse:
+    """What a namespace takes in a tier: entries, bytes, and (Unix) when one of them was last written, and when used.
+
+    None for what the store does not tell apart or does not know; to be written is a use.
+    """
+
+    namespace: str
+    entries: int
+    bytes: int
+    written: float | None = None
+    used: float | None = None
+
+
 class Tier(abc.ABC):
     """Moves whole entries into and out of buffers that it is given; knows no tensors and verifies nothing.
 
@@ -70,6 +84,18 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def list(self, namespace: str) -> Iterator[Listed]:
         """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
+
+    def namespaces(self) -> Iterator[NamespaceUse]:
+        """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
+        raise self._unlisted()
+
+    def remove(self, namespace: str) -> int:
+        """Delete all entries of a namespace, and nothing else: how many it found. Those that are written meanwhile may
+        stay. An engine that uses it goes on, and misses."""
+        raise self._unlisted()
+
+    def _unlisted(self) -> TierError:
+        return TierError(errno.EOPNOTSUPP, f"the {self.name} tier cannot be listed")
 
     def maintain(self) -> None:
         """Housekeeping that nobody waits for: called in the background after each complete list. Changes no entry,

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError
 from lmcache_ec.tiers.disk_account import Account, FolderAccount, try_lock
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
@@ -57,18 +57,20 @@ class DiskTier(Tier):
     The limit is one for the folder, whoever wrote what is in it; bytes are the sizes of the files. Engines with
     different limits each keep the folder to their own when they write. Where less than `min_free_bytes` of the file
     system would stay free, nothing is written, and nothing evicted for it. A folder that can be read and not written
-    is served so, and `notice` says it. ValueError if `root` cannot be made, or nothing in it can be read.
+    is served so, and `notice` says it. ValueError if `root` cannot be made, or nothing in it can be read; without
+    `make`, nothing is made or written there before something is put or removed.
 
     Runs in the store process, on the tier's own threads.
     """
 
     name = "disk"
 
-    def __init__(self, root: Path, max_bytes: int, min_free_bytes: int = 0) -> None:
+    def __init__(self, root: Path, max_bytes: int, min_free_bytes: int = 0, *, make: bool = True) -> None:
         if max_bytes <= 0:
             raise ValueError(f"size of the disk tier: {max_bytes} bytes given, a positive number is accepted")
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            if make:
+                root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(f"disk tier at {root}: cannot make this folder: {error.strerror}") from error
         try:
@@ -84,7 +86,7 @@ class DiskTier(Tier):
         self._looking = threading.Lock()
         self._swept: set[str] = set()  # namespaces
         self._begun: _Survey | None = None
-        self.notice = self._open_account()
+        self.notice = self._open_account() if make else ""
 
     @property
     def stored_bytes(self) -> int | None:
@@ -156,6 +158,31 @@ class DiskTier(Tier):
             survey = _Survey(self.root, self._account, namespace)
             yield from survey.walk(namespace)
         self._begun = survey
+
+    def namespaces(self) -> Iterator[NamespaceUse]:
+        """As every tier; without a survey, and so without the sweep that goes with one."""
+        with _reported(f"list {self.root}"):
+            for folder in sorted(folder.name for folder in _scan(self.root) if _is_namespace(folder.name)):
+                entries, length, used_ns = 0, 0, 0
+                for shard in _shards(self.root / folder):
+                    for _, _, status in _entries(shard):
+                        entries, length = entries + 1, length + status.st_size
+                        used_ns = max(used_ns, status.st_mtime_ns)
+                if entries:
+                    yield NamespaceUse(folder, entries, length, used=used_ns / 1e9)
+
+    def remove(self, namespace: str) -> int:
+        """As every tier; the folders go too, unless a writer or a stranger has something in them."""
+        folder = self.root / check_namespace(namespace)
+        removed = 0
+        with _reported(f"remove {folder}"):
+            for shard in _shards(folder):
+                for path, _, _ in _entries(shard):
+                    self._remove(path)
+                    removed += 1
+            _sweep(folder / ".tmp", ours=False)
+            _remove_empty(folder)
+        return removed
 
     def maintain(self) -> None:
         """Survey the folder, bring the account in line with it, evict what is over the limit."""

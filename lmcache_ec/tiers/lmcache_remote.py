@@ -441,6 +441,12 @@ class LMCacheRemoteTier(Tier):
                 if isinstance(answer, tuple):
                     yield Listed(entry.digest, answer[0], 0.0)
 
+    def _unlisted(self) -> TierError:
+        """Not `fs://` either: its connector knows no times, and makes folders wherever it is opened."""
+        return TierError(
+            errno.EOPNOTSUPP, f"{_said(self._url)}: namespaces cannot be listed through LMCache's connector"
+        )
+
     def close(self) -> None:
         async def end() -> None:
             if self._connection is not None:

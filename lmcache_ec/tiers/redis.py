@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
+from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
@@ -35,6 +35,7 @@ from lmcache_ec.tiers.resp import moment_of_end, until
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
+_OBJECT = rb"([a-z0-9_-][a-z0-9._-]{0,79})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})\.safetensors"
 
 Answer = int | None | TierError
 """Of one entry among several: what `get_into` or `contains` returns for it, or the error that it raises."""
@@ -42,6 +43,8 @@ Answer = int | None | TierError
 _Answers = list[Answer]
 _Replies = list[object]
 _Numbers = list[int]
+_Names = dict[bytes, re.Match[bytes]]
+"""Of entries, each with the match of `_OBJECT` in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,16 @@ class _Command:
 
     args: tuple[Any, ...]
     into: memoryview | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An entry that a server has, and when it was last used (Unix), None if the server does not say."""
+
+    namespace: str
+    digest: bytes
+    length: int
+    used: float | None
 
 
 class RedisTier(Tier):
@@ -66,6 +79,7 @@ class RedisTier(Tier):
         self.place = place
         self.options = options
         self._client = client
+        self._entry_name = re.compile(re.escape(options.prefix.encode()) + _OBJECT)
         self._slots = threading.BoundedSemaphore(options.connections)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
@@ -125,22 +139,32 @@ class RedisTier(Tier):
 
         It says so unless it evicts by frequency. To be listed is no use, from Redis 7.2 and Valkey 7.2 on.
         """
-        prefix = f"{self.options.prefix}{check_namespace(namespace)}/".encode()
-        pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
-        name = re.compile(re.escape(prefix) + rb"[0-9a-f]{2}/[0-9a-f]{2}/([0-9a-f]{64})\.safetensors")
-        seen = set[bytes]()  # a key may come twice while the server's table of keys grows or shrinks
-        with self._call(f"list {namespace}"):
-            masters = self._masters()
-        for pool in masters:
-            cursor = None
-            while cursor != b"0":
-                with self._call(f"list {namespace}"):
-                    (page,) = _exchange(pool, [_Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
-                    cursor, keys = _or_raise(page)
-                    new = {bytes.fromhex(match[1].decode()): match[0] for match in map(name.fullmatch, keys) if match}
-                    found = _described(pool, {digest: key for digest, key in new.items() if digest not in seen})
-                seen.update(new)
-                yield from found
+        now = time.time()
+        for page in self._pages(f"list {namespace}", f"{check_namespace(namespace)}/"):
+            for found in page:
+                yield Listed(found.digest, found.length, now if found.used is None else found.used)
+
+    def namespaces(self) -> Iterator[NamespaceUse]:
+        """As every tier; a server that evicts by frequency says nothing of the time. To be counted is no use from
+        Redis 7.2 and Valkey 7.2 on. Looks at every key of the database, in steps."""
+        uses: dict[str, NamespaceUse] = {}
+        for page in self._pages("list the namespaces", ""):
+            for found in page:
+                name, length, used = found.namespace, found.length, found.used
+                before = uses.get(name, NamespaceUse(name, 0, 0))
+                used = used if before.used is None else max(before.used, used or 0.0)
+                uses[name] = NamespaceUse(name, before.entries + 1, before.bytes + length, used=used)
+        yield from uses.values()
+
+    def remove(self, namespace: str) -> int:
+        """As every tier, a page of keys at a time; the server frees the memory in the background."""
+        removed, action = 0, f"remove {namespace}"
+        for pool, names in self._keys(action, f"{check_namespace(namespace)}/"):
+            with self._call(action):
+                commands = [_Command(("UNLINK", name)) for name in names]
+                replies = self._ask_again(commands, _exchange(pool, commands))
+                removed += sum(_or_raise(reply) for reply in replies)
+        return removed
 
     def close(self) -> None:
         self._fan_out.shutdown(wait=False)
@@ -182,6 +206,31 @@ class RedisTier(Tier):
         if isinstance(there, Exception) or there == 0:
             return there or None
         return length or self._ask(_Command(("GET", name), _NOTHING))  # empty; or gone in between
+
+    def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Names]]:
+        """The names of the entries below `folder`, as each server tells them step by step; each name once."""
+        prefix = f"{self.options.prefix}{folder}".encode()
+        pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
+        seen = set[bytes]()  # a key may come twice while the server's table of keys grows or shrinks
+        with self._call(action):
+            masters = self._masters()
+        for pool in masters:
+            cursor = None
+            while cursor != b"0":
+                with self._call(action):
+                    (page,) = _exchange(pool, [_Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
+                    cursor, names = _or_raise(page)
+                new = {match[0]: match for match in map(self._entry_name.fullmatch, {*names} - seen) if match}
+                if new:
+                    seen.update(new)
+                    yield pool, new
+
+    def _pages(self, action: str, folder: str) -> Iterator[Sequence[_Stored]]:
+        """What is below `folder`, as `_keys`."""
+        for pool, names in self._keys(action, folder):
+            with self._call(action):
+                found = _described(pool, names)
+            yield found
 
     def _ask(self, command: _Command) -> Any:
         """One round trip, through redis-py's retries and redirects."""
@@ -290,19 +339,18 @@ def _exchange(pool: Any, commands: Sequence[_Command]) -> list[object]:
     return replies + [failure] * (len(commands) - len(replies))
 
 
-def _described(pool: Any, names: dict[bytes, bytes]) -> list[Listed]:
-    """What a server has under `names` (by digest)."""
-    if not names:
-        return []
-    asked = [_Command(args) for name in names.values() for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
+def _described(pool: Any, names: _Names) -> list[_Stored]:
+    """What a server has under `names`."""
+    asked = [_Command(args) for name in names for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
     on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
     _, *replies, _ = _exchange(pool, [on, *asked, off])
     now, found = time.time(), []
-    for digest, idle_s, length in zip(names, replies[::2], replies[1::2], strict=True):
+    for match, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
         if isinstance(length, ResponseError):
             continue  # it is another server's by now, or no entry
         if _or_raise(length) or isinstance(idle_s, int):  # else it is gone
-            found.append(Listed(digest, _or_raise(length), now - idle_s if isinstance(idle_s, int) else now))
+            used = now - idle_s if isinstance(idle_s, int) else None
+            found.append(_Stored(match[1].decode(), bytes.fromhex(match[4].decode()), _or_raise(length), used))
     return found
 
 

@@ -24,12 +24,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
+from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_faults import Fault, told
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
@@ -49,16 +48,6 @@ _NEVER_WRITTEN = "lmcache-ec-probe"
 _Answer = TypeVar("_Answer")
 
 _OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/([0-9a-f]{2})/((?:\1\2)[0-9a-f]{60})\.safetensors")
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceUse:
-    """What a namespace takes: objects, bytes, and when the last one was written (Unix)."""
-
-    namespace: str
-    objects: int
-    bytes: int
-    modified: float
 
 
 def open_s3(
@@ -178,16 +167,16 @@ class S3Tier(Tier):
         """There is nothing to let go of: idle connections end by themselves."""
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """What each namespace under the prefix takes, aged objects included. Lists all of it."""
+        """As every tier, aged objects included; S3 knows when an object was written, not when it was read."""
         with _reported("list the namespaces"):
             folders = self._lister.list_with_delimiter()["common_prefixes"]
         for folder in folders:
             use = self._use(folder.strip("/"))
-            if use.objects:
+            if use.entries:
                 yield use
 
     def remove(self, namespace: str) -> int:
-        """Delete the entries of a namespace, aged ones included, and nothing else; how many there were."""
+        """As every tier, aged objects included."""
         removed = 0
         with _reported(f"remove {namespace}"):
             for page in self._pages(check_namespace(namespace)):
@@ -241,14 +230,14 @@ class S3Tier(Tier):
         return tuple(answer["Rules"])
 
     def _use(self, namespace: str) -> NamespaceUse:
-        objects, length, modified = 0, 0, 0.0
+        entries, length, written = 0, 0, 0.0
         with _reported(f"list {namespace}"):
             for page in self._pages(namespace):
                 for found in filter(_is_entry, page):
-                    objects += 1
+                    entries += 1
                     length += found["size"]
-                    modified = max(modified, found["last_modified"].timestamp())
-        return NamespaceUse(namespace, objects, length, modified)
+                    written = max(written, found["last_modified"].timestamp())
+        return NamespaceUse(namespace, entries, length, written=written)
 
     def _created(self, client: S3Store, key: EncoderCacheKey, data: memoryview) -> bool:
         from obstore.exceptions import AlreadyExistsError

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every tier promises. A tier's tests subclass TierConformance and give it the fixture `tier`."""
 
+import errno
 import hashlib
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.base import Tier, TierError
 
 MIB = 1 << 20
 
@@ -41,6 +43,9 @@ def fetch(tier: Tier, key: EncoderCacheKey) -> bytes | None:
 
 class TierConformance:
     """Needs a fixture `tier` with room for 64 MiB."""
+
+    counts_namespaces = True
+    """Whether it can say what each namespace takes, and remove one."""
 
     @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 65_537, MIB, 9 * MIB + 13])
     def test_what_was_put_comes_back_to_the_byte(self, tier: Tier, length: int) -> None:
@@ -99,6 +104,55 @@ class TierConformance:
         found = list(tier.list(namespace))
         assert {one.digest: one.length for one in found} == {key.digest: number for number, key in enumerate(keys)}
         assert len(found) == len(keys)
+
+    def test_what_each_namespace_takes_is_counted_and_to_be_counted_changes_nothing(self, tier: Tier) -> None:
+        if not self.counts_namespaces:
+            with pytest.raises(TierError, match="cannot be listed") as raised:
+                list(tier.namespaces())
+            assert raised.value.errno == errno.EOPNOTSUPP
+            return
+        small, large = new_namespace(), new_namespace()
+        began = time.time()
+        tier.put(EncoderCacheKey(small, "picture"), value("a", 10))
+        for number in range(30):
+            tier.put(EncoderCacheKey(large, f"picture {number}"), value("b", 1000))
+        moments = {}
+        for _ in range(2):
+            found = list(tier.namespaces())
+            uses = {use.namespace: use for use in found}
+            assert len(uses) == len(found)
+            assert (uses[small].entries, uses[small].bytes) == (1, 10)
+            assert (uses[large].entries, uses[large].bytes) == (30, 30_000)
+            for name in (small, large):
+                moment = uses[name].used or uses[name].written
+                assert moment is not None
+                assert began - 2 < moment < time.time() + 2  # Redis counts whole seconds, S3's clock may be another
+                assert abs(moments.setdefault(name, moment) - moment) < 2
+        assert fetch(tier, EncoderCacheKey(small, "picture")) == value("a", 10)
+
+    def test_a_namespace_is_removed_whole_and_alone_and_can_be_filled_again(self, tier: Tier) -> None:
+        namespace = new_namespace()
+        if not self.counts_namespaces:
+            with pytest.raises(TierError, match="cannot be listed"):
+                tier.remove(namespace)
+            return
+        assert tier.remove(namespace) == 0
+        keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(30)]
+        other = EncoderCacheKey(namespace + "-2", "picture 1")
+        for key in (*keys, other):
+            tier.put(key, value("a", 100))
+        assert tier.remove(namespace) == len(keys)
+        assert [tier.contains(key) for key in keys] == [None] * len(keys)
+        assert list(tier.list(namespace)) == []
+        names = [use.namespace for use in tier.namespaces()]
+        assert namespace not in names
+        assert other.namespace in names
+        assert fetch(tier, other) == value("a", 100)
+        assert tier.put(keys[0], value("b", 200)) is True
+        assert fetch(tier, keys[0]) == value("b", 200)
+        for bad in ("", "..", "a/b", "*"):
+            with pytest.raises(ValueError, match="namespace"):
+                tier.remove(bad)
 
     def test_values_of_one_key_are_never_mixed(self, tier: Tier) -> None:
         """Writers of different bytes, a deleter and readers, all on one key at once."""

@@ -3,6 +3,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -296,6 +297,37 @@ def test_a_limit_that_was_lowered_is_kept_once_the_folder_is_surveyed(tmp_path: 
     smaller.maintain()
     assert [smaller.contains(EncoderCacheKey("model-" + name, name)) for name in "abcd"] == [None, None, 250, 250]
     assert smaller.stored_bytes == 500
+
+
+def test_a_removed_namespace_leaves_no_folder_and_room_for_others_at_once(tmp_path: Path) -> None:
+    """Beside a tier that writes into the same folder, and another that writes into the namespace again."""
+    running, other = DiskTier(tmp_path, 30_000), EncoderCacheKey("other", "one")
+    for number in range(20):
+        running.put(key(str(number)), value("a", 1000))
+    running.put(other, value("b", 1000))
+    (tmp_path / "ns" / ".tmp" / f"9.{'0' * 24}").write_bytes(b"of a dead")
+    administrator = DiskTier(tmp_path, 1, make=False)
+    assert administrator.remove("ns") == 20
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["other"]
+    assert running.stored_bytes == 1000
+    assert running.put(key("large"), value("c", 29_000)) is True  # and evicts nothing
+    assert running.contains(other) == 1000
+
+    stranger = tmp_path / "ns" / "README"
+    stranger.write_text("not ours")
+    assert administrator.remove("ns") == 1
+    assert stranger.read_text() == "not ours"
+    shutil.copytree(tmp_path / "other", tmp_path / "Not ours")
+    assert [use.namespace for use in administrator.namespaces()] == ["other"]
+    running.maintain()
+    assert running.stored_bytes == 1000
+
+
+def test_to_look_into_a_folder_makes_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        DiskTier(tmp_path / "none", 1, make=False)
+    assert list(DiskTier(tmp_path, 1, make=False).namespaces()) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_model_that_is_served_no_longer_leaves_no_folders_once_its_entries_are_evicted(tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ def every_call(tier: Tier) -> Sequence[Callable[[], object]]:
         lambda: tier.put(key, buffer),
         lambda: tier.delete(key),
         lambda: list(tier.list(key.namespace)),
+        lambda: list(tier.namespaces()),
+        lambda: tier.remove(key.namespace),
     )
 
 
@@ -464,6 +466,38 @@ def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_p
         (listed,) = [found for found in tier.list("ns") if found.digest == present[0].digest]
         assert client.execute_command(*idle) >= 1
         assert listed.modified <= client.time()[0]
+        wait_for("another", lambda: client.execute_command(*idle) >= 2)
+        (use,) = tier.namespaces()
+        assert client.execute_command(*idle) >= 2
+        assert (use.namespace, use.entries, use.bytes) == ("ns", len(present), len(present) * MIB)
+        assert use.used is not None
+        assert use.used <= client.time()[0]
+
+
+def test_thousands_of_entries_are_counted_and_removed_in_steps_and_strangers_stay(tmp_path: Path) -> None:
+    """Where the server evicts by frequency, too: then nobody knows when they were used."""
+    with redis_server(tmp_path) as server, opened(server.url) as tier:
+        client = server.client()
+        keys = [EncoderCacheKey("ns", str(number)) for number in range(3000)]
+        client.mset({f"lmcache-ec/{key.object_name}": "x" * 7 for key in keys})
+        tier.put(EncoderCacheKey("ns-2", "picture"), value("a", 11))
+        strangers = {"other/" + keys[0].object_name, "lmcache-ec/ns/README", "lmcache-ec/NS/" + keys[0].object_name[3:]}
+        client.mset(dict.fromkeys(strangers, "not ours"))
+        uses = {use.namespace: use for use in tier.namespaces()}
+        assert {name: (use.entries, use.bytes) for name, use in uses.items()} == {"ns": (3000, 21_000), "ns-2": (1, 11)}
+        assert all(use.used is not None and use.written is None for use in uses.values())
+        client.config_set("maxmemory-policy", "allkeys-lfu")
+        assert {(use.namespace, use.entries, use.used) for use in tier.namespaces()} == {
+            ("ns", 3000, None),
+            ("ns-2", 1, None),
+        }
+        client.config_resetstat()
+        assert tier.remove("ns") == 3000
+        asked = client.info("commandstats")
+        assert asked["cmdstat_unlink"]["calls"] == 3000
+        assert asked["cmdstat_scan"]["calls"] >= 3
+        assert not {"cmdstat_keys", "cmdstat_del", "cmdstat_flushdb"} & asked.keys()
+        assert {name.decode() for name in client.scan_iter() if b"/ns-2/" not in name} == strangers
 
 
 def test_an_entry_lives_as_long_as_is_configured_whoever_reads_it(server: RedisServer) -> None:
@@ -558,6 +592,9 @@ def test_on_a_cluster_redirects_are_followed_by_every_call(masters: Sequence[Red
             assert tier.get_each_into([(key, buffer), (missing, buffer)]) == [100, None]
             assert tier.contains_each([missing, key]) == [None, 100]
             tier.delete(key)
+            assert tier.put(key, value("b", 100)) is True
+            assert tier.remove(key.namespace) == 1
+            assert tier.contains(key) is None
             for server in (new, old):
                 server.client().execute_command("CLUSTER SETSLOT", slot, "NODE", node_id(new))
         tier.put(key, value("a", 100))

@@ -23,6 +23,8 @@ import pytest
 import trustme
 
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.lane import Habits, Lane, Lookup
+from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.tiers import s3, s3_access
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.s3 import S3Tier, open_s3
@@ -165,7 +167,7 @@ def test_a_killed_server_is_an_error_and_its_entries_are_there_after_its_restart
     assert tier.put(key("b"), value("b", 10)) is True
 
 
-@pytest.mark.timeout(60)  # it takes 4 s; without limits of its own each of six calls would take half a minute
+@pytest.mark.timeout(60)  # it takes 4 s; without limits of its own each of seven calls would take half a minute
 def test_a_server_that_hangs_is_an_error_in_bounded_time(server: Seaweed, url: str) -> None:
     tier, impatient = open_s3(url), open_s3(url, timeout_s=0.15)
     tier.put(key("a"), value("a", 1000))
@@ -185,6 +187,7 @@ def uses(tier: S3Tier) -> list[Callable[[], object]]:
         lambda: tier.delete(key("c")),
         lambda: list(tier.list("ns")),
         lambda: list(tier.namespaces()),
+        lambda: tier.remove("ns"),
     ]
 
 
@@ -276,7 +279,7 @@ def test_prefixes_do_not_see_each_other(server: Seaweed) -> None:
         assert fetch(tier, key("a", names[prefix])) == value(prefix, 100 + number)
         assert [found.length for found in tier.list(names[prefix])] == [100 + number]
         if prefix:
-            assert [(use.namespace, use.objects) for use in tier.namespaces()] == [("ns", 1)]
+            assert [(use.namespace, use.entries) for use in tier.namespaces()] == [("ns", 1)]
     tiers[root].remove("ns")
     assert [bool(list(tier.list(names[prefix]))) for prefix, tier in tiers.items()] == [False, True, True, True, True]
 
@@ -306,8 +309,8 @@ def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
     assert all(started - 300 < one.modified < started + 300 for one in found)
 
     uses = {use.namespace: use for use in tier.namespaces()}
-    assert {name: (use.objects, use.bytes) for name, use in uses.items()} == {"ns": (2000, 14_000), "ns-2": (1, 11)}
-    assert started - 300 < uses["ns"].modified < started + 300
+    assert {name: (use.entries, use.bytes) for name, use in uses.items()} == {"ns": (2000, 14_000), "ns-2": (1, 11)}
+    assert started - 300 < (uses["ns"].written or 0) < started + 300
 
     abandoned = tier.list("ns")
     seen = [next(abandoned) for _ in range(1001)]  # into the second page
@@ -359,6 +362,38 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
         later.setattr(aging, "_head", slow_look)
         assert aging.put(key("a"), value("mine", 1000)) is False
     assert fetch(lasting, key("a")) == b"neighbour's"
+
+
+def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(url: str, tier: S3Tier) -> None:
+    """By the server's own stamps and the real clock, as an engine sees it: one that runs on, and one that starts."""
+    mortal = open_s3(url, ttl_s=3.0)
+    running, starting = (
+        Lane(mortal, "s3", PresenceFilter.create(["s3"]), Habits(Lookup.CATALOG, refresh_s=0.01)) for _ in range(2)
+    )
+    mortal.put(key("a"), value("a", 1000))
+    tier.put(key("b"), value("b", 1000))
+    running.survey("ns")
+    assert running.listed == 2
+    assert all(running.asks(key(name).digest) for name in "ab")
+
+    deadline = time.monotonic() + 30
+    while running.listed:
+        running.survey("ns")
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for name in "ab":
+        assert mortal.get_into(key(name), memoryview(bytearray(1000))) is None
+        assert mortal.contains(key(name)) is None
+        assert fetch(tier, key(name)) == value(name, 1000)
+    starting.survey("ns")
+    assert starting.listed == 0
+    assert not any(starting.asks(key(name).digest) for name in "ab")
+
+    assert mortal.put(key("a"), value("new", 1000)) is True
+    assert fetch(mortal, key("a")) == value("new", 1000)
+    starting._list_at = 0.0
+    starting.survey("ns")
+    assert (starting.listed, starting.asks(key("a").digest), starting.asks(key("b").digest)) == (1, True, False)
 
 
 def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str, tier: S3Tier) -> None:

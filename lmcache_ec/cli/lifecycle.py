@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec lifecycle`: whether an S3 store deletes by itself what has outlived `ec.ttl_s`, and the rule for that."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+import typer
+
+from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers, words
+from lmcache_ec.tiers.s3 import S3Tier
+
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Of one S3 remote: the ages in days at which entries count as absent here and are deleted there, None for never.
+
+    `problem` is empty if the second follows from the first.
+    """
+
+    tier: str
+    where: str
+    ttl_days: float | None
+    deleted_after_days: float | None
+    problem: str
+
+
+def check_and_set(
+    apply: bool = typer.Option(False, "--set", help="Set the rule that follows from ec.ttl_s, and check it."),
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an S3 remote."),
+) -> None:
+    """Whether each S3 remote has a lifecycle rule that deletes what has outlived ec.ttl_s.
+
+    Without one, such entries count as absent and stay in the bucket. The exit status is 1 if a rule is missing or
+    another one, or a remote cannot be asked.
+    """
+    config = configured(extra)
+    if apply and config.ttl_s is None:
+        raise typer.BadParameter("ec.ttl_s is not set: there is no age to delete at", param_hint="--set")
+    tiers = [tier for tier in named_tiers(config) if tier.where.startswith("s3://")]
+    rules = [_rule(tier, config.ttl_s, apply) for tier in tiers]
+    if as_json:
+        typer.echo(json.dumps([asdict(rule) for rule in rules], indent=2))
+    elif not rules:
+        typer.echo("The configuration names no S3 remote.")
+    else:
+        for rule in rules:
+            typer.echo(f"{rule.tier} ({rule.where}): {rule.problem or _told(rule)}", err=bool(rule.problem))
+    raise typer.Exit(1 if any(rule.problem for rule in rules) else 0)
+
+
+def _rule(tier: NamedTier, ttl_s: float | None, apply: bool) -> Rule:
+    ttl_days, deleted = None if ttl_s is None else ttl_s / _DAY_S, None
+    try:
+        with tier.opened() as opened:
+            assert isinstance(opened, S3Tier)
+            if apply and ttl_s is not None:
+                opened.set_lifecycle(ttl_s)
+            found_s = opened.lifecycle_s()
+    except (OSError, ValueError) as error:
+        return Rule(tier.name, tier.where, ttl_days, None, words(error))
+    deleted = None if found_s is None else found_s / _DAY_S
+    wanted = None if ttl_days is None else math.ceil(ttl_days)
+    problem = ""
+    if deleted != wanted:
+        there = "no rule deletes what is old" if deleted is None else f"a rule deletes entries after {deleted:g} days"
+        meant = "ec.ttl_s is not set" if wanted is None else f"by ec.ttl_s it is to be {wanted} days, which --set sets"
+        problem = f"{there}; {meant}"
+    return Rule(tier.name, tier.where, ttl_days, deleted, problem)
+
+
+def _told(rule: Rule) -> str:
+    if rule.deleted_after_days is None:
+        return "entries live for ever: neither ec.ttl_s nor a rule says otherwise"
+    return f"entries are deleted after {rule.deleted_after_days:g} days, as ec.ttl_s says"

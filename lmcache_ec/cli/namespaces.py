@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec namespaces`: what each namespace takes in each tier, and the removal of those that no engine uses."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from lmcache_ec.channel import STATUS_PREFIX
+from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers, words
+from lmcache_ec.cli.status import engines
+from lmcache_ec.key import check_namespace
+from lmcache_ec.tiers.base import NamespaceUse
+
+_DAY_S = 86_400
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_HEADINGS = ("tier", "namespace", "entries", "size", "last used", "in use here")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A namespace in a tier. `in_use_by` are the store processes of the engines on this host that use it now."""
+
+    tier: str
+    use: NamespaceUse
+    in_use_by: Sequence[int]
+
+    @property
+    def moment(self) -> float | None:
+        """When it was last used, as far as the tier knows (Unix)."""
+        return self.use.written if self.use.used is None else self.use.used
+
+    @property
+    def told(self) -> str:
+        if self.moment is None:
+            return "unknown"
+        text = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.moment))
+        return text if self.use.used is not None else f"{text} (written)"
+
+    @property
+    def as_record(self) -> dict[str, Any]:
+        return {"tier": self.tier, **asdict(self.use), "in_use_by": list(self.in_use_by)}
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found and done. `errors` and `notes` are by tier; `removed` has tier, namespace and entries."""
+
+    rows: list[Row] = field(default_factory=list)
+    removed: list[dict[str, Any]] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    refusal: str = ""
+    """Why nothing is removed; empty if it was not asked for, or done."""
+
+    def to_json(self) -> str:
+        rest = {"removed": self.removed, "errors": self.errors, "notes": self.notes, "refusal": self.refusal}
+        return json.dumps({"namespaces": [row.as_record for row in self.rows], **rest}, indent=2)
+
+
+def find_and_remove(
+    remove: str = typer.Option("", "--remove", metavar="NAMESPACE", help="Remove this one, after a question."),
+    remove_unused: bool = typer.Option(False, "--remove-unused", help="Remove all that --unused-for finds."),
+    unused_for: float = typer.Option(
+        0.0, "--unused-for", metavar="DAYS", min=0.0, help="Only those that no tier saw used for so long."
+    ),
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look at this tier alone."),
+    yes: bool = typer.Option(False, "--yes", help="Remove without a question."),
+    force: bool = typer.Option(False, "--force", help="Remove even what an engine on this host uses now."),
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """What each namespace takes in the tiers of an engine that is started in this environment, and when it was used.
+
+    Changes nothing, unless something is to be removed. The exit status is 1 if a tier could not be reached, or if what
+    was to be removed was not.
+    """
+    removal = bool(remove or remove_unused)
+    _check_options(remove, remove_unused, unused_for, needs_yes=removal and as_json and not yes)
+    tiers = _wanted(extra, tier)
+    using, silent = _in_use()
+    report = _looked(tiers, using)
+    _select(report, remove, unused_for)
+    if not as_json:
+        _tell(report)
+    if removal:
+        report.refusal = _refusal(report, remove, unused_for, () if force else silent, force=force)
+        if report.rows and not report.refusal and (yes or typer.confirm(_question(report), abort=True)):
+            _remove(report, tiers, err=as_json)
+    if as_json:
+        typer.echo(report.to_json())
+    elif report.refusal:
+        typer.echo(report.refusal, err=True)
+    raise typer.Exit(1 if report.errors or report.refusal else 0)
+
+
+# ---- what is there
+
+
+def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs_yes: bool) -> None:
+    if remove:
+        try:
+            check_namespace(remove)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--remove") from None
+    if remove_unused and not unused_for:
+        raise typer.BadParameter("say for how many days, with --unused-for", param_hint="--remove-unused")
+    if needs_yes:
+        raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
+
+
+def _wanted(extra: str, only: str) -> list[NamedTier]:
+    tiers = named_tiers(configured(extra))
+    if only and only not in [tier.name for tier in tiers]:
+        names = ", ".join(tier.name for tier in tiers) or "none, as the configuration names no tier"
+        raise typer.BadParameter(f"accepted here: {names}", param_hint="--tier")
+    return [tier for tier in tiers if only in ("", tier.name)]
+
+
+def _in_use() -> tuple[dict[str, list[int]], list[int]]:
+    """Of the engines on this host: namespace to store processes; and the store processes that do not tell theirs."""
+    using: dict[str, list[int]] = {}
+    for engine in engines():
+        using.setdefault(engine["namespace"], []).append(engine["pid"])
+    found = set(map(int, re.findall(rf"@{STATUS_PREFIX}(\d+)-", Path("/proc/net/unix").read_text())))
+    return using, sorted(found.difference(*using.values()))
+
+
+def _looked(tiers: Sequence[NamedTier], using: Mapping[str, Sequence[int]]) -> Report:
+    report = Report()
+    for tier in tiers:
+        if tier.silent:
+            report.notes[tier.name] = f"{tier.where}: {tier.silent}"
+            continue
+        try:
+            with tier.opened() as opened:
+                uses = list(opened.namespaces())
+        except (OSError, ValueError) as error:
+            report.errors[tier.name] = words(error)
+            continue
+        rows = [Row(tier.name, use, using.get(use.namespace, ())) for use in uses]
+        report.rows += sorted(rows, key=lambda row: (row.moment or 0.0, row.use.namespace))
+    return report
+
+
+def _select(report: Report, namespace: str, unused_for: float) -> None:
+    """Leave what is asked for. A namespace was used if one tier says so, if one does not know, or by an engine here."""
+    used = {
+        row.use.namespace
+        for row in report.rows
+        if row.in_use_by or row.moment is None or row.moment > time.time() - unused_for * _DAY_S
+    }
+    report.rows = [
+        row
+        for row in report.rows
+        if namespace in ("", row.use.namespace) and not (unused_for and row.use.namespace in used)
+    ]
+
+
+# ---- what is removed
+
+
+def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence[int], *, force: bool) -> str:
+    """Why nothing may be removed, if so."""
+    if namespace and not report.rows:
+        return f"{namespace}: nothing to remove, " + (
+            f"it is in no tier here, or was used in the last {unused_for:g} days" if unused_for else "it is in no tier"
+        )
+    if report.errors and unused_for:
+        names = ", ".join(report.errors)
+        return f"nothing is removed: {names} may know of a later use (--tier names one that decides alone)"
+    if silent:
+        pids = ", ".join(map(str, silent))
+        return (
+            f"nothing is removed: store process {pids} on this host does not tell its namespace (it may be another "
+            f"user's); --force removes all the same"
+        )
+    for row in report.rows:
+        if row.in_use_by and not force:
+            pids = ", ".join(map(str, row.in_use_by))
+            return (
+                f"{row.use.namespace}: in use by the engine of store process {pids} on this host; --force removes it "
+                f"all the same, and the engine encodes again"
+            )
+    return ""
+
+
+def _question(report: Report) -> str:
+    entries, size = (sum(numbers) for numbers in zip(*((r.use.entries, r.use.bytes) for r in report.rows), strict=True))
+    return f"Remove {entries:,} entries, {_size(size)}? (Engines on other hosts are not seen from here.)"
+
+
+def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
+    """Say what was removed as it is done; an error of one tier leaves the others to their turn."""
+    for tier in tiers:
+        names = [row.use.namespace for row in report.rows if row.tier == tier.name]
+        if not names:
+            continue
+        try:
+            with tier.opened() as opened:
+                for name in names:
+                    entries = opened.remove(name)
+                    report.removed.append({"tier": tier.name, "namespace": name, "entries": entries})
+                    typer.echo(f"{tier.name}: removed {entries:,} entries of {name}", err=err)
+        except (OSError, ValueError) as error:
+            report.errors[tier.name] = words(error)
+            typer.echo(f"{tier.name}: {words(error)}", err=True)
+
+
+# ---- what is said
+
+
+def _tell(report: Report) -> None:
+    rows = [
+        (row.tier, row.use.namespace, f"{row.use.entries:,}", _size(row.use.bytes), row.told, _engines(row.in_use_by))
+        for row in report.rows
+    ]
+    if rows:
+        widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+        for cells in (_HEADINGS, *rows):
+            typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+    else:
+        typer.echo("No namespace was found.")
+    for said in (report.notes, report.errors):
+        for name, text in said.items():
+            typer.echo(f"{name}: {text}", err=True)
+
+
+def _engines(pids: Sequence[int]) -> str:
+    return f"by {', '.join(map(str, pids))}" if pids else "no"
+
+
+def _size(number: float) -> str:
+    for unit in _UNITS:
+        if number < 1024 or unit == _UNITS[-1]:
+            break
+        number /= 1024
+    return f"{number:.1f} {unit}" if unit != "B" else f"{number:.0f} B"
