@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
 from lmcache_ec.key import EncoderCacheKey
 from tests.integration.harness import NAMESPACE, Bench, names, own_arenas, store_processes, stored, wait_until
 from tests.seaweed import Seaweed, seaweed
+from tests.servers.lmcache_server import lmcache_server
 from tests.servers.redis import RedisServer, redis_server
 from tests.servers.relay import relay
 
@@ -109,6 +111,25 @@ def test_a_host_without_a_disk_writes_and_reads_the_remote(remote: Remote) -> No
         assert all(other.serves(identifier) for identifier in IMAGES)
         assert not other.serves("never stored")
         other.settle()
+
+
+@pytest.mark.parametrize("kind", ["lm", "fs"])
+def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str) -> None:
+    """Through LMCache's own connector, in the store process."""
+    with ExitStack() as stack:
+        url = f"fs://{tmp_path}/shared"
+        if kind == "lm":
+            url = stack.enter_context(lmcache_server(tmp_path / "server.log")).url
+        with Bench(tmp_path / "one", remotes=[url]) as bench:
+            bench.encode(IMAGES)
+            bench.settle()
+            wait_until("all is written", lambda: bench.status()["store"].get("lmcache_writes") == len(IMAGES))
+        with Bench(tmp_path / "two", remotes=[url]) as other:
+            assert all(other.serves(identifier) for identifier in IMAGES)
+            assert not other.serves("never stored")
+            other.settle()
+            assert other.snapshot()["loads_lmcache"] == len(IMAGES)
+            wait_until("all is on its disk, too", lambda: stored(tmp_path / "two") == set(IMAGES))
 
 
 def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
