@@ -51,7 +51,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.tiers.base import Tier, TierAway
-from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, open_remote, tier_name
+from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, lane_names, open_remote, tier_name
 
 Opener = Callable[[], Tier]
 
@@ -161,8 +161,7 @@ class Store:
             habits = Habits(Lookup(remote.lookup), remote.refresh_s)
             openings.append((tier_name(remote.url), partial(_remote, remote), habits))
         tiers = self._opened(openings)
-        names = [tier.name for tier, _ in tiers]
-        names = [name if names.index(name) == index else f"{name}_{index}" for index, name in enumerate(names)]
+        names = lane_names([tier.name for tier, _ in tiers])
         presence = self._presence = PresenceFilter.create(names)
         self._lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
         for lane in self._lanes:

@@ -18,7 +18,7 @@ from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.tiers.base import Tier, TierAway
 from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.remote import AwaitedTier, open_remote, tier_name
+from lmcache_ec.tiers.remote import AwaitedTier, lane_names, open_remote, tier_name
 
 from .settings import GIB, PluginSettings, remote_options
 
@@ -138,8 +138,7 @@ def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) ->
             _logger.warning("storage plugin: %s; tried again in the background", error.strerror)
             tier = AwaitedTier(name, opener)
         tiers.append((tier, Habits(lookup, settings.catalog_refresh_s)))
-    names = [tier.name for tier, _ in tiers]
-    names = [name if names.index(name) == index else f"{name}_{index}" for index, name in enumerate(names)]
+    names = lane_names([tier.name for tier, _ in tiers])
     presence = PresenceFilter.create(names)
     os.close(presence.fd)  # nobody else is to map it
     lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,15 @@ import typer
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.remote import RemoteOptions, is_listed, is_remote_key, open_remote, place_of, tier_name
+from lmcache_ec.tiers.remote import (
+    RemoteOptions,
+    is_listed,
+    is_remote_key,
+    lane_names,
+    open_remote,
+    place_of,
+    tier_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,8 @@ def named_tiers(config: EncoderCacheConfig) -> list[NamedTier]:
     """Those of the configuration, in the order in which they are asked."""
     tiers = [_disk(config.local_disk, config)] if config.local_disk else []
     tiers += [_remote(url, config) for url in config.remotes]
-    names = [tier.name for tier in tiers]
-    return [
-        NamedTier(name if names.index(name) == index else f"{name}_{index}", tier.where, tier.open, tier.silent)
-        for index, (name, tier) in enumerate(zip(names, tiers, strict=True))
-    ]
+    names = lane_names([tier.name for tier in tiers])
+    return [replace(tier, name=name) for name, tier in zip(names, tiers, strict=True)]
 
 
 def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -74,6 +74,11 @@ def tier_name(url: str) -> str:
     if scheme not in SCHEMES:
         raise ValueError(f"no tier serves {scheme or 'a URL without scheme'}://; accepted are {', '.join(SCHEMES)}")
     return SCHEMES[scheme]
+
+
+def lane_names(tiers: Sequence[str]) -> list[str]:
+    """Names of tiers as they are counted and listed: a second one of a kind gets its place in the order, `s3_2`."""
+    return [name if tiers.index(name) == index else f"{name}_{index}" for index, name in enumerate(tiers)]
 
 
 def is_listed(url: str) -> bool:
