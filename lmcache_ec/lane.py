@@ -7,15 +7,17 @@ import enum
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.tiers.base import Tier
 
 NEVER = float("inf")
+_T = TypeVar("_T")
 _SMOOTHING = 0.25
 _REST_S = (1.0, 2.0, 5.0, 15.0, 30.0)
 """How long a tier that failed is left alone: longer each time in a row."""
@@ -72,7 +74,8 @@ class Lane:
         self.listed = 0
         self.due_at = 0.0
         """When `survey` is due (monotonic seconds)."""
-        self.reads = ThreadPoolExecutor(4 if habits.local else 8, f"{name}-read")
+        self._readers = 4 if habits.local else 8
+        self.reads = ThreadPoolExecutor(self._readers, f"{name}-read")
         self.writes = ThreadPoolExecutor(1 if habits.local else 4, f"{name}-write")
         self.scans = ThreadPoolExecutor(1, f"{name}-scan")
         self._presence = presence
@@ -170,6 +173,12 @@ class Lane:
                 self._lists, self._answer_s = False, 0.0
             if self._lists and not slow:
                 self._list_at = 0.0
+
+    def shares(self, asked: Sequence[_T]) -> list[Sequence[_T]]:
+        """What to ask for, in parts for one thread each; several in a part where the tier asks for them at once."""
+        if not self.tier.batches or len(asked) <= self._readers:
+            return [[one] for one in asked]
+        return [asked[start :: self._readers] for start in range(self._readers)]
 
     # ---- what waits to be written
 

@@ -82,6 +82,7 @@ class Store:
         self._ledger: dict[str, int] = {}
         self._jobs = 0
         self._promoted_bytes = 0
+        self._asked: list[_Asked] = []  # since this turn began: what belongs to one request comes together
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
         self._presence: PresenceFilter | None = None
@@ -112,6 +113,9 @@ class Store:
     def _turn(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
             key.data()
+        if self._asked:
+            asked, self._asked = self._asked, []
+            self._fill(asked)
         self._flush()
 
     def _woken(self) -> None:
@@ -136,7 +140,7 @@ class Store:
             case Saved() if self._owns(message.offset, message.length):
                 self._submit(self._sealer, partial(self._seal, message))
             case Fill() if message.place == 0 or self._owns(message.offset, message.length):
-                self._fill(message, time.monotonic())
+                self._asked.append(_Asked(message, time.monotonic()))
             case Write() if self._owns(message.offset, message.length):
                 self._write(message)
             case Ping(number=number):
@@ -189,7 +193,7 @@ class Store:
                 self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
             else:
                 self._post(Notice(f"{what}-open", f"{_words(error)}; tried again in the background"))
-                tiers.append((AwaitedTier(what, opener), habits))
+                tiers.append((AwaitedTier(what, opener, None if future.done() else future), habits))
         pool.shutdown(wait=False)
         return tiers
 
@@ -376,43 +380,75 @@ class Store:
             self._presence.add(key.digest)
         return True
 
-    def _fill(self, fill: Fill, asked_at: float, index: int = 0) -> None:
-        """Ask the tiers in order, each on its own threads."""
-        digest = self._key(fill.identifier).digest
-        for number, lane in enumerate(self._lanes[index:], index):
-            if lane.asks(digest, fill.insist):
-                lane.reads.submit(self._read, number, fill, asked_at)
-                return
-        self._count("fill_misses")
-        self._post(NotFilled(fill.place, fill.identifier, 0))
+    def _fill(self, asked: Sequence[_Asked], index: int = 0) -> None:
+        """Ask the tiers in order, each on its own threads; what was asked for together together, where that helps."""
+        waiting: dict[int, list[_Asked]] = {}
+        for one in asked:
+            number = self._who_may_have(one.fill, index)
+            if number is not None:
+                waiting.setdefault(number, []).append(one)
+                continue
+            self._count("fill_misses")
+            self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+        for number, together in waiting.items():
+            for share in self._lanes[number].shares(together):
+                self._lanes[number].reads.submit(self._read, number, share)
 
-    def _read(self, index: int, fill: Fill, asked_at: float) -> None:
-        lane, key = self._lanes[index], self._key(fill.identifier)
+    def _who_may_have(self, fill: Fill, index: int) -> int | None:
+        """The next lane from `index` on that is worth asking."""
+        digest = self._key(fill.identifier).digest
+        later = range(index, len(self._lanes))
+        return next((number for number in later if self._lanes[number].asks(digest, fill.insist)), None)
+
+    def _read(self, number: int, asked: Sequence[_Asked]) -> None:
+        now = time.monotonic()
+        awaited = [one for one in asked if self._start is None or now - one.at <= self._start.deadline_s]
+        for one in asked:
+            if one not in awaited:
+                self._count("fills_late")  # it stood in a queue until nobody waited for it any more
+                self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+        answers = self._answers(self._lanes[number], awaited)
+        told = zip(awaited, answers, strict=True)
+        self._fill([one for one, answer in told if not self._settled(number, one.fill, answer)], number + 1)
+
+    def _answers(self, lane: Lane, asked: Sequence[_Asked]) -> Sequence[int | Exception | None]:
+        """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
+        expected is in its place now."""
+        fills = [one.fill for one in asked]
+        reads = [(self._key(fill.identifier), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
+        probes = [self._key(fill.identifier) for fill in fills if not fill.place]
         began = time.monotonic()
-        if self._start is not None and began - asked_at > self._start.deadline_s:
-            self._count("fills_late")  # it stood in a queue until nobody waited for it any more
-            self._post(NotFilled(fill.place, fill.identifier, 0))
-            return
         try:
-            if fill.place == 0:
-                length = lane.tier.contains(key)
-            else:
-                length = lane.tier.get_into(key, self._at(fill.offset, fill.length))
-            if length is None or length != fill.length:
-                lane.answered(time.monotonic() - began)
-            if length is not None and length < entry.room(fill.identifier):
-                raise entry.EntryError(entry.Reason.LENGTH, f"{length} bytes are no entry")
-            if length == fill.length and fill.place:
-                data = self._at(fill.offset, fill.length)
-                spec = entry.verify(data, key)
-                self._count(f"{lane.name}_hits")
-                self._count(f"{lane.name}_read_bytes", length)
-                self._promote(index, key, data)
-                self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
-                return
-            if length is not None:
-                self._post(NotFilled(fill.place, fill.identifier, length))
-                return
+            read = iter(lane.tier.get_each_into(reads) if reads else ())
+            told = iter(lane.tier.contains_each(probes) if probes else ())
+        except Exception as error:
+            return [error] * len(fills)
+        answers = [next(read if fill.place else told) for fill in fills]
+        moved = (answer == fill.length and fill.place for answer, fill in zip(answers, fills, strict=True))
+        if not any(moved) and not any(isinstance(answer, Exception) for answer in answers):
+            lane.answered(time.monotonic() - began)
+        return answers
+
+    def _settled(self, number: int, fill: Fill, answer: int | Exception | None) -> bool:
+        """Whether the scheduler side was told what became of its question; otherwise the next lane is asked."""
+        lane, key = self._lanes[number], self._key(fill.identifier)
+        try:
+            if answer is None:
+                return False
+            if isinstance(answer, Exception):
+                raise answer
+            if answer < entry.room(fill.identifier):
+                raise entry.EntryError(entry.Reason.LENGTH, f"{answer} bytes are no entry")
+            if answer != fill.length or not fill.place:
+                self._post(NotFilled(fill.place, fill.identifier, answer))
+                return True
+            data = self._at(fill.offset, fill.length)
+            spec = entry.verify(data, key)
+            self._count(f"{lane.name}_hits")
+            self._count(f"{lane.name}_read_bytes", answer)
+            self._promote(number, key, data)
+            self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
+            return True
         except entry.EntryError as error:
             self._count(f"{lane.name}_corrupt")
             self._post(
@@ -423,7 +459,7 @@ class Store:
             self._count(f"{lane.name}_read_errors")
             self._post(Notice(f"{lane.name}-read", f"{lane.name}: {error}"))
             lane.failed()
-        self._fill(fill, asked_at, index + 1)
+        return False
 
     def _delete(self, lane: Lane, key: EncoderCacheKey) -> None:
         try:
@@ -453,6 +489,14 @@ class Store:
 
     def _at(self, offset: int, length: int) -> memoryview:
         return self._memory[offset : offset + length]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A fill, and when it was asked for (monotonic seconds)."""
+
+    fill: Fill
+    at: float
 
 
 @dataclass(slots=True)

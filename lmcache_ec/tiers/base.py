@@ -3,8 +3,9 @@
 
 import abc
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lmcache_ec.key import EncoderCacheKey
 
@@ -49,6 +50,12 @@ class NamespaceUse:
     used: float | None = None
 
 
+Answer = int | None | TierError
+"""Of one entry among several: what `get_into` or `contains` returns for it, or the error that it raises."""
+
+Answers = list[Answer]
+
+
 class Tier(abc.ABC):
     """Moves whole entries into and out of buffers that it is given; knows no tensors and verifies nothing.
 
@@ -58,6 +65,8 @@ class Tier(abc.ABC):
     """
 
     name: str
+    batches: bool = False
+    """Whether several entries are asked for in one round trip, so that it pays to ask for them together."""
     notice: str = ""
     """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
 
@@ -76,6 +85,15 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def contains(self, key: EncoderCacheKey) -> int | None:
         """The length in bytes of the entry that is stored, or None if there is none."""
+
+    def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
+        """`get_into` for several entries. What fails is the answer for its entry; TierError is raised only where
+        nothing could be asked."""
+        return [_answered(partial(self.get_into, key, buffer)) for key, buffer in wanted]
+
+    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
+        """`contains` for several entries, as `get_each_into`."""
+        return [_answered(partial(self.contains, key)) for key in keys]
 
     @abc.abstractmethod
     def delete(self, key: EncoderCacheKey) -> None:
@@ -105,3 +123,10 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Let go of the store. No other call is under way or follows; what was put stays."""
+
+
+def _answered(ask: Callable[[], int | None]) -> Answer:
+    try:
+        return ask()
+    except TierError as error:
+        return error

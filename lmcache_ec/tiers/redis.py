@@ -27,7 +27,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
+from lmcache_ec.tiers.base import AWAY, Answer, Answers, Listed, NamespaceUse, Tier, TierAway, TierError
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
@@ -37,10 +37,6 @@ _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
 _OBJECT = rb"([a-z0-9_-][a-z0-9._-]{0,79})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})\.safetensors"
 
-Answer = int | None | TierError
-"""Of one entry among several: what `get_into` or `contains` returns for it, or the error that it raises."""
-
-_Answers = list[Answer]
 _Replies = list[object]
 _Numbers = list[int]
 _Names = dict[bytes, re.Match[bytes]]
@@ -74,6 +70,7 @@ class RedisTier(Tier):
     """
 
     name = "redis"
+    batches = True
 
     def __init__(self, client: Any, place: Place, options: RedisOptions) -> None:
         self.place = place
@@ -112,7 +109,7 @@ class RedisTier(Tier):
         with self._call(f"delete {key.object_name}"):
             self._ask(_Command(("UNLINK", self._name(key))))
 
-    def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> _Answers:
+    def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries, in the time that one call may take.
 
         One round trip: to each server of a Cluster, side by side; and one for each `batch_bytes` of buffers. What fails
@@ -123,7 +120,7 @@ class RedisTier(Tier):
             replies = self._ask_each([_Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
             return [self._answer(action, reply) for reply in replies]
 
-    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> _Answers:
+    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
         """`contains` for several entries, in one round trip, as `get_each_into`."""
         action, names = f"look for {len(keys)} entries", [self._name(key) for key in keys]
         with self._call(action):

@@ -10,11 +10,12 @@ import errno
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.base import Answers, Listed, Tier, TierError
 
 _REDIS = ("redis", "rediss", "valkey", "valkeys", "resp", "resps", "unix")
 _ARRANGED = ("redis", "rediss", "valkey", "valkeys")
@@ -149,17 +150,25 @@ def open_remote(url: str, options: RemoteOptions) -> Tier:
 class AwaitedTier(Tier):
     """A remote that was away when it was opened: the first call that finds it there opens it, until then all fail.
 
+    `opening` is an attempt that is still under way, and waited for before another one is made.
     Runs in the store process, on the tier's own threads; `_lock` lets one of them try at a time.
     """
 
-    def __init__(self, name: str, opener: Callable[[], Tier]) -> None:
+    def __init__(self, name: str, opener: Callable[[], Tier], opening: Future[Tier] | None = None) -> None:
         self.name = name
         self._opener = opener
+        self._opening = opening
         self._tier: Tier | None = None
         self._lock = threading.Lock()
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         return self._opened().get_into(key, buffer)
+
+    def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
+        return self._opened().get_each_into(wanted)
+
+    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
+        return self._opened().contains_each(keys)
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         return self._opened().put(key, data)
@@ -181,9 +190,18 @@ class AwaitedTier(Tier):
         with self._lock:
             if self._tier is None:
                 try:
-                    self._tier = self._opener()
+                    self._tier = self._attempt()
+                    self.batches = self._tier.batches
                 except TierError:
                     raise
                 except ValueError as error:
                     raise TierError(errno.EIO, str(error)) from None
             return self._tier
+
+    def _attempt(self) -> Tier:
+        if self._opening is None:
+            return self._opener()
+        if not self._opening.done():
+            raise TierError(errno.ETIMEDOUT, "still being opened")
+        opening, self._opening = self._opening, None
+        return opening.result()

@@ -15,7 +15,17 @@ import pytest
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
 from lmcache_ec.key import EncoderCacheKey
-from tests.integration.harness import NAMESPACE, Bench, names, own_arenas, store_processes, stored, wait_until
+from tests.integration.harness import (
+    NAMESPACE,
+    Bench,
+    length,
+    names,
+    own_arenas,
+    stopped,
+    store_processes,
+    stored,
+    wait_until,
+)
 from tests.seaweed import Seaweed, seaweed
 from tests.servers.lmcache_server import lmcache_server
 from tests.servers.redis import RedisServer, redis_server
@@ -121,10 +131,14 @@ def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str
         if kind == "lm":
             url = stack.enter_context(lmcache_server(tmp_path / "server.log")).url
         with Bench(tmp_path / "one", remotes=[url]) as bench:
+            bench.scanned_disk()  # importing LMCache may take longer than the start waits for
+            bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
             bench.encode(IMAGES)
             bench.settle()
             wait_until("all is written", lambda: bench.status()["store"].get("lmcache_writes") == len(IMAGES))
         with Bench(tmp_path / "two", remotes=[url]) as other:
+            other.scanned_disk()
+            other.until("it is open", lambda: asks(other, f"new-{time.monotonic()}"), 60.0)
             assert all(other.serves(identifier) for identifier in IMAGES)
             assert not other.serves("never stored")
             other.settle()
@@ -185,6 +199,30 @@ def test_redis_is_asked_while_it_answers_quickly_and_not_waited_for_once_it_is_s
             bench.scanned()
             bench.until("what it has is still found", lambda: bench.serves(IMAGES[0]))
             bench.settle()
+
+
+def test_what_is_asked_for_together_costs_redis_a_round_trip_for_each_of_its_threads(
+    in_redis: Remote, redis: RedisServer
+) -> None:
+    """Known lengths are read at once, of unknown ones the length is asked for first. Eight threads do either, and may
+    have to connect for it."""
+    known, unknown, threads, connecting = names("known", 80), names("unknown", 40), 8, 16
+    with Bench(None, remotes=[in_redis.url]) as bench:
+        bench.encode([*known, *unknown])
+        bench.settle()
+        wait_until("all is written", lambda: in_redis.held() == 120)
+    with relay(redis.port) as between, Bench(None, remotes=[f"redis://127.0.0.1:{between.port}"]) as bench:
+
+        def turns(lengths: dict[str, int]) -> int:
+            before = between.turns
+            with stopped(bench.serving()):  # so that it finds all questions at once
+                assert all(bench.cache.fetch(name, size, time.monotonic()) for name, size in lengths.items())
+            bench.until("all is there", lambda: all(bench.live(name) for name in lengths))
+            return between.turns - before
+
+        assert turns({name: length(name) for name in known}) <= threads + connecting
+        assert turns(dict.fromkeys(unknown, 0)) <= threads + connecting + len(unknown)
+        bench.settle()
 
 
 def test_s3_is_not_asked_about_what_its_catalog_lacks(tmp_path: Path, in_s3: Remote) -> None:
