@@ -71,6 +71,21 @@ class TierConformance:
         assert tier.get_into(key, memoryview(around)[4096 : 4096 + asked]) == 10_000
         assert around[:4096] == around[4096 + asked :] == b"\xaa" * 4096
 
+    def test_asked_for_together_each_is_told_what_it_is_told_alone(self, tier: Tier) -> None:
+        namespace = new_namespace()
+        there = [EncoderCacheKey(namespace, f"picture {number}") for number in range(5)]
+        absent = EncoderCacheKey(namespace, "another")
+        for number, key in enumerate(there):
+            tier.put(key, value(f"{number}", 1000 + number))
+        asked = [there[3], absent, there[0], there[0], there[4], there[1]]
+        lengths = [1003, None, 1000, 1000, 1004, 1001]
+        assert tier.contains_each(asked) == lengths
+        buffers = [memoryview(bytearray(size)) for size in (1003, 1000, 1000, 1000, 1003, 1001)]  # one is too short
+        assert tier.get_each_into(list(zip(asked, buffers, strict=True))) == lengths
+        assert [buffers[0], buffers[2], buffers[3]] == [value("3", 1003), value("0", 1000), value("0", 1000)]
+        assert buffers[5] == value("1", 1001)
+        assert (tier.contains_each([]), tier.get_each_into([])) == ([], [])
+
     def test_an_entry_is_never_replaced(self, tier: Tier) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         assert tier.put(key, value("first", 1000)) is True
