@@ -212,3 +212,37 @@ def test_an_engine_whose_folder_is_removed_misses_encodes_and_writes_on(tmp_path
         assert bench.serves(first), "it is in memory still"
     with Bench(root) as bench:
         assert bench.serves(second)
+
+
+def test_an_account_removed_before_it_was_locked_is_not_the_one_that_is_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account, flock = FolderAccount(tmp_path / ".usage"), fcntl.flock
+
+    def too_late(*arguments: Any) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        (tmp_path / ".usage").unlink()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    account.settle(None, 0, 500)
+    assert isinstance(after := account.read(), Account)
+    assert after.total == 500
+
+
+def test_an_entry_that_a_neighbour_published_first_and_lost_at_once_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, neighbour, link = DiskTier(tmp_path, LIMIT), DiskTier(tmp_path, LIMIT), os.link
+
+    def second(*paths: Any) -> None:
+        monkeypatch.setattr(os, "link", link)
+        assert neighbour.put(key("a"), value("a", 100))
+        try:
+            link(*paths)
+        finally:
+            shutil.rmtree(tmp_path / "ns")
+
+    monkeypatch.setattr(os, "link", second)
+    assert tier.put(key("a"), value("a", 100)) is False
+    assert tier.put(key("a"), value("a", 100)) is True
