@@ -45,8 +45,10 @@ class Disk:
 
 
 def amount(size_bytes: int) -> str:
-    """As a person reads it: GiB, or MiB where that would be less than one."""
-    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"
+    """As a person reads it: GiB, or MiB where that would be less than one; and KiB."""
+    if size_bytes >= GIB:
+        return f"{size_bytes / GIB:.1f} GiB"
+    return f"{size_bytes / 1024:.0f} KiB" if 0 < size_bytes < MIB else f"{size_bytes / MIB:.0f} MiB"
 
 
 def memory(root: Path = Path("/")) -> Memory | None:
