@@ -15,6 +15,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from lmcache_ec.channel import rank_address
 from lmcache_ec.cli import app
 from tests.integration.harness import NAMESPACE, Bench, Worker, names, path_of, stuck, wait_until
 
@@ -76,7 +77,8 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
     path_of(tmp_path, "kept-2").write_bytes(b"x" * 10_000)
     with Bench(tmp_path, max_local_disk_size=0.5) as bench:
         bench.scanned()
-        assert "no scheduling pass yet" not in status()
+        found = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+        wait_until("the folder is weighed", lambda: told(bench)["tiers"][0]["bytes"] == found)
         assert [bench.fetch(name) for name in names("kept", 3)] == [True, True, False]
         bench.read(names("kept", 2))
         path_of(tmp_path, "kept-1").unlink()
@@ -137,15 +139,23 @@ def test_an_engine_that_is_starting_is_said_to_be(tmp_path: Path) -> None:
 
 
 def test_engines_of_another_user_are_not_shown() -> None:
-    """Neither one that answers nor one that does not."""
-    code = "import json, os; from lmcache_ec.cli.status import all_engines; all_engines(); "
-    code += "os.geteuid() or os.setresuid(*[65534] * 3); print(json.dumps(all_engines()))"
-    worker = Worker(str(uuid.uuid4()))
+    """Neither one that answers nor one that does not; nor that user's to root."""
+    as_nobody = {"user": 65534} if os.geteuid() == 0 else {}
+    ask = "import json, os; from lmcache_ec.cli.status import all_engines; all_engines(); "
+    ask += "os.geteuid() or os.setresuid(*[65534] * 3); print(json.dumps(all_engines()))"
+    listen = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+    listen += "s.bind('\\0' + sys.argv[1]); s.listen(); print(flush=True); sys.stdin.read()"
+    worker, address = Worker(str(uuid.uuid4())), rank_address(str(uuid.uuid4()), 0)[1:]
+    command, piped = [sys.executable, "-c", listen, address], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     try:
-        with Bench(None) as bench:
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-            mine = {engine["engine"] or engine.get("worker_pid") for engine in json.loads(done.stdout)}
-            shown = {bench.engine, os.getpid()}
-            assert not mine & shown if os.geteuid() == 0 else mine >= shown
+        with Bench(None) as bench, subprocess.Popen(command, **piped, **as_nobody) as other:  # type: ignore[call-overload]
+            assert other.stdout.readline() == b"\n"
+            done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+            theirs = {engine["engine"] or engine["worker_pid"] for engine in json.loads(done.stdout)}
+            ours = {engine["engine"] or engine["worker_pid"] for engine in json.loads(status("--json"))}
+            mine = {bench.engine, os.getpid()}
+            assert ours >= mine
+            assert (other.pid in ours, theirs & mine) == ((False, set()) if as_nobody else (True, mine))
+            other.communicate()
     finally:
         worker.close()
