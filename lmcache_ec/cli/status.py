@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,12 @@ _SILENT = {
     "next scheduling pass; until then nothing is loaded from its tiers",
 }
 """State -> what is said of an engine that has it."""
+
+_NOT_TOLD: dict[str, Any] = {
+    **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
+    **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}},
+}
+"""What stands in an answer that lacks a key: an engine may have been started with another version."""
 
 
 def engines() -> list[dict[str, Any]]:
@@ -81,13 +88,14 @@ def show(found: list[dict[str, Any]]) -> None:
 
 
 def _head(engine: dict[str, Any]) -> Iterator[str]:
-    book, number = engine["book"], engine["incarnation"]
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(engine["since"]))
+    book, number = Counter(engine["book"]), engine["incarnation"]
+    since = engine["since"] and time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(engine["since"]))
     yield f"engine {engine['engine']}: {engine['state']}"
     yield f"  namespace      {engine['namespace']}"
-    yield f"  EngineCore     process {engine['engine_pid']}" + ("" if engine["state"] == "serving" else ", ended")
+    if pid := engine["engine_pid"]:
+        yield f"  EngineCore     process {pid}" + ("" if engine["state"] == "serving" else ", ended")
     earlier = f", {number - 1} before it ended" if number > 1 else ""
-    yield f"  store process  {engine['pid']}, since {since}{earlier}, {engine['jobs']:,} jobs under way"
+    yield f"  store process  {engine['pid']}{since or ''}{earlier}, {engine['jobs']:,} jobs under way"
     if not book:
         yield "  no scheduling pass yet"
         return
@@ -104,9 +112,8 @@ def _table(engine: dict[str, Any]) -> Table:
     table.add_column("tier", no_wrap=True)
     for column in ("listed", "held", "limit", "hits", "misses", "errors", "writes"):
         table.add_column(column, justify="right", no_wrap=True)
-    if book := engine["book"]:
-        loads, failed = book.get("loads_cpu", 0), book["loads_failed"]
-        counts = [f"{loads:,}", "", f"{failed:,}", f"{book['saves']:,}"]
+    if book := Counter(engine["book"]):
+        counts = [f"{book['loads_cpu']:,}", "", f"{book['loads_failed']:,}", f"{book['saves']:,}"]
         held, limit = amount(book["used_bytes"]), amount(book["capacity_bytes"])
         table.add_row("cpu", f"{book['places_live']:,}", held, limit, *counts)
     for tier in engine["tiers"]:
@@ -144,9 +151,8 @@ def _ask(name: str) -> dict[str, Any] | None:
             connection.connect("\0" + name)
             if not same_user(connection):
                 return None
-            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))
-            return answer
-    except (OSError, ValueError):
+            return {**_NOT_TOLD, **json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))}
+    except (OSError, ValueError, TypeError):
         return None  # ended meanwhile, or not answering
 
 
@@ -158,11 +164,17 @@ def _holder(inode: int) -> int | None:
 def _holders(inode: int) -> Iterator[int]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            descriptors = list((folder / "fd").iterdir()) if folder.stat().st_uid == os.geteuid() else []
+            descriptors = list((folder / "fd").iterdir()) if _user(folder) == os.geteuid() else []
         except OSError:
             continue  # it has ended
         if any(_target(link) == f"socket:[{inode}]" for link in descriptors):
             yield int(folder.name)
+
+
+def _user(process: Path) -> int:
+    """Whom it runs as. (One that gave up root has its folder in /proc owned by root all the same.)"""
+    lines = (process / "status").read_text().splitlines()
+    return next((int(line.split()[2]) for line in lines if line.startswith("Uid:")), -1)
 
 
 def _target(link: Path) -> str:
@@ -173,7 +185,4 @@ def _target(link: Path) -> str:
 
 
 def _unknown(rank: _Socket, worker_pid: int) -> dict[str, Any]:
-    nothing = {"engine": "", "namespace": "", "engine_pid": None, "since": None, "incarnation": 0, "jobs": 0}
-    state = "starting" if rank.listens else "replacing"
-    empty = {"scan_complete": False, "tiers": [], "store": {}, "book": {}}
-    return {"pid": None, **nothing, "state": state, "worker_pid": worker_pid, **empty}
+    return _NOT_TOLD | {"state": "starting" if rank.listens else "replacing", "worker_pid": worker_pid}

@@ -6,16 +6,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
-from lmcache_ec.channel import rank_address
+from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli import app
 from tests.integration.harness import NAMESPACE, Bench, Worker, names, path_of, stuck, wait_until
 
@@ -140,22 +142,45 @@ def test_an_engine_that_is_starting_is_said_to_be(tmp_path: Path) -> None:
 
 def test_engines_of_another_user_are_not_shown() -> None:
     """Neither one that answers nor one that does not; nor that user's to root."""
-    as_nobody = {"user": 65534} if os.geteuid() == 0 else {}
-    ask = "import json, os; from lmcache_ec.cli.status import all_engines; all_engines(); "
-    ask += "os.geteuid() or os.setresuid(*[65534] * 3); print(json.dumps(all_engines()))"
-    listen = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+    become = "import os; os.geteuid() or os.setresuid(*[65534] * 3)\n"
+    ask = "import json; from lmcache_ec.cli.status import all_engines; all_engines()\n" + become
+    ask += "print(json.dumps(all_engines()))"
+    listen = "import socket, sys\n" + become + "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
     listen += "s.bind('\\0' + sys.argv[1]); s.listen(); print(flush=True); sys.stdin.read()"
     worker, address = Worker(str(uuid.uuid4())), rank_address(str(uuid.uuid4()), 0)[1:]
-    command, piped = [sys.executable, "-c", listen, address], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", listen, address]
     try:
-        with Bench(None) as bench, subprocess.Popen(command, **piped, **as_nobody) as other:  # type: ignore[call-overload]
+        with Bench(None) as bench, subprocess.Popen(command, stdin=-1, stdout=-1) as other:
+            assert other.stdout is not None
             assert other.stdout.readline() == b"\n"
             done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
             theirs = {engine["engine"] or engine["worker_pid"] for engine in json.loads(done.stdout)}
             ours = {engine["engine"] or engine["worker_pid"] for engine in json.loads(status("--json"))}
-            mine = {bench.engine, os.getpid()}
+            mine, root = {bench.engine, os.getpid()}, os.geteuid() == 0
             assert ours >= mine
-            assert (other.pid in ours, theirs & mine) == ((False, set()) if as_nobody else (True, mine))
+            assert (other.pid in ours, theirs & mine) == ((False, set()) if root else (True, mine))
             other.communicate()
     finally:
         worker.close()
+
+
+def test_an_engine_of_another_version_is_shown_with_what_it_tells() -> None:
+    """And one that answers what is no object is left out."""
+    told = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
+    with ThreadPoolExecutor(2) as threads:
+        sockets = [socket.socket(socket.AF_UNIX) for _ in told]
+        for each in sockets:
+            each.bind(status_address(os.getpid()))
+            each.listen()
+
+        def answer(number: int) -> None:
+            connection, _ = sockets[number].accept()
+            with connection:
+                connection.sendall(json.dumps(told[number]).encode())
+
+        answers = [threads.submit(answer, number) for number in range(len(told))]
+        shown = "\n".join(lines(status(), "older"))
+        assert all(each.result() is None for each in answers)
+        for each in sockets:
+            each.close()
+    assert all(text in shown for text in ("engine older", "older-ns", "store process  7,", "saves          3;"))
