@@ -10,7 +10,8 @@ restart  a new engine over the folder that is left
 
 Encodes are counted by a vLLM plugin outside the package (tests/engine_plugin), loads by the cache. The time to the
 first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one JSON object;
-the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without the cache.
+the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without the cache,
+and 2 if there was nothing to run or an engine did not run.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from typing import Any
 import msgspec
 
 from tests.engine_env import Engine, Layout, Output, greedy, said
-from tests.engine_runner import Call, EngineProcess, Forget
+from tests.engine_runner import Call, EngineFailed, EngineProcess, Forget
 from tests.models import MODELS, ROOT, model_path
 
 FOLDER = ROOT / ".demo"
@@ -42,6 +43,10 @@ PHOTOGRAPHS = (
     "motorcycle_left.png",
     "hubble_deep_field.jpg",
 )
+SOUND_ONLY = {"qwen2audio", "whisper"}
+CONFIGURATIONS = ("config.json", "params.json")
+"""Of a checkpoint as Hugging Face's libraries write it, and as Mistral does."""
+
 SETTLE_S = 10.0
 """Longest wait for writes that go on behind the last answer."""
 
@@ -61,13 +66,36 @@ def main() -> int:
         prog="make demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="gemma3", help="a name in tests/models.py, or the folder of a checkpoint")
-    model = parser.parse_args().model
+    model = os.path.expanduser(parser.parse_args().model)
+    if problem := what_is_wrong(model):
+        print(f"make demo: {problem}", file=sys.stderr)
+        return 2
     shutil.rmtree(FOLDER, ignore_errors=True)
-    phases = run(model)
+    try:
+        phases = run(model)
+    except EngineFailed as error:
+        print(f"{error}\nmake demo: the engine failed, see above and {FOLDER}/engine.log", file=sys.stderr)
+        return 2
     show(model, phases)
     print(json.dumps({name: asdict(phase) for name, phase in phases.items()}))
     right = phases["restart"].encodes == 0 and all(phase.outputs_equal for phase in phases.values())
     return 0 if right else 1
+
+
+def what_is_wrong(model: str) -> str | None:
+    """Why `model` cannot be shown, in one line; None if nothing speaks against it."""
+    names = ", ".join(sorted(MODELS.keys() - SOUND_ONLY))
+    accepted = f"accepted are {names}, or the folder of a checkpoint"
+    if model in SOUND_ONLY:
+        return f"MODEL={model} takes sound, and the demo shows photographs: {accepted}"
+    if model in MODELS:
+        return None
+    folder = Path(model)
+    if not model or not folder.is_dir():
+        return f"MODEL={model} is neither a name that is known here nor a folder: {accepted}"
+    if not any((folder / name).is_file() for name in CONFIGURATIONS):
+        return f"MODEL={model} is no checkpoint, there is no {CONFIGURATIONS[0]} in this folder: {accepted}"
+    return None
 
 
 def run(model: str) -> dict[str, Phase]:

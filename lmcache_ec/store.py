@@ -13,6 +13,7 @@ import json
 import os
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -83,6 +84,9 @@ class Store:
         self._jobs = 0
         self._promoted_bytes = 0
         self._asked: list[_Asked] = []  # since this turn began: what belongs to one request comes together
+        self._held: dict[str, int] = {}  # tier -> bytes, where it knows
+        self._engine_pid = _creator(link)
+        self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
         self._presence: PresenceFilter | None = None
@@ -237,11 +241,29 @@ class Store:
             "pid": os.getpid(),
             "engine": start.engine,
             "namespace": start.namespace,
+            "engine_pid": self._engine_pid,
+            "since": self._since,
+            "state": "serving" if self._link in self._links else "finishing",
+            "tiers": [self._status_of_tier(lane, start) for lane in self._lanes],
             "incarnation": start.incarnation,
             "scan_complete": self._presence is not None and self._presence.all_complete,
             "jobs": self._jobs,
             "store": {**self._counts, **{f"{lane.name}_listed": lane.listed for lane in self._lanes}},
             "book": self._ledger,
+        }
+
+    def _status_of_tier(self, lane: Lane, start: Start) -> dict[str, object]:
+        count = self._counts
+        return {
+            "name": lane.name,
+            "entries": lane.listed if lane.habits.local or lane.listed else None,
+            "bytes": self._held.get(lane.name),
+            "limit_bytes": start.disk_bytes if lane.habits.local else None,
+            "rests": lane.rests,
+            "hits": count[f"{lane.name}_hits"],
+            "misses": count[f"{lane.name}_misses"],
+            "writes": count[f"{lane.name}_writes"],
+            "errors": sum(count[f"{lane.name}_{what}"] for what in ("read_errors", "write_errors", "corrupt")),
         }
 
     # ---- threads
@@ -376,6 +398,7 @@ class Store:
             return False
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
+        self._weigh(lane)
         if self._presence is not None:
             self._presence.add(key.digest)
         return True
@@ -434,6 +457,7 @@ class Store:
         lane, key = self._lanes[number], self._key(fill.identifier)
         try:
             if answer is None:
+                self._count(f"{lane.name}_misses")
                 return False
             if isinstance(answer, Exception):
                 raise answer
@@ -477,9 +501,19 @@ class Store:
     def _survey_one(self, lane: Lane) -> None:
         try:
             lane.survey(self._start.namespace if self._start else "")
+            self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
         os.eventfd_write(self._wake, 1)
+
+    def _weigh(self, lane: Lane) -> None:
+        """How much a tier holds, for whoever asks: the main thread does no I/O to find out. On the tier's threads."""
+        try:
+            held: int | None = getattr(lane.tier, "stored_bytes", None)
+        except OSError:
+            return
+        if held is not None:
+            self._held[lane.name] = held
 
     def _key(self, identifier: str) -> EncoderCacheKey:
         return EncoderCacheKey(self._start.namespace if self._start else "", identifier)
@@ -516,6 +550,13 @@ def _disk(start: Start) -> Tier:
 def _remote(remote: Remote) -> Tier:
     options = RemoteOptions(remote.ttl_s, remote.timeout_s, remote.max_entry_bytes, remote.extra_config)
     return open_remote(remote.url, options)
+
+
+def _creator(link: Link) -> int:
+    """The process that made the link: the engine's, on its scheduler side."""
+    with socket.socket(fileno=os.dup(link.fileno())) as sock:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", credentials)[0])
 
 
 def _words(error: BaseException) -> str:

@@ -10,7 +10,7 @@ import typer
 from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.cli.lifecycle import check_and_set
 from lmcache_ec.cli.namespaces import find_and_remove
-from lmcache_ec.cli.status import engines
+from lmcache_ec.cli.status import all_engines, show
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
@@ -29,17 +29,11 @@ def _main() -> None:
 @app.command()
 def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an engine.")) -> None:
     """What each engine's cache holds and has counted, as of its last scheduling pass."""
-    found = engines()
+    found = all_engines()
     if as_json:
         typer.echo(json.dumps(found))
-        return
-    if not found:
-        typer.echo("No engine with an encoder cache runs on this host under this user.")
-    for engine in found:
-        typer.echo(f"store process {engine['pid']}, namespace {engine['namespace']}")
-        for part in ("store", "book"):
-            for name, value in sorted(engine[part].items()):
-                typer.echo(f"  {part}.{name}: {value:,}")
+    else:
+        show(found)
 
 
 @app.command()

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
-from lmcache_ec.config.host import GIB, disk, memory, memory_warning, stored_bytes
+from lmcache_ec.config.host import GIB, Disk, amount, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.config.keys import accepts, told
+from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
-from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE
+from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, from_file
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -34,7 +35,14 @@ _DISTRIBUTIONS = {
 }
 _OLDEST_VLLM, _NEWEST_VLLM = (0, 30), (0, 33)
 _LMCACHE = "0.5.6"
-_PASSING = {"tmpfs": "is memory and gone with the host", "overlay": "is the container's own and gone with it"}
+_KV_POOL_GIB = 5.0
+"""LMCache's default."""
+
+_PASSING = {
+    "tmpfs": "is memory and gone with the host",
+    "ramfs": "is memory and gone with the host",
+    "overlay": "is the container's own and gone with it",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +79,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
     resolved = _configuration(report, extra, environ)
     _versions(report)
     _connector(report, environ)
-    _memory(report, resolved.config if resolved else None)
+    _memory(report, resolved.config if resolved else None, environ)
     if resolved:
         _disk(report, resolved.config)
         report.command = _command(extra, environ)
@@ -89,10 +97,11 @@ def render(report: Report) -> str:
     versions = [(name, found or "not installed", "") for name, found in report.versions.items()]
     engine = [("entry point", report.connector or "not registered", "")]
     engine += [("variable", name, "set here, and to be set for the engine too") for name in report.variables]
+    notes = {"kv_pool_bytes": "LMCache's own for KV, one a worker: not a second pool of the encoder cache"}
     sections = {
         "Configuration": keys,
         "Versions": versions,
-        "Memory": [(name, _text(name, value), "") for name, value in report.memory.items()],
+        "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
@@ -109,8 +118,8 @@ def render(report: Report) -> str:
 
 
 def _text(name: str, value: object) -> str:
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{value / GIB:.1f} GiB"
+    if name.endswith("_bytes"):
+        return amount(value) if isinstance(value, int) else "unknown"
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -179,14 +188,34 @@ def _connector(report: Report, environ: Mapping[str, str]) -> None:
         report.problems.append(f"VLLM_PLUGINS leaves {_CONNECTOR} out: add {_PLUGIN} to it, or unset it")
 
 
-def _memory(report: Report, config: EncoderCacheConfig | None) -> None:
+def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[str, str]) -> None:
     room = memory()
     if room:
         report.memory = {"available_bytes": room.available_bytes, "limited_by": room.limited_by}
     if config and config.enabled:
         report.memory["local_cpu_bytes"] = config.max_local_cpu_bytes
-        warning = memory_warning(config.max_local_cpu_bytes)
+        pool = _kv_pool_bytes(environ)
+        if pool:
+            report.memory["kv_pool_bytes"] = pool
+        warning = memory_warning(config.max_local_cpu_bytes, pool)
         report.problems += [warning] if warning else []
+
+
+def _kv_pool_bytes(environ: Mapping[str, str]) -> int:
+    """What LMCache takes for KV if its connector is started with this file and environment; 0 where neither names it.
+
+    With `local_cpu: false` too, as long as its size is given: LMCache then moves entries through it.
+    """
+    file = environ.get(FILE_VARIABLE)
+    written: dict[str, object] = {setting.key: setting.value for setting in from_file(file).others} if file else {}
+    for key in ("local_cpu", "max_local_cpu_size"):
+        if (text := environ.get(f"LMCACHE_{key.upper()}")) is not None:
+            written[key] = text.strip("'\" ")
+    default = 0.0 if is_off(written.get("local_cpu")) else _KV_POOL_GIB
+    try:
+        return max(0, int(float(str(written.get("max_local_cpu_size", default))) * GIB))
+    except (ValueError, OverflowError):
+        return 0  # LMCache says what it makes of it
 
 
 def _disk(report: Report, config: EncoderCacheConfig) -> None:
@@ -210,21 +239,32 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
         "free_bytes": found.free_bytes,
         "local_disk_bytes": config.max_local_disk_bytes,
     }
-    if not found.nearest.is_dir():
-        report.problems.append(f"local_disk={folder}: {found.nearest} is a file, name a folder")
-    elif not found.writable:
-        report.problems.append(f"local_disk={folder}: {found.nearest} is not writable for user {os.geteuid()}")
-    room = found.free_bytes - config.min_free_disk_bytes
-    if room < config.max_local_disk_bytes and exists:
-        room += stored_bytes(folder)
-    if room < config.max_local_disk_bytes:
-        report.problems.append(
-            f"LocalDisk may grow to {config.max_local_disk_size:g} GiB, and the file system of {found.nearest} has "
-            f"{max(0, room) / GIB:.1f} GiB for it: lower max_local_disk_size or name another local_disk "
-            f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, stay free)"
-        )
+    if problem := _no_place(found, folder, config):
+        report.problems.append(f"local_disk={folder}: {problem}")
     if found.kind in _PASSING:
         report.notes.append(f"local_disk={folder} is on {found.kind}, which {_PASSING[found.kind]}")
+
+
+def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:
+    """Why the folder cannot be what is configured: not there, not for this user, or not so large."""
+    if not found.nearest.is_dir():
+        return f"{found.nearest} is a file, name a folder"
+    if not found.takes_files:
+        return f"nothing can be written there, {found.nearest} is on {found.kind}: name another folder"
+    if not found.writable:
+        return f"{found.nearest} is not writable for user {os.geteuid()}"
+    if found.free_bytes is None:
+        return None
+    room = found.free_bytes - config.min_free_disk_bytes
+    if room < config.max_local_disk_bytes and found.nearest == folder:
+        room += stored_bytes(folder)
+    if room >= config.max_local_disk_bytes:
+        return None
+    return (
+        f"LocalDisk may grow to {config.max_local_disk_size:g} GiB, and the file system of {found.nearest} has "
+        f"{amount(max(0, room))} for it: lower max_local_disk_size or name another local_disk "
+        f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, stay free)"
+    )
 
 
 def _command(extra: str, environ: Mapping[str, str]) -> str:

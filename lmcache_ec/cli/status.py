@@ -1,26 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask every store process of this user on this host for its engine's counts."""
+"""Ask every store process of this user on this host for its engine's counts, and show them.
+
+An engine whose store process does not answer is not left out: its first rank is known by the socket at which it met the
+scheduler side, which /proc/net/unix lists. So nothing has to be asked of the engine itself, which may be busy.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lmcache_ec.channel import STATUS_PREFIX, same_user
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from lmcache_ec.channel import STATUS_PREFIX, rank_address, same_user
+from lmcache_ec.config.host import amount
 
 _TIMEOUT_S = 2.0
+_FIRST_RANK = re.compile(r"lmcache-ec-[0-9a-f]{32}-0")
+_LISTENS = 0x10000
+_SILENT = {
+    "starting": "is starting: its scheduler side has not come up yet",
+    "replacing": "runs, and no store process of it answers: if that has ended, another one is started in the engine's "
+    "next scheduling pass; until then nothing is loaded from its tiers",
+}
+"""State -> what is said of an engine that has it."""
+
+_NOT_TOLD: dict[str, Any] = {
+    **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
+    **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}},
+}
+"""What stands in an answer that lacks a key: an engine may have been started with another version."""
 
 
 def engines() -> list[dict[str, Any]]:
-    """One object an engine: `pid` of its store process, `engine`, `namespace`, `store` and `book` counts, and more.
+    """One object for each engine that answers: `pid` of its store process, `engine`, `namespace`, and more.
 
-    `book` is what the scheduler side handed over at the end of its last pass in which anything changed.
+    `store` and `tiers` are counts of the store process, since it was started; `book` is what the scheduler side handed
+    over at the end of its last pass in which anything changed. A tier's `entries` are those of this namespace at its
+    last listing (None if it is asked instead), its `bytes` those of all engines on the folder (None where nobody
+    counts). `engine_pid` is the process that the scheduler runs in (EngineCore). `state` is "serving", or "finishing"
+    once the engine has ended.
     """
-    lines = Path("/proc/net/unix").read_text().splitlines()
-    names = {line.split("@", 1)[1] for line in lines if f"@{STATUS_PREFIX}" in line}
-    return [answer for name in sorted(names) if (answer := _ask(name)) is not None]
+    names = sorted({each.name for each in _sockets() if each.name.startswith(STATUS_PREFIX)})
+    return [answer for name in names if (answer := _ask(name)) is not None]
+
+
+def all_engines() -> list[dict[str, Any]]:
+    """As `engines`, and those of this user for which no store process answers: `pid` None, `state` says why.
+
+    `worker_pid` is the first rank's process; what only the store process knows is empty.
+    """
+    ranks = [
+        each for each in _sockets() if _FIRST_RANK.fullmatch(each.name)
+    ]  # before asking: one may come up meanwhile
+    found = engines()
+    known = {rank_address(engine["engine"], 0)[1:] for engine in found}
+    silent = {each.name: each for each in ranks if each.name not in known}
+    return found + [_unknown(each, pid) for each in silent.values() if (pid := _holder(each.inode))]
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    """Print the engines for a person, each with a table of its tiers."""
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not found:
+        console.print("No engine with an encoder cache runs on this host under this user.")
+    for engine in found:
+        if engine["pid"] is None:
+            console.print(f"engine of worker process {engine['worker_pid']} {_SILENT[engine['state']]}\n")
+            continue
+        for line in _head(engine):
+            console.print(line)
+        console.print(Padding(_table(engine), (0, 0, 1, 2)), soft_wrap=False)
+
+
+# ---- what is shown
+
+
+def _head(engine: dict[str, Any]) -> Iterator[str]:
+    book, number = Counter(engine["book"]), engine["incarnation"]
+    since = engine["since"] and time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(engine["since"]))
+    yield f"engine {engine['engine']}: {engine['state']}"
+    yield f"  namespace      {engine['namespace']}"
+    if pid := engine["engine_pid"]:
+        yield f"  EngineCore     process {pid}" + ("" if engine["state"] == "serving" else ", ended")
+    earlier = f", {number - 1} before it ended" if number > 1 else ""
+    yield f"  store process  {engine['pid']}{since or ''}{earlier}, {engine['jobs']:,} jobs under way"
+    if not book:
+        yield "  no scheduling pass yet"
+        return
+    loads = {name.removeprefix("loads_"): value for name, value in book.items() if name.startswith("loads_")}
+    failed = loads.pop("failed", 0)
+    by_tier = ", ".join(f"{value:,} from {name}" for name, value in loads.items() if value)
+    yield f"  loads          {sum(loads.values()):,}" + (f": {by_tier}" if by_tier else "") + f"; {failed:,} failed"
+    yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
+
+
+def _table(engine: dict[str, Any]) -> Table:
+    """Memory first, as the scheduler side counts it; then the tiers in the order in which they are asked."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("tier", no_wrap=True)
+    for column in ("listed", "held", "limit", "hits", "misses", "errors", "writes"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if book := Counter(engine["book"]):
+        counts = [f"{book['loads_cpu']:,}", "", f"{book['loads_failed']:,}", f"{book['saves']:,}"]
+        held, limit = amount(book["used_bytes"]), amount(book["capacity_bytes"])
+        table.add_row("cpu", f"{book['places_live']:,}", held, limit, *counts)
+    for tier in engine["tiers"]:
+        sizes = ["" if size is None else amount(size) for size in (tier["bytes"], tier["limit_bytes"])]
+        counts = [f"{tier[name]:,}" for name in ("hits", "misses", "errors", "writes")]
+        name = tier["name"] + (" (left alone)" if tier["rests"] else "")
+        listed = "" if tier["entries"] is None else f"{tier['entries']:,}"
+        table.add_row(name, listed, *sizes, *counts)
+    return table
+
+
+# ---- what is asked
+
+
+@dataclass(frozen=True, slots=True)
+class _Socket:
+    """An abstract socket of this network namespace."""
+
+    name: str
+    inode: int
+    listens: bool
+
+
+def _sockets() -> Iterator[_Socket]:
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        fields = line.split(None, 7)
+        if len(fields) == 8 and fields[7].startswith("@"):
+            yield _Socket(fields[7][1:], int(fields[6]), bool(int(fields[3], 16) & _LISTENS))
 
 
 def _ask(name: str) -> dict[str, Any] | None:
@@ -30,7 +151,38 @@ def _ask(name: str) -> dict[str, Any] | None:
             connection.connect("\0" + name)
             if not same_user(connection):
                 return None
-            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))
-            return answer
-    except (OSError, ValueError):
+            return {**_NOT_TOLD, **json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))}
+    except (OSError, ValueError, TypeError):
         return None  # ended meanwhile, or not answering
+
+
+def _holder(inode: int) -> int | None:
+    """The process of this user that has the socket open; None for another user's, or one that has ended."""
+    return min(_holders(inode), default=None)  # it, and not a child of it that is about to become another program
+
+
+def _holders(inode: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            descriptors = list((folder / "fd").iterdir()) if _user(folder) == os.geteuid() else []
+        except OSError:
+            continue  # it has ended
+        if any(_target(link) == f"socket:[{inode}]" for link in descriptors):
+            yield int(folder.name)
+
+
+def _user(process: Path) -> int:
+    """Whom it runs as. (One that gave up root has its folder in /proc owned by root all the same.)"""
+    lines = (process / "status").read_text().splitlines()
+    return next((int(line.split()[2]) for line in lines if line.startswith("Uid:")), -1)
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""  # closed meanwhile
+
+
+def _unknown(rank: _Socket, worker_pid: int) -> dict[str, Any]:
+    return _NOT_TOLD | {"state": "starting" if rank.listens else "replacing", "worker_pid": worker_pid}

@@ -11,7 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+_NO_FILES = {
+    *("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "selinuxfs", "configfs", "efivarfs"),
+    *("devpts", "mqueue", "nsfs", "pstore", "bpf", "binfmt_misc", "fusectl"),
+}
+"""File systems that show the kernel: even root makes no file there."""
 _LONGEST_COUNT_S = 2.0
 
 
@@ -29,8 +34,21 @@ class Disk:
 
     nearest: Path
     writable: bool
-    free_bytes: int
+    free_bytes: int | None
+    """None where the file system does not say, as some network mounts."""
     kind: str
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether anybody could write there."""
+        return self.kind not in _NO_FILES
+
+
+def amount(size_bytes: int) -> str:
+    """As a person reads it: GiB, or MiB where that would be less than one; and KiB."""
+    if size_bytes >= GIB:
+        return f"{size_bytes / GIB:.1f} GiB"
+    return f"{size_bytes / 1024:.0f} KiB" if 0 < size_bytes < MIB else f"{size_bytes / MIB:.0f} MiB"
 
 
 def memory(root: Path = Path("/")) -> Memory | None:
@@ -45,14 +63,16 @@ def memory(root: Path = Path("/")) -> Memory | None:
         return None
 
 
-def memory_warning(limit_bytes: int) -> str | None:
-    """What to say if LocalCPU may outgrow the memory that is there now."""
+def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0) -> str | None:
+    """What to say if LocalCPU, beside LMCache's own pool for KV, may outgrow the memory that is there now."""
     room = memory()
-    if room is None or limit_bytes <= room.available_bytes:
+    if room is None or limit_bytes + kv_pool_bytes <= room.available_bytes:
         return None
+    beside = f" beside the {amount(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
+    advice = "lower max_local_cpu_size" + (", here (ec:) or there" if kv_pool_bytes else "")
     return (
-        f"LocalCPU may grow to {limit_bytes / GIB:.1f} GiB, and {room.available_bytes / GIB:.1f} GiB of memory are "
-        f"available ({room.limited_by}): lower max_local_cpu_size"
+        f"LocalCPU may grow to {amount(limit_bytes)}{beside}, and {amount(room.available_bytes)} of memory are "
+        f"available ({room.limited_by}): {advice}"
     )
 
 
@@ -60,7 +80,9 @@ def disk(folder: Path) -> Disk:
     """OSError if not even the root can be asked."""
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
     space = os.statvfs(nearest)
-    return Disk(nearest, os.access(nearest, os.W_OK | os.X_OK), space.f_bavail * space.f_frsize, _kind(nearest))
+    kind = _kind(nearest)
+    writable = kind not in _NO_FILES and os.access(nearest, os.W_OK | os.X_OK)
+    return Disk(nearest, writable, space.f_bavail * space.f_frsize if space.f_blocks else None, kind)
 
 
 def stored_bytes(folder: Path) -> int:

@@ -9,7 +9,8 @@ A file is written under .tmp and then linked to its name, so that it appears who
 the file system has no links it is renamed, and two processes that write one entry at once may both succeed). A
 temporary without a lock is what a writer left that was killed; where there are no locks, one an hour old. Nothing is
 synced: an entry outlives its processes; the loss of power may tear it, and then its digest tells. What does not verify
-is deleted, not kept aside: it would take room that nothing accounts for.
+is deleted, not kept aside: it would take room that nothing accounts for. The folder, or any in it, may be removed by
+hand while engines run, or another mounted in its place: what was there is missed, and what is written makes it again.
 
 There is no index: the file's name alone decides whether an entry is there, the account whether there is room. What to
 evict is known from surveys, walks over the whole folder in the background: each leaves the paths of the least recently
@@ -34,7 +35,7 @@ from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError
-from lmcache_ec.tiers.disk_account import Account, FolderAccount, try_lock
+from lmcache_ec.tiers.disk_account import Account, FolderAccount, in_folder, try_lock
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -129,12 +130,17 @@ class DiskTier(Tier):
             if key.namespace not in self._swept:
                 self._swept.add(key.namespace)
                 _sweep(workshop, ours=True)
+            problem: OSError = _no_room(length, self.max_bytes)
             for _ in range(_ATTEMPTS):
-                self._make_room(length)
-                written = self._write(workshop, self.root / name, data)
+                try:
+                    self._make_room(length)
+                    written = self._write(workshop, self.root / name, data)
+                except FileNotFoundError as error:
+                    problem = error  # somebody removes the folder at this moment
+                    continue
                 if written is not None:
                     return written
-            raise _no_room(length, self.max_bytes)
+            raise problem
 
     def contains(self, key: EncoderCacheKey) -> int | None:
         name = key.object_name
@@ -222,7 +228,7 @@ class DiskTier(Tier):
         """TierError if the file system is too full to write `length` bytes."""
         if not self.min_free_bytes:
             return
-        status = os.statvfs(self.root)
+        status = in_folder(self.root, lambda: os.statvfs(self.root))
         free = status.f_bavail * status.f_frsize
         if status.f_blocks and free - length < self.min_free_bytes:
             text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
@@ -445,11 +451,7 @@ def _mark_used(fd: int) -> None:
 
 def _publish(temporary: Path, path: Path) -> bool:
     """Give the file its name; False if another file has it already."""
-    try:
-        return _name(temporary, path)
-    except FileNotFoundError:
-        os.makedirs(path.parent, exist_ok=True)
-        return _name(temporary, path)
+    return in_folder(path.parent, lambda: _name(temporary, path))
 
 
 def _name(temporary: Path, path: Path) -> bool:
@@ -471,7 +473,11 @@ def _name(temporary: Path, path: Path) -> bool:
 
 def _expect_file(path: Path) -> None:
     """OSError if what stands where an entry belongs is none, so that nobody takes the entry for stored."""
-    if not path.is_file():
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return  # it was one, or whatever it was is in nobody's way any more
+    if not (stat.S_ISREG(mode) or path.is_file()):
         raise FileExistsError(errno.EEXIST, "something that is no file has its name")
 
 
@@ -494,11 +500,7 @@ def _temporary(workshop: Path, length: int) -> Iterator[tuple[int, Path]]:
 
 def _create(path: Path) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        return os.open(path, flags, 0o666)
-    except FileNotFoundError:
-        os.makedirs(path.parent, exist_ok=True)
-        return os.open(path, flags, 0o666)
+    return in_folder(path.parent, lambda: os.open(path, flags, 0o666))
 
 
 def _unlink(path: Path) -> None:

@@ -9,11 +9,15 @@ killed writer reserved and did not use, or removed and did not give back, is fou
 A survey takes its time while others go on. It says between which bounds the truth lies: what it saw, less what was
 given back meanwhile, and what it saw with what was reserved meanwhile. `settle` moves the total into these bounds and
 no further: where nothing happened they are one number, and the account equals the folder.
+
+The folder may be removed under its users, or another one mounted in its place: the account is then begun anew. Each has
+a number of its own (`born`), so that nothing is given back to one that was reserved in another.
 """
 
 import errno
 import fcntl
 import os
+import random
 import struct
 import threading
 import time
@@ -21,14 +25,19 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-_FIELDS = struct.Struct("<8sQQQQ")
+_FIELDS = struct.Struct("<8sQQQQQ")
 _CHECKSUM = struct.Struct("<I")
 _SIZE = _FIELDS.size + _CHECKSUM.size
-_MAGIC = b"LMCECUS1"
+_MAGIC = b"LMCECUS2"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.0002
+_REMADE = 16
+"""Times that a folder is made again for one call, if somebody removes it each time."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,7 @@ class Account:
     reserved: int = 0  # ever
     released: int = 0  # ever
     corrections: int = 0
+    born: int = 0
 
 
 class FolderAccount:
@@ -56,7 +66,14 @@ class FolderAccount:
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Find out whether the account can be changed; OSError if not."""
+        """Find out whether the account can be changed; OSError if not. And whether there are locks by now."""
+        if not self.shared:
+            fd = self._open()
+            try:
+                if try_lock(fd) is not None:
+                    self.shared, self._alone = True, None
+            finally:
+                os.close(fd)
         self._change(lambda account: account)
 
     def read(self) -> Account | None:
@@ -100,7 +117,7 @@ class FolderAccount:
         def change(account: Account | None) -> Account | None:
             if account is None:
                 return None
-            known = since is not None and since.corrections == account.corrections
+            known = since and (since.born, since.corrections) == (account.born, account.corrections)
             total = max(0, account.total - length) if known else account.total
             return replace(account, total=total, released=account.released + length)
 
@@ -108,14 +125,14 @@ class FolderAccount:
 
     def settle(self, since: Account | None, least: int, most: int) -> None:
         """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
-        since = since or Account()
 
         def change(account: Account | None) -> Account | None:
+            if since is not None and (account is None or account.born != since.born):
+                return account  # gone or begun anew meanwhile: this survey does not know what was reserved before
             if account is None:
-                return Account(total=most)
-            reserved, released = account.reserved - since.reserved, account.released - since.released
-            if reserved < 0 or released < 0:
-                return account  # begun anew meanwhile
+                return Account(total=most, born=random.SystemRandom().getrandbits(64))
+            before = since or Account()
+            reserved, released = account.reserved - before.reserved, account.released - before.released
             total = min(max(account.total, least - released), most + reserved)
             if total == account.total:
                 return account
@@ -126,9 +143,9 @@ class FolderAccount:
     def _change(self, change: Callable[[Account | None], Account | None]) -> Account | None:
         """Replace the state by what `change` makes of it."""
         if self.shared:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = self._open_locked()
             try:
-                if _lock(fd):
+                if self.shared:
                     before = _decode(os.pread(fd, _SIZE, 0))
                     after = change(before)
                     if after is not None and after != before:
@@ -136,10 +153,40 @@ class FolderAccount:
                     return after
             finally:
                 os.close(fd)
-            self.shared = False
         with self._guard:
             self._alone = change(self._alone)
             return self._alone
+
+    def _open_locked(self) -> int:
+        """The file, locked; or not `shared` from here on."""
+        while True:
+            fd = self._open()
+            try:
+                self.shared = _lock(fd)
+                if not self.shared or os.fstat(fd).st_nlink:  # else it was removed before: nobody will see it again
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _open(self) -> int:
+        """The file, made if need be, and its folder with it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        return in_folder(self._path.parent, lambda: os.open(self._path, flags, 0o666))
+
+
+def in_folder(folder: Path, call: Callable[[], _T]) -> _T:
+    """What `call` returns, which needs the folder: that is made where it is missing, or is being removed meanwhile."""
+    for _ in range(_REMADE):
+        try:
+            return call()
+        except FileNotFoundError:
+            try:
+                os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may outlive the folder that it names
+            except (FileNotFoundError, FileExistsError):
+                pass  # removed while it was made; if something that is no folder has its name, `call` says so
+    return call()
 
 
 def try_lock(fd: int) -> bool | None:
@@ -166,7 +213,7 @@ def _lock(fd: int) -> bool:
 
 
 def _encode(account: Account) -> bytes:
-    fields = _FIELDS.pack(_MAGIC, account.total, account.reserved, account.released, account.corrections)
+    fields = _FIELDS.pack(_MAGIC, account.total, account.reserved, account.released, account.corrections, account.born)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 

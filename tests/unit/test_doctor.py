@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def test_budgets_that_the_host_has_not_are_problems(tmp_path: Path) -> None:
 def test_what_must_stay_free_is_no_room(tmp_path: Path) -> None:
     extra = {"local_disk": str(tmp_path), "max_local_disk_size": 0.001, "min_free_disk_size": 1 << 20}
     (problem,) = examine(json.dumps(extra), {}).problems
-    assert "has 0.0 GiB for it" in problem
+    assert "has 0 MiB for it" in problem
     assert "min_free_disk_size, 1.04858e+06 GiB, stay free" in problem
 
 
@@ -225,6 +226,64 @@ def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path)
         assert report.disk["file_system"] == "tmpfs"
         assert any("on tmpfs, which is memory" in note for note in report.notes)
     assert disk(Path("/proc/self")).kind == "proc"
+
+
+def test_of_a_folder_in_which_nobody_can_write_that_is_said_and_not_its_size() -> None:
+    (problem,) = examine('{"local_disk": "/proc/x"}', {}).problems
+    assert problem == "local_disk=/proc/x: nothing can be written there, /proc is on proc: name another folder"
+    (problem,) = examine('{"local_disk": "/proc/sys/kernel/x"}', {}).problems
+    assert "nothing can be written there" in problem
+    report = examine('{"local_disk": "/sys/x"}', {})
+    assert (report.disk["writable"], len(report.problems)) == (False, 1)
+
+
+def test_less_than_a_gib_is_told_in_mib_and_nothing_that_is_there_as_zero(tmp_path: Path) -> None:
+    extra = {"local_disk": str(tmp_path), "max_local_cpu_size": 0.25}
+    report = examine(json.dumps(extra), {})
+    report.disk["free_bytes"], report.disk["local_disk_bytes"] = 700 << 20, None
+    text = render(report)
+    assert re.search(r"local_cpu_bytes +256 MiB\n", text)
+    assert re.search(r"free_bytes +700 MiB\n", text)
+    assert re.search(r"local_disk_bytes +unknown\n", text)
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "pool_gib"),
+    [
+        ("max_local_cpu_size: 0.5\nec: {max_local_cpu_size: 0.25}", {}, 0.5),
+        ("local_cpu: true", {}, 5),
+        ("local_cpu: false", {}, None),
+        ("local_cpu: false\nmax_local_cpu_size: 0.5", {}, 0.5),
+        ("ec: {max_local_cpu_size: 0.25}", {}, None),
+        ("ec_max_local_cpu_size: 0.25", {}, None),
+        ("max_local_cpu_size: 0.5", {"LMCACHE_MAX_LOCAL_CPU_SIZE": "'0.75'"}, 0.75),
+        ("max_local_cpu_size: much", {}, None),
+        ("max_local_cpu_size: .inf", {}, None),
+        (None, {"LMCACHE_LOCAL_CPU": "True"}, 5),
+        (None, {}, None),
+    ],
+)
+def test_the_pool_of_the_kv_part_is_shown_as_lmcaches_own(
+    tmp_path: Path, file: str | None, environ: dict[str, str], pool_gib: float | None
+) -> None:
+    if file is not None:
+        (tmp_path / "lmcache.yaml").write_text(file)
+        environ = {**environ, "LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}
+    report = examine("{}", environ)
+    assert report.memory.get("kv_pool_bytes") == (None if pool_gib is None else pool_gib * GIB)
+    assert ("LMCache's own for KV" in render(report)) == (pool_gib is not None)
+
+
+def test_the_pool_of_the_kv_part_counts_against_the_memory_at_hand(tmp_path: Path) -> None:
+    """Either alone would fit."""
+    room = memory()
+    assert room is not None
+    share = round(room.available_bytes / GIB * 0.6, 3)
+    (tmp_path / "lmcache.yaml").write_text(f"max_local_cpu_size: {share}\nec: {{max_local_cpu_size: {share}}}")
+    (problem,) = examine("{}", {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}).problems
+    assert problem.startswith(f"LocalCPU may grow to {share:.1f} GiB beside the {share:.1f} GiB of LMCache's KV pool")
+    assert "lower max_local_cpu_size, here (ec:) or there" in problem
+    assert examine(json.dumps({"max_local_cpu_size": share}), {}).problems == []
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec status` tells engines apart, says what each holds, and leaves none out that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+from lmcache_ec.channel import rank_address, status_address
+from lmcache_ec.cli import app
+from tests.integration.harness import NAMESPACE, Bench, Worker, names, path_of, stuck, wait_until
+
+KEYS = {"pid", "engine", "namespace", "incarnation", "scan_complete", "jobs", "store", "book"}
+"""What scripts read."""
+
+
+def status(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["status", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def told(bench: Bench) -> dict[str, Any]:
+    """What is told of this engine, others on this host left aside."""
+    [found] = [engine for engine in json.loads(status("--json")) if engine["engine"] == bench.engine]
+    assert found.keys() >= KEYS
+    return dict(found)
+
+
+def silent() -> list[dict[str, Any]]:
+    """Engines in this process for which no store process answers."""
+    found = [engine for engine in json.loads(status("--json")) if engine["pid"] is None]
+    assert all(engine.keys() >= KEYS for engine in found)
+    return [engine for engine in found if engine["worker_pid"] == os.getpid()]
+
+
+def lines(output: str, engine: str) -> list[str]:
+    """Those about one engine."""
+    after = output.splitlines()
+    begin = next(number for number, line in enumerate(after) if engine in line)
+    end = next((n for n, line in enumerate(after[begin + 1 :], begin + 1) if line.startswith("engine ")), len(after))
+    return after[begin:end]
+
+
+def test_two_engines_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
+    began = time.time()
+    with Bench(tmp_path) as one, Bench(tmp_path) as other:
+        for bench in (one, other):
+            found = told(bench)
+            assert (found["namespace"], found["state"]) == (NAMESPACE, "serving")
+            assert (found["pid"], found["engine_pid"]) == (bench.serving(), os.getpid())
+            assert began - 1 < found["since"] <= time.time()
+            shown = "\n".join(lines(status(), bench.engine))
+            for fact in (
+                f"engine {bench.engine}: serving",
+                NAMESPACE,
+                f"process {os.getpid()}",
+                f"{found['pid']}, since",
+            ):
+                assert fact in shown
+        assert told(one)["pid"] != told(other)["pid"]
+
+
+def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_path: Path) -> None:
+    with Bench(tmp_path) as earlier:
+        earlier.encode(names("kept", 3))
+        earlier.settle()
+    path_of(tmp_path, "kept-2").write_bytes(b"x" * 10_000)
+    with Bench(tmp_path, max_local_disk_size=0.5) as bench:
+        bench.scanned()
+        found = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+        wait_until("the folder is weighed", lambda: told(bench)["tiers"][0]["bytes"] == found)
+        assert [bench.fetch(name) for name in names("kept", 3)] == [True, True, False]
+        bench.read(names("kept", 2))
+        path_of(tmp_path, "kept-1").unlink()
+        bench.encode(names("new", 4))
+        bench.settle()
+        bench.until("the ledger is told", lambda: bench.status()["book"].get("saves") == 4)
+        [disk] = told(bench)["tiers"]
+        held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+        assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", 3, 1 << 29)
+        assert (disk["hits"], disk["writes"], disk["errors"]) == (2, 4, 1)
+        assert held <= disk["bytes"] <= held + path_of(tmp_path, "kept-0").stat().st_size
+        shown = lines(status(), bench.engine)
+        [cpu_row] = [line.split() for line in shown if line.split()[:1] == ["cpu"]]
+        [disk_row] = [line.split() for line in shown if line.split()[:1] == ["disk"]]
+        assert cpu_row == ["cpu", "6", "48", "KiB", "64", "MiB", "0", "0", "4"]
+        assert disk_row[0:2] + disk_row[4:] == ["disk", "3", "512", "MiB", "2", str(disk["misses"]), "1", "4"]
+        assert any("loads          2: 2 from disk; 0 failed" in line for line in shown)
+        assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
+
+
+def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path) -> None:
+    """The next scheduling pass starts another one, which says that it is the second."""
+    with Bench(tmp_path) as bench:
+        pid = bench.serving()
+        assert not silent()
+        os.kill(pid, signal.SIGKILL)
+        wait_until("it is seen to be missing", silent)
+        [found] = silent()
+        assert found["state"] == "replacing"
+        assert f"engine of worker process {os.getpid()} runs, and no store process of it answers" in status()
+        bench.until("another one answers", lambda: not silent())
+        assert told(bench)["incarnation"] == 2
+        assert any("1 before it ended" in line for line in lines(status(), bench.engine))
+
+
+def test_a_store_process_that_outlives_its_engine_says_that_it_finishes_what_was_handed_over(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, drain_s=60)
+    bench.scanned()
+    (tmp_path / ".usage").unlink()
+    with stuck(tmp_path / ".usage"):
+        bench.encode(["last"])
+        bench.until("it is being written", lambda: told(bench)["jobs"] == 1)
+        bench.close()
+        wait_until("the engine is seen to be gone", lambda: told(bench)["state"] == "finishing")
+        assert f"process {os.getpid()}, ended" in "\n".join(lines(status(), bench.engine))
+    wait_until("it has finished", lambda: bench.engine not in status("--json"))
+
+
+def test_an_engine_that_is_starting_is_said_to_be(tmp_path: Path) -> None:
+    worker = Worker(str(uuid.uuid4()))
+    try:
+        [found] = silent()
+        assert found["state"] == "starting"
+        assert f"engine of worker process {os.getpid()} is starting" in status()
+    finally:
+        worker.close()
+    assert not silent()
+
+
+def test_engines_of_another_user_are_not_shown() -> None:
+    """Neither one that answers nor one that does not; nor that user's to root."""
+    become = "import os; os.geteuid() or os.setresuid(*[65534] * 3)\n"
+    ask = "import json; from lmcache_ec.cli.status import all_engines; all_engines()\n" + become
+    ask += "print(json.dumps(all_engines()))"
+    listen = "import socket, sys\n" + become + "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
+    listen += "s.bind('\\0' + sys.argv[1]); s.listen(); print(flush=True); sys.stdin.read()"
+    worker, address = Worker(str(uuid.uuid4())), rank_address(str(uuid.uuid4()), 0)[1:]
+    command = [sys.executable, "-c", listen, address]
+    try:
+        with Bench(None) as bench, subprocess.Popen(command, stdin=-1, stdout=-1) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == b"\n"
+            done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+            theirs = {engine["engine"] or engine["worker_pid"] for engine in json.loads(done.stdout)}
+            ours = {engine["engine"] or engine["worker_pid"] for engine in json.loads(status("--json"))}
+            mine, root = {bench.engine, os.getpid()}, os.geteuid() == 0
+            assert ours >= mine
+            assert (other.pid in ours, theirs & mine) == ((False, set()) if root else (True, mine))
+            other.communicate()
+    finally:
+        worker.close()
+
+
+def test_an_engine_of_another_version_is_shown_with_what_it_tells() -> None:
+    """And one that answers what is no object is left out."""
+    told = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
+    with ThreadPoolExecutor(2) as threads:
+        sockets = [socket.socket(socket.AF_UNIX) for _ in told]
+        for each in sockets:
+            each.bind(status_address(os.getpid()))
+            each.listen()
+
+        def answer(number: int) -> None:
+            connection, _ = sockets[number].accept()
+            with connection:
+                connection.sendall(json.dumps(told[number]).encode())
+
+        answers = [threads.submit(answer, number) for number in range(len(told))]
+        shown = "\n".join(lines(status(), "older"))
+        assert all(each.result() is None for each in answers)
+        for each in sockets:
+            each.close()
+    assert all(text in shown for text in ("engine older", "older-ns", "store process  7,", "saves          3;"))
