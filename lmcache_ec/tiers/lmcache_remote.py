@@ -36,6 +36,7 @@ import secrets
 import shutil
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -572,8 +573,10 @@ class LMCacheRemoteTier(Tier):
 def _import(
     url: str, extra_config: Mapping[str, object], kind: _Kind, limit_bytes: int
 ) -> Callable[[asyncio.AbstractEventLoop], Any]:
-    """What makes connectors for a loop. Imports LMCache, and has it be silent: it logs URLs and each miss of a file."""
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+    """What makes connectors for a loop. Imports LMCache, and has it be silent where it was not there before us: it logs
+    URLs and each miss of a file."""
+    if "lmcache" not in sys.modules:
+        os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
     import torch
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata

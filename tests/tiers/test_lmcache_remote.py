@@ -22,6 +22,14 @@ from tests.servers.relay import Then, relay
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _the_log_of_later_processes_is_theirs() -> Iterator[None]:
+    """To open such a remote keeps LMCache silent in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LMCACHE_LOG_LEVEL", "CRITICAL")
+        yield
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
     with lmcache_server(tmp_path_factory.mktemp("lm") / "log") as running:
