@@ -484,7 +484,7 @@ def _expect_file(path: Path) -> None:
 @contextmanager
 def _temporary(workshop: Path, length: int) -> Iterator[tuple[int, Path]]:
     """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there."""
-    while True:
+    for _ in range(_ATTEMPTS):
         path = workshop / f"{length}.{os.urandom(12).hex()}"
         fd = _create(path)
         try:
@@ -496,6 +496,7 @@ def _temporary(workshop: Path, length: int) -> Iterator[tuple[int, Path]]:
                 _unlink(path)
             finally:
                 os.close(fd)
+    raise FileNotFoundError(errno.ENOENT, f"what is made in {workshop} has no name at once")
 
 
 def _create(path: Path) -> int:

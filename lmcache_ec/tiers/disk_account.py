@@ -159,7 +159,7 @@ class FolderAccount:
 
     def _open_locked(self) -> int:
         """The file, locked; or not `shared` from here on."""
-        while True:
+        for _ in range(_REMADE):
             fd = self._open()
             try:
                 self.shared = _lock(fd)
@@ -169,6 +169,8 @@ class FolderAccount:
                 os.close(fd)
                 raise
             os.close(fd)
+        self.shared = False  # or this file system counts no names
+        return self._open()
 
     def _open(self) -> int:
         """The file, made if need be, and its folder with it."""
