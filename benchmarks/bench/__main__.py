@@ -20,8 +20,8 @@ from benchmarks.bench.churn import churn
 from benchmarks.bench.machine import header
 from benchmarks.bench.result import BUSY, Collected, bars
 from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
+from benchmarks.bench.table import RESULTS, show
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -42,7 +42,6 @@ def main() -> int:
     verdicts = bars(rows, arena)
 
     from benchmarks.bench.plot import draw
-    from benchmarks.bench.table import show
 
     options.results.mkdir(parents=True, exist_ok=True)
     figures = {**about, "arena": asdict(arena), "bars": [asdict(bar) for bar in verdicts]}

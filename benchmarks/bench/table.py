@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person reads at the end of a run."""
+"""What a person reads at the end of a run. `python -m benchmarks.bench.table` prints what the README shows of it."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -37,8 +40,43 @@ def show(rows: Sequence[Row], bars: Sequence[Bar]) -> None:
     console.print(verdicts)
 
 
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+_TOLD = {
+    "has_cache_item": "a look-up (`has_cache_item`)",
+    "ensure_idle_step": "a pass over 256 requests x 4 images with nothing to do",
+    "hook_p99_promoting": "the slowest of 100 hooks while entries are promoted",
+    "load_cpu": "arena to encoder cache",
+    "save": "encoder output to arena",
+    "disk_get": "disk, read and verified",
+    "disk_put": "disk, written",
+    "fetch_to_live": "on disk, asked for, to loadable",
+    "save_to_written": "encoded, to on disk",
+}
+
+_VERDICTS = {True: "yes", False: "no", None: "not measured"}
+
+
+def excerpt(figures: Mapping[str, Any]) -> str:
+    """A table in Markdown of the contents of `latest.json`: what does not depend on size, one image, one long video."""
+    rows = [Row(**row) for row in figures["rows"]]
+    sizes = sorted({row.size_bytes for row in rows})
+    shown = {0, sizes[min(2, len(sizes) - 1)], sizes[-1]}
+    lines = ["| | size | lmcache_ec | LMCache | vLLM's example | floor |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        if row.size_bytes in shown and row.name in _TOLD:
+            cells = (_TOLD[row.name], mb(row.size_bytes), _spread(row), ms(row.peer_ms), ms(row.example_ms))
+            lines.append(f"| {' | '.join((*cells, ms(row.floor_ms)))} |")
+    lines += ["", "| bar | measured | met |", "|---|---|---|"]
+    lines += [f"| {bar['text']} | {bar['value']} | {_VERDICTS[bar['met']]} |" for bar in figures["bars"]]
+    return "\n".join(lines)
+
+
 def _spread(row: Row) -> str:
     if row.ours_ms is None or "ours" not in row.quartiles_ms:
         return ms(row.ours_ms)
     first, third = row.quartiles_ms["ours"]
     return f"{ms(row.ours_ms)} ({ms(first)}, {ms(third)})"
+
+
+if __name__ == "__main__":
+    print(excerpt(json.loads((RESULTS / "latest.json").read_text())))

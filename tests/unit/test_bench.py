@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.bench.churn import Utilisation, churn
 from benchmarks.bench.result import Bar, Collected, bars
+from benchmarks.bench.table import RESULTS, excerpt
 from tests.models import ROOT
 
 FULL = Utilisation(least=0.9, mean=0.95)
@@ -59,6 +60,11 @@ def test_an_arena_that_is_mostly_empty_misses_its_bar() -> None:
     [found] = [bar for bar in bars([], Utilisation(0.84, 0.99)) if bar.text.startswith("arena")]
     assert found.met is False
     assert 0.5 < churn(entries=600).least <= churn(entries=600).mean <= 1
+
+
+def test_the_readme_shows_the_figures_of_the_run_that_is_kept() -> None:
+    kept = excerpt(json.loads((RESULTS / "latest.json").read_text()))
+    assert kept in (ROOT / "README.md").read_text(), "put in what `python -m benchmarks.bench.table` prints"
 
 
 @pytest.mark.slow  # half a minute: three processes import vLLM or LMCache
