@@ -181,6 +181,7 @@ class SchedulerSide:
                     announced=identifier in coming,
                 )
             )
+        _refuse_ambiguous(items)
         memo = Memo(request.request_id, items, max((item.end for item in items), default=0))
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
         self._memos[request.request_id] = memo
@@ -486,3 +487,13 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         self.cache.close()
+
+
+def _refuse_ambiguous(items: list[Item]) -> None:
+    """One name for items that differ in what they need: vLLM asks by name alone, so neither is ever promised."""
+    looks: dict[str, set[tuple[int, str]]] = {}
+    for item in items:
+        looks.setdefault(item.identifier, set()).add((item.rows, item.modality))
+    for item in items:
+        if len(looks[item.identifier]) > 1:
+            item.durability = Durability.REFUSED

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm import scheduler as module
-from tests.unit.fakes import PATIENCE_S, Feature, Position, Request, Served, digest, embedding, request, until
+from tests.unit.fakes import PATIENCE_S, WIDTH, Feature, Position, Request, Served, digest, embedding, request, until
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")
@@ -441,6 +441,23 @@ def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alon
     served.step(known, other)
     assert served.side.take_unavailable_requests() == set()
     finish(served, known, other)
+
+
+@pytest.mark.parametrize("other", [{"rows": 9}, {"modality": "video"}], ids=["rows", "modality"])
+def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
+    serve: Serve, other: dict[str, Any]
+) -> None:
+    """vLLM asks about the first in a pass whose window the second is not in, by a name that stands for both."""
+    served = serve(window=20, widths={"image": WIDTH, "video": 2 * WIDTH})
+    served.store(UUID)
+    first = Feature(UUID, Position(0, 4), data=None)
+    second = Feature(UUID, Position(1000, other.get("rows", 4)), other.get("modality", "image"), data=None)
+    twice = Request("twice", [first, second])
+    assert served.vllm.offer(twice) is None
+    assert served.side.take_unavailable_requests() == {"twice"}
+    served.step()
+    finish(served, twice)
+    assert served.cache.book.live(UUID) is not None, "it is nobody else's fault"
 
 
 @pytest.mark.parametrize("inert", [False, True], ids=["working", "inert"])
