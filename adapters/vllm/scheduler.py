@@ -243,7 +243,8 @@ class SchedulerSide:
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
             return Standing.SETTLED
-        if identifier in memo.leases or (item.encodable and identifier in self._mirror):
+        leased = identifier in memo.leases and self._serves(item)
+        if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
         place = self._find(item)
         if place is not None and self.cache.book.lease(place):

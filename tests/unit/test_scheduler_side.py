@@ -460,6 +460,24 @@ def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
     assert served.cache.book.live(UUID) is not None, "it is nobody else's fault"
 
 
+def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
+    """A rank leaves the cache when one of its hooks fails, and its engine serves on; nothing is promised from then on."""
+    served = serve()
+    served.store(X)
+    waiting, other = metadata_only("waiting", X), request("other", X)
+    for each in (waiting, other):
+        assert served.vllm.offer(each, blocks=False) == "load"
+    served.step()
+    assert count(served, "leases") == 2
+    served.runner.worker.abandon()
+    until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+    assert served.vllm.offer(waiting) is None
+    assert served.side.take_unavailable_requests() == {"waiting"}
+    assert served.vllm.offer(other) == "encode"
+    served.step(other)
+    finish(served, waiting, other)
+
+
 @pytest.mark.parametrize("inert", [False, True], ids=["working", "inert"])
 def test_a_running_request_is_never_failed_over_an_item_that_vllm_holds_for_it(serve: Serve, inert: bool) -> None:
     served = serve()
