@@ -329,9 +329,10 @@ class SchedulerSide:
             memo.items[index].held_at = (memo.computed, memo.preemptions)
         place = self._promises.pop(identifier, None)
         if place is not None:
-            if identifier in self._loads:
-                self.cache.book.unpin(self._loads[identifier][0])  # put off, and vLLM has emptied its cache since
+            put_off = self._loads.get(identifier)
             self._loads[identifier] = (place, (request.request_id, index))
+            if put_off is not None:
+                self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
@@ -374,6 +375,8 @@ class SchedulerSide:
         self._asked = None
         self._drained = False
         self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
+        if meta.step:
+            self._loads.clear()  # last: `give_up` needs them if anything before this raises
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
@@ -412,12 +415,19 @@ class SchedulerSide:
                 meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
                 book.send_load(place, self._step)
         self._saves.clear()
-        self._loads.clear()
         return meta
+
+    def give_up_item(self, request: Request, index: int) -> None:
+        """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
+        identifier = request.mm_features[index].identifier
+        place = self._promises.pop(identifier, None)
+        if place is not None:
+            self._loads[identifier] = (place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
         so vLLM encodes what it was promised."""
+        self._promises.clear()
         if not self._loads or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
