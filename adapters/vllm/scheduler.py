@@ -127,7 +127,8 @@ class SchedulerSide:
         self._step = 0
         self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
         self._allocated: set[str] = set()  # ... of it, since this pass
-        self._missing: set[str] = set()  # asked about in this pass, though the mirror has it
+        self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
+        self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
         self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
@@ -298,8 +299,9 @@ class SchedulerSide:
         """Promise the item for this pass, if its bytes are in the arena, verified, and fit the request asked about."""
         if not self._drained:
             self._begin_pass()
-        if identifier in self._mirror and identifier not in self._allocated:
+        if identifier in self._mirror and identifier not in self._allocated and not self._questioned:
             self._missing.add(identifier)
+        self._questioned = True
         if identifier in self._promises:
             self._withdraw(identifier)
         memo = self._asked
@@ -373,7 +375,7 @@ class SchedulerSide:
             self._saves.clear()
         self._allocated.clear()
         self._asked = None
-        self._drained = False
+        self._drained = self._questioned = False
         self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
         if meta.step:
             self._loads.clear()  # last: `give_up` needs them if anything before this raises

@@ -202,6 +202,24 @@ def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve)
     assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
 
 
+def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_such_sign_either(serve: Serve) -> None:
+    """Of such an item vLLM 0.32 says nothing at the end (`EncoderCacheManager.get_freed_mm_hashes`)."""
+    served = serve()
+    first = request("first", X, Y)
+    served.schedule(first)
+    served.settle()
+    forget(served, Y)
+    larger, again, other = request("larger", Z), request("again", X), request("other", Y)
+    served.vllm.cached.discard(X)  # for what the next request brings
+    assert served.vllm.offer(larger) == "encode"
+    assert served.vllm.offer(again) == "load"
+    served.step(larger, again)
+    assert served.vllm.offer(other) == ""
+    served.step(other)
+    finish(served, first, larger, again, other)
+    assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
+
+
 # ---- steps that do not come
 
 
@@ -461,7 +479,7 @@ def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
 
 
 def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
-    """A rank leaves the cache when one of its hooks fails, and its engine serves on; nothing is promised from then on."""
+    """A rank leaves the cache when one of its hooks fails. Its engine serves on, and nothing is promised any more."""
     served = serve()
     served.store(X)
     waiting, other = metadata_only("waiting", X), request("other", X)
