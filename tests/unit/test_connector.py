@@ -19,7 +19,7 @@ from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
 from lmcache_ec.config.host import memory
-from lmcache_ec.entry import TensorSpec
+from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
 from tests.models import model_path
 from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
@@ -110,6 +110,17 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
     worker.start_worker_services()
     serves_without(worker, build(ECConnectorRole.SCHEDULER, **off))
     assert not folder.exists()
+
+
+def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed: none would be."""
+    monkeypatch.setattr("vllm.__version__", "0.32.1rc1.dev342+g1a2b3c4d5.d20261231.cu130.precompiled")
+    _, scheduler = both(build)
+    side = scheduler._scheduler
+    assert side is not None
+    assert len(side.cache._engine.producer.encode()) <= MAX_PRODUCER_BYTES
 
 
 def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
