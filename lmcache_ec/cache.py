@@ -363,8 +363,9 @@ class EncoderCache:
             return False
 
     def _alive(self) -> frozenset[int]:
-        """The store processes that are not yet gone."""
-        return frozenset(store.number for store in (self._store, *self._old))
+        """The store processes that are not yet gone. One that was lost is among the old ones until then."""
+        serving = () if self._store.number == self._lost else (self._store,)
+        return frozenset(store.number for store in (*serving, *self._old))
 
     def _give_up(self, why: str) -> None:
         if not self.inert:

@@ -323,6 +323,29 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
         all_made_up_for(bench, tmp_path, {"before", "meanwhile", "after"})
 
 
+def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No successor can be started meanwhile. What was handed over to the last one is void, and nobody waits for it."""
+    with Bench(tmp_path) as bench:
+        worker, pid = bench.workers[0], bench.serving()
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/no/such/interpreter")
+            step = bench.save(["a"])
+            with stopped(pid):
+                outcomes, _ = worker.copy(step)
+                handed = worker.hand_over(step, outcomes)
+                os.kill(pid, signal.SIGKILL)
+            bench.until("the loss is noticed", partial(noticed, bench, 0))
+            bench.until("it is gone", lambda: not store_processes(bench.arena) and not bench.cache._old)
+            worker.report(step, outcomes, handed)
+            bench.until("the report is in", lambda: not bench.cache.book.outstanding())
+        assert bench.snapshot()["places_sealing"] == 0
+        assert not bench.cache.book.under_way("a")
+        bench.settle()
+        assert bench.unsaved() == ["a"]
+
+
 # ---- a disk that hangs
 
 
