@@ -67,6 +67,9 @@ _ASKED_AGAIN_S = 0.05
 """Between two questions about an entry that a producer has announced."""
 
 _MISSES_REMEMBERED = 4096
+_FETCHES_AT_ONCE = 4096
+"""While a tier answers nothing and passes for alive, no more than this waits for it."""
+
 _RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
 """Before each next start of a store process that keeps ending without ever having served."""
 
@@ -165,6 +168,8 @@ class EncoderCache:
             return True
         presence = self._presence
         if presence is None or not self.ready or not self.persists or not self._responsive(now):
+            return False
+        if len(self._fetches) >= _FETCHES_AT_ONCE:
             return False
         missed_until = self._misses.get(identifier, 0.0)
         if announced:

@@ -388,6 +388,29 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
     assert stored(tmp_path) == set(images)
 
 
+def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
+    code = "import time\nfrom lmcache_ec.tiers.disk import DiskTier\nDiskTier.contains = lambda *_: time.sleep(3600)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    folder = tmp_path / "disk"
+    fresh = (f"image-{number}" for number in count())
+
+    def ask() -> bool:
+        return bench.cache.fetch(next(fresh), 0, time.monotonic())
+
+    def under_way() -> int:
+        return bench.snapshot()["fetches_under_way"]
+
+    with stuck(stuck_writes(folder)), Bench(folder, drain_s=0) as bench:  # no scan: everything is asked
+        bench.until("as many are asked as may be", lambda: ([ask() for _ in range(20)], under_way() >= 4096)[1])
+        asked_at = time.monotonic()
+        bench.until("its link has room", lambda: bench.cache._ping_answered > asked_at)
+        assert not any(ask() for _ in range(100))
+        assert under_way() == 4096
+        assert bench.cache.fetch("image-0", 0, time.monotonic()), "it is still under way"
+
+
 # ---- full links
 
 
