@@ -106,6 +106,7 @@ class EncoderCache:
         capacity = aligned(config.max_local_cpu_bytes)
         segment = max(arena.SEGMENT_BYTES, aligned(engine.largest_entry_bytes))
         self.book = Book(capacity, segment, engine.ranks)
+        self._largest = max(engine.largest_entry_bytes, self.book.segment_bytes)
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
         self._presence: PresenceFilter | None = None
@@ -169,7 +170,7 @@ class EncoderCache:
         presence = self._presence
         if presence is None or not self.ready or not self.persists or not self._responsive(now):
             return False
-        if len(self._fetches) >= _FETCHES_AT_ONCE:
+        if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
             return False
         missed_until = self._misses.get(identifier, 0.0)
         if announced:
@@ -402,11 +403,11 @@ class EncoderCache:
     def _not_filled(self, answer: NotFilled, now: float) -> None:
         """A miss, or an entry of another length than guessed: then it is fetched once more."""
         self.book.filled(answer.place, None)
-        plausible = 0 < answer.length <= self._engine.largest_entry_bytes
+        plausible = 0 < answer.length <= self._largest
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
             return
-        if answer.length > self._engine.largest_entry_bytes:
+        if answer.length > self._largest:
             self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
         self._miss(answer.identifier, now)
 
