@@ -285,7 +285,9 @@ class Store:
             return
         self._count("sealed")
         self._post(Sealed(saved.place, True))
-        if saved.flush:
+        if saved.flush and not self._lanes:
+            self._tell_saver(Durable(saved.place, False))
+        elif saved.flush:
             with self._lock:
                 self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:

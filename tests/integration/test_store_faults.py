@@ -14,6 +14,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lmcache_ec.channel import AnyMessage, Link, StoreLink
 from tests.integration.harness import (
@@ -479,3 +480,22 @@ def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_stor
         assert bench.snapshot()["loads_cpu"] == len(many)
         assert bench.read(many[::100]) == {name: payload(name, 1) for name in many[::100]}
         bench.settle()
+
+
+def test_a_producer_whose_disk_cannot_be_opened_again_is_told_so_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with Bench(folder) as bench:
+        worker, pid = bench.workers[0], bench.serving()
+        folder.rename(tmp_path / "taken away")
+        folder.write_text("in the way")
+        os.kill(pid, signal.SIGKILL)
+        bench.until("the rank knows its successor", lambda: worker.rank.incarnation == 2)
+        step = bench.save(["a"])
+        outcomes, _ = worker.copy(step)
+        handed = {save.place: worker.rank.hand_over(replace(save, flush=True)) for save in step.saves}
+        durable: list[set[int]] = []
+        in_time(lambda: durable.append(worker.rank.await_durable(set(handed), time.monotonic() + 600)))
+        assert durable == [set()]
+        worker.report(step, outcomes, handed)
+        bench.settle()
+        assert bench.live("a")
