@@ -3,6 +3,7 @@
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -307,6 +308,15 @@ def test_what_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) 
     rig.end.store.close()
     step(rig.workers[0], saves(save_of("x")), {}, {"x": embedding("x")})
     assert rig.end.report() == Report(1, [(PLACE, ABSENT, 0)])
+
+
+def test_a_link_that_is_replaced_at_the_moment_in_which_a_producer_turns_to_it_is_one_that_has_ended(rig: Rig) -> None:
+    """The rank's thread closes it when the next store process is introduced."""
+    rank = rig.workers[0]._rank
+    assert rank is not None
+    assert rank._store is not None
+    rank._store.close()
+    assert rank.await_durable({PLACE}, time.monotonic() + PATIENCE_S) == set()
 
 
 # ---- the life of a rank
