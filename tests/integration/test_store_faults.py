@@ -412,6 +412,27 @@ def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, mo
         assert bench.cache.fetch("image-0", 0, time.monotonic()), "it is still under way"
 
 
+def test_a_disk_that_is_away_while_the_store_process_starts_again_is_used_once_it_is_back(tmp_path: Path) -> None:
+    folder, away = tmp_path / "disk", tmp_path / "away"
+    with Bench(folder) as bench:
+        bench.encode(["before"])
+        bench.settle()
+        pid = bench.serving()
+        folder.rename(away)
+        folder.write_text("in the way")
+        os.kill(pid, signal.SIGKILL)
+        bench.until("the loss is noticed", partial(noticed, bench, 0))
+        bench.serving()
+        bench.encode(["meanwhile"])
+        bench.settle()
+        assert not bench.fetch("nowhere")
+        folder.unlink()
+        away.rename(folder)
+        bench.encode(["after"])
+        bench.settle()
+        assert stored(folder) == {"before", "after"}
+
+
 # ---- full links
 
 
