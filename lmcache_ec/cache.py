@@ -441,6 +441,8 @@ class EncoderCache:
             self.book.store_gone(old.number)
             old.close()
             self._old.remove(old)
+        if self._ping_waits and self._tell(Ping(self._ping)):
+            self._ping_waits, self._ping_sent = False, now  # it reads again: its time starts anew
         if self._store.closed:
             self._replace_store(now, "ended")
         elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._config.store_timeout_s:
@@ -449,9 +451,7 @@ class EncoderCache:
         elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:
             self._ping += 1
             self._ping_sent = now
-            self._ping_waits = True
-        if self._ping_waits:  # a link that is full because nobody reads it counts as no answer
-            self._ping_waits = not self._tell(Ping(self._ping))
+            self._ping_waits = not self._tell(Ping(self._ping))  # a link that is full because nobody reads it counts
         self._store.reap()
 
     def _replace_store(self, now: float, why: str) -> None:

@@ -133,6 +133,21 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
         assert all(bench.serves(name) for name in [*old, *new])
 
 
+def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
+    tmp_path: Path,
+) -> None:
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is asked
+        fresh = (f"nowhere-{number}" for number in count())
+        with stopped(bench.serving()):
+            while bench.cache.fetch(next(fresh), 0, time.monotonic()):
+                pass
+            bench.until("a ping is due", lambda: bench.cache._ping_waits)
+        pinged = time.monotonic()
+        wait_until("no pass has come for longer than it may be silent", lambda: time.monotonic() > pinged + 2.1)
+        bench.settle()
+        assert bench.snapshot()["store_losses"] == 0
+
+
 def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
     with Bench(tmp_path) as bench:
