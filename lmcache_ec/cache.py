@@ -62,6 +62,9 @@ _PING_INTERVAL_S = 1.0
 _SLOW_PONG_S = 5.0
 """A store process that has not answered a ping for this long is asked nothing new."""
 
+_OPENING_S = 20.0
+"""How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
+
 _MISS_REMEMBERED_S = 2.0
 _ASKED_AGAIN_S = 0.05
 """Between two questions about an entry that a producer has announced."""
@@ -436,6 +439,10 @@ class EncoderCache:
         unanswered = self._ping_sent > self._ping_answered
         return not self.inert and not self._store.closed and not (unanswered and now - self._ping_sent > _SLOW_PONG_S)
 
+    @property
+    def _patience_s(self) -> float:
+        return self._config.store_timeout_s + (0.0 if self._store.introduced else _OPENING_S)
+
     def _look_after_store(self, now: float) -> None:
         for old in [store for store in self._old if store.gone]:
             self.book.store_gone(old.number)
@@ -445,7 +452,7 @@ class EncoderCache:
             self._ping_waits, self._ping_sent = False, now  # it reads again: its time starts anew
         if self._store.closed:
             self._replace_store(now, "ended")
-        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._config.store_timeout_s:
+        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._patience_s:
             self._store.kill()
             self._replace_store(now, f"did not answer for {now - self._ping_sent:.0f} s and was killed")
         elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:

@@ -182,6 +182,7 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
     code = f"import os\nhang = os.{call}\nos.{call} = lambda: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang()\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1))
+    monkeypatch.setattr("lmcache_ec.cache._OPENING_S", 0.0)
     folder = tmp_path / "disk"
     with Bench(folder, arena_bytes=MIB, store_timeout_s=2, drain_s=2) as bench:
         old = bench.serving()
@@ -209,6 +210,26 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
             assert bench.serves(name)
         bench.settle()
         stored(folder)
+
+
+def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing while it opens them: killed for that, none of its successors would ever be done either."""
+    code = "import time\nfrom lmcache_ec.tiers import disk\nopen_now = disk.DiskTier.__init__\n"
+    code += "disk.DiskTier.__init__ = lambda *args: time.sleep(3) or open_now(*args)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    folder = tmp_path / "disk"
+    with Bench(folder, store_timeout_s=0.5) as bench:
+        with monkeypatch.context() as slow:
+            slow.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+            os.kill(bench.serving(), signal.SIGKILL)
+            bench.until("the loss is noticed", partial(noticed, bench, 0))
+            bench.serving()
+        assert bench.snapshot()["store_losses"] == 1
+        bench.encode(["a"])
+        bench.settle()
+    assert stored(folder) == {"a"}
 
 
 # ---- killed
