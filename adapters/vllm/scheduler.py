@@ -66,10 +66,14 @@ class Item:
 
 @dataclass(slots=True)
 class Memo:
-    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do."""
+    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
+
+    `named` is the last item of each name: all of one name look alike, or none is ever cached.
+    """
 
     request_id: str
     items: list[Item]
+    named: dict[str, Item]
     end: int
     computed: int = 0
     preemptions: int = 0
@@ -183,7 +187,8 @@ class SchedulerSide:
                 )
             )
         _refuse_ambiguous(items)
-        memo = Memo(request.request_id, items, max((item.end for item in items), default=0))
+        named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
+        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0))
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
         self._memos[request.request_id] = memo
         return memo
@@ -305,16 +310,11 @@ class SchedulerSide:
         if identifier in self._promises:
             self._withdraw(identifier)
         memo = self._asked
-        place = None if memo is None else memo.leases.get(identifier) or self.cache.book.live(identifier)
-        if memo is None or place is None:
+        item = None if memo is None else memo.named.get(identifier)
+        if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
             return False
-        asked = False
-        for item in memo.items:  # a loop: two comprehensions would cost as much as all the rest
-            if item.identifier == identifier and item.end > memo.computed:
-                if not self._serves(item) or not self._fits(place, item):
-                    return False
-                asked = True
-        if not asked:
+        place = memo.leases.get(identifier) or self.cache.book.live(identifier)
+        if place is None or not self._fits(place, item):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place

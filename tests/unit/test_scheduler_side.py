@@ -154,6 +154,32 @@ def test_a_name_given_twice_in_one_prompt_is_not_promised_for_the_wrong_one(serv
     finish(served, twice)
 
 
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_question_about_one_item_costs_no_look_at_the_others(serve: Serve) -> None:
+    """A prompt may hold thousands, and vLLM asks about all that a pass takes, on the thread that schedules."""
+    served = serve(folder=None, arena_bytes=200 * PLACE_BYTES, window=10_000)
+    images = [Counted(digest(f"image {number}")) for number in range(100)]
+    served.store(*map(str.lower, images))
+    many = request("many", *images)
+    assert served.side.ensure_cache_available(many, 0)
+    Counted.compared = 0
+    assert all(served.side.has_cache_item(identifier) for identifier in images)
+    assert Counted.compared < 20 * len(images)
+    served.step()
+    finish(served, many)
+
+
 # ---- vLLM's own encoder cache
 
 
