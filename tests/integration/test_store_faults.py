@@ -182,7 +182,6 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
     code = f"import os\nhang = os.{call}\nos.{call} = lambda: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang()\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1))
-    monkeypatch.setattr("lmcache_ec.cache._OPENING_S", 0.0)
     folder = tmp_path / "disk"
     with Bench(folder, arena_bytes=MIB, store_timeout_s=2, drain_s=2) as bench:
         old = bench.serving()
@@ -194,7 +193,9 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
         with stopped(hanging):
             steps = [bench.encode(names("early", 40))]
             assert len(steps[0].saves) == 40
-            bench.until("it is replaced", lambda: bench.workers[0].rank.incarnation == 3)
+            with monkeypatch.context() as impatient:
+                impatient.setattr("lmcache_ec.cache._OPENING_S", 0.0)
+                bench.until("it is replaced", lambda: bench.workers[0].rank.incarnation == 3)
 
             def reused() -> bool:
                 steps.append(bench.encode([f"other-{len(steps)}"]))
