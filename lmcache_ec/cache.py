@@ -355,6 +355,8 @@ class EncoderCache:
             case Hello(problem=problem, tiers=tiers):
                 self._store.own(fds[0])
                 self._failures = 0
+                if self._ping_answered < self._ping_sent:
+                    self._ping_sent = now  # its answer comes next: from here on its silence counts in full
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
