@@ -62,11 +62,17 @@ _PING_INTERVAL_S = 1.0
 _SLOW_PONG_S = 5.0
 """A store process that has not answered a ping for this long is asked nothing new."""
 
+_OPENING_S = 20.0
+"""How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
+
 _MISS_REMEMBERED_S = 2.0
 _ASKED_AGAIN_S = 0.05
 """Between two questions about an entry that a producer has announced."""
 
 _MISSES_REMEMBERED = 4096
+_FETCHES_AT_ONCE = 4096
+"""While a tier answers nothing and passes for alive, no more than this waits for it."""
+
 _RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
 """Before each next start of a store process that keeps ending without ever having served."""
 
@@ -103,6 +109,7 @@ class EncoderCache:
         capacity = aligned(config.max_local_cpu_bytes)
         segment = max(arena.SEGMENT_BYTES, aligned(engine.largest_entry_bytes))
         self.book = Book(capacity, segment, engine.ranks)
+        self._largest = max(engine.largest_entry_bytes, self.book.segment_bytes)
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
         self._presence: PresenceFilter | None = None
@@ -165,6 +172,8 @@ class EncoderCache:
             return True
         presence = self._presence
         if presence is None or not self.ready or not self.persists or not self._responsive(now):
+            return False
+        if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
             return False
         missed_until = self._misses.get(identifier, 0.0)
         if announced:
@@ -346,6 +355,8 @@ class EncoderCache:
             case Hello(problem=problem, tiers=tiers):
                 self._store.own(fds[0])
                 self._failures = 0
+                if self._ping_answered < self._ping_sent:
+                    self._ping_sent = now  # its answer comes next: from here on its silence counts in full
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
@@ -363,8 +374,9 @@ class EncoderCache:
             return False
 
     def _alive(self) -> frozenset[int]:
-        """The store processes that are not yet gone."""
-        return frozenset(store.number for store in (self._store, *self._old))
+        """The store processes that are not yet gone. One that was lost is among the old ones until then."""
+        serving = () if self._store.number == self._lost else (self._store,)
+        return frozenset(store.number for store in (*serving, *self._old))
 
     def _give_up(self, why: str) -> None:
         if not self.inert:
@@ -396,11 +408,11 @@ class EncoderCache:
     def _not_filled(self, answer: NotFilled, now: float) -> None:
         """A miss, or an entry of another length than guessed: then it is fetched once more."""
         self.book.filled(answer.place, None)
-        plausible = 0 < answer.length <= self._engine.largest_entry_bytes
+        plausible = 0 < answer.length <= self._largest
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
             return
-        if answer.length > self._engine.largest_entry_bytes:
+        if answer.length > self._largest:
             self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
         self._miss(answer.identifier, now)
 
@@ -429,22 +441,26 @@ class EncoderCache:
         unanswered = self._ping_sent > self._ping_answered
         return not self.inert and not self._store.closed and not (unanswered and now - self._ping_sent > _SLOW_PONG_S)
 
+    @property
+    def _patience_s(self) -> float:
+        return self._config.store_timeout_s + (0.0 if self._store.introduced else _OPENING_S)
+
     def _look_after_store(self, now: float) -> None:
         for old in [store for store in self._old if store.gone]:
             self.book.store_gone(old.number)
             old.close()
             self._old.remove(old)
+        if self._ping_waits and self._tell(Ping(self._ping)):
+            self._ping_waits, self._ping_sent = False, now  # it reads again: its time starts anew
         if self._store.closed:
             self._replace_store(now, "ended")
-        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._config.store_timeout_s:
+        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._patience_s:
             self._store.kill()
             self._replace_store(now, f"did not answer for {now - self._ping_sent:.0f} s and was killed")
         elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:
             self._ping += 1
             self._ping_sent = now
-            self._ping_waits = True
-        if self._ping_waits:  # a link that is full because nobody reads it counts as no answer
-            self._ping_waits = not self._tell(Ping(self._ping))
+            self._ping_waits = not self._tell(Ping(self._ping))  # a link that is full because nobody reads it counts
         self._store.reap()
 
     def _replace_store(self, now: float, why: str) -> None:

@@ -83,7 +83,7 @@ class Write(Message, frozen=True):
 
 
 class Discard(Message, frozen=True):
-    """Delete an entry that cannot be what its identifier stands for here (rows, width or dtype differ)."""
+    """Delete an entry that cannot be what its identifier stands for: rows, width or dtype differ, or it is too long."""
 
     identifier: str
 
@@ -104,7 +104,8 @@ class Ledger(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The store process is there. Descriptors: a pidfd of itself, and the presence filter once it serves.
 
-    `problem` says which tier could not be opened; it is then done without. `tiers` are those it serves.
+    `problem` says which tier could not be opened at an engine's start; it is then done without. `tiers` are those it
+    serves.
     """
 
     pid: int

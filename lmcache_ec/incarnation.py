@@ -65,6 +65,11 @@ class Incarnation:
         self._pidfd = pidfd
 
     @property
+    def introduced(self) -> bool:
+        """Whether it has sent its first message."""
+        return self._pidfd >= 0
+
+    @property
     def gone(self) -> bool:
         """Whether the *process* has ended, so that nothing of it can touch the arena any more.
 

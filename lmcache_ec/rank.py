@@ -90,12 +90,12 @@ class Rank:
             if link is None:
                 break
             poller = select.poll()
-            poller.register(link, select.POLLIN)
-            if not poller.poll(left * 1000):
-                break
             try:
+                poller.register(link, select.POLLIN)
+                if not poller.poll(left * 1000):
+                    break
                 received = link.receive()
-            except LinkClosed:
+            except (LinkClosed, ValueError):  # ValueError: the rank's thread has closed it, for the next store process
                 break
             if received is not None and isinstance(answer := received[0], Durable):
                 waiting.discard(answer.place)

@@ -181,7 +181,7 @@ class Store:
     def _opened(self, openings: Sequence[tuple[str, Opener, Habits]]) -> list[tuple[Tier, Habits]]:
         """The tiers that could be opened, side by side. What is wrong with one is told, and it is done without.
 
-        A remote that is merely away is waited for; and so is any, once an engine has been served with it.
+        A remote that is merely away is waited for; and so is any tier, once an engine has been served with it.
         """
         pool = ThreadPoolExecutor(max(1, len(openings)), "open")
         futures = [pool.submit(opener) for _, opener, _ in openings]
@@ -193,11 +193,12 @@ class Store:
                 tiers.append((future.result(), habits))
                 if notice := future.result().notice:
                     self._post(Notice(f"{what}-open", notice))
-            elif habits.local or not (isinstance(error, TierAway) or self._is_successor):
+            elif not self._is_successor and (habits.local or not isinstance(error, TierAway)):
                 self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
             else:
                 self._post(Notice(f"{what}-open", f"{_words(error)}; tried again in the background"))
-                tiers.append((AwaitedTier(what, opener, None if future.done() else future), habits))
+                name = "disk" if habits.local else what
+                tiers.append((AwaitedTier(name, opener, None if future.done() else future), habits))
         pool.shutdown(wait=False)
         return tiers
 
@@ -318,7 +319,9 @@ class Store:
             return
         self._count("sealed")
         self._post(Sealed(saved.place, True))
-        if saved.flush:
+        if saved.flush and not self._lanes:
+            self._post(Durable(saved.place, False))
+        elif saved.flush:
             with self._lock:
                 self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:

@@ -63,6 +63,7 @@ def _scheduler_side(
     import vllm
 
     from lmcache_ec.cache import EncoderCache, Engine
+    from lmcache_ec.entry import MAX_PRODUCER_BYTES
 
     from .announcement import Announcer
     from .namespace import NamespaceUnknown, engine_namespace
@@ -85,7 +86,7 @@ def _scheduler_side(
         Engine(
             name=engine_name(vllm_config),
             namespace=namespace,
-            producer=f"lmcache-ec {__version__}, vllm {vllm.__version__}",
+            producer=f"lmcache-ec {__version__}, vllm {vllm.__version__}"[:MAX_PRODUCER_BYTES],
             ranks=loading_ranks(vllm_config),
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
         ),

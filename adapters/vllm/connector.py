@@ -73,6 +73,9 @@ class ECLMCacheConnector(ECConnectorBase):
         side = self._scheduler
         if side is not None:
             self._guarded(lambda: side.update_state_after_alloc(request, index), None)
+        failed = self._failed
+        if failed is not None:
+            self._guarded(lambda: failed.give_up_item(request, index), None)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
         from .metadata import StepMetadata

@@ -66,10 +66,14 @@ class Item:
 
 @dataclass(slots=True)
 class Memo:
-    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do."""
+    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
+
+    `named` is the last item of each name: all of one name look alike, or none is ever cached.
+    """
 
     request_id: str
     items: list[Item]
+    named: dict[str, Item]
     end: int
     computed: int = 0
     preemptions: int = 0
@@ -127,7 +131,8 @@ class SchedulerSide:
         self._step = 0
         self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
         self._allocated: set[str] = set()  # ... of it, since this pass
-        self._missing: set[str] = set()  # asked about in this pass, though the mirror has it
+        self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
+        self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
         self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
@@ -181,7 +186,9 @@ class SchedulerSide:
                     announced=identifier in coming,
                 )
             )
-        memo = Memo(request.request_id, items, max((item.end for item in items), default=0))
+        _refuse_ambiguous(items)
+        named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
+        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0))
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
         self._memos[request.request_id] = memo
         return memo
@@ -242,7 +249,8 @@ class SchedulerSide:
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
             return Standing.SETTLED
-        if identifier in memo.leases or (item.encodable and identifier in self._mirror):
+        leased = identifier in memo.leases and self._serves(item)
+        if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
         place = self._find(item)
         if place is not None and self.cache.book.lease(place):
@@ -296,21 +304,17 @@ class SchedulerSide:
         """Promise the item for this pass, if its bytes are in the arena, verified, and fit the request asked about."""
         if not self._drained:
             self._begin_pass()
-        if identifier in self._mirror and identifier not in self._allocated:
+        if identifier in self._mirror and identifier not in self._allocated and not self._questioned:
             self._missing.add(identifier)
+        self._questioned = True
         if identifier in self._promises:
             self._withdraw(identifier)
         memo = self._asked
-        place = None if memo is None else memo.leases.get(identifier) or self.cache.book.live(identifier)
-        if memo is None or place is None:
+        item = None if memo is None else memo.named.get(identifier)
+        if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
             return False
-        asked = False
-        for item in memo.items:  # a loop: two comprehensions would cost as much as all the rest
-            if item.identifier == identifier and item.end > memo.computed:
-                if not self._serves(item) or not self._fits(place, item):
-                    return False
-                asked = True
-        if not asked:
+        place = memo.leases.get(identifier) or self.cache.book.live(identifier)
+        if place is None or not self._fits(place, item):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place
@@ -327,9 +331,10 @@ class SchedulerSide:
             memo.items[index].held_at = (memo.computed, memo.preemptions)
         place = self._promises.pop(identifier, None)
         if place is not None:
-            if identifier in self._loads:
-                self.cache.book.unpin(self._loads[identifier][0])  # put off, and vLLM has emptied its cache since
+            put_off = self._loads.get(identifier)
             self._loads[identifier] = (place, (request.request_id, index))
+            if put_off is not None:
+                self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
@@ -370,8 +375,10 @@ class SchedulerSide:
             self._saves.clear()
         self._allocated.clear()
         self._asked = None
-        self._drained = False
+        self._drained = self._questioned = False
         self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
+        if meta.step:
+            self._loads.clear()  # last: `give_up` needs them if anything before this raises
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
@@ -410,12 +417,19 @@ class SchedulerSide:
                 meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
                 book.send_load(place, self._step)
         self._saves.clear()
-        self._loads.clear()
         return meta
+
+    def give_up_item(self, request: Request, index: int) -> None:
+        """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
+        identifier = request.mm_features[index].identifier
+        place = self._promises.pop(identifier, None)
+        if place is not None:
+            self._loads[identifier] = (place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
         so vLLM encodes what it was promised."""
+        self._promises.clear()
         if not self._loads or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
@@ -486,3 +500,13 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         self.cache.close()
+
+
+def _refuse_ambiguous(items: list[Item]) -> None:
+    """One name for items that differ in what they need: vLLM asks by name alone, so neither is ever promised."""
+    looks: dict[str, set[tuple[int, str]]] = {}
+    for item in items:
+        looks.setdefault(item.identifier, set()).add((item.rows, item.modality))
+    for item in items:
+        if len(looks[item.identifier]) > 1:
+            item.durability = Durability.REFUSED

@@ -67,7 +67,7 @@ class WorkerSide:
         failed = [not self._load(meta, load, cache) for load in meta.loads]
         for load, again in zip(meta.loads, self._agree(failed), strict=True):
             if again:
-                self._encode_after_all(meta, load)
+                self._encode_after_all(meta, load, cache)
 
     def _load(self, meta: StepMetadata, load: Load, cache: EncoderTensors) -> bool:
         try:
@@ -85,9 +85,14 @@ class WorkerSide:
         cache[identifier] = tensor
 
     @staticmethod
-    def _encode_after_all(meta: StepMetadata, load: Load) -> None:
-        """Add the item to what the encoder, which runs right after the loads, has to encode in this step."""
+    def _encode_after_all(meta: StepMetadata, load: Load, cache: EncoderTensors) -> None:
+        """Add the item to what the encoder, which runs right after the loads, has to encode in this step.
+
+        A rank that could load it lets go of its copy: vLLM's V2 runner encodes only what its cache lacks, and one rank
+        that stays out of the encoder's collectives would hang the others.
+        """
         if load.item is not None and meta.encoder_inputs is not None:
+            cache.pop(load.identifier, None)
             request_id, index = load.item
             scheduled = meta.encoder_inputs.setdefault(request_id, [])
             if index not in scheduled:

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from lmcache_ec.config import ConfigError
+from tests.integration import harness
 from tests.integration.harness import (
     DEADLINE_S,
     LARGEST,
@@ -129,6 +130,23 @@ def test_a_spoilt_file_is_a_miss_and_the_next_save_makes_up_for_it(
     assert stored(tmp_path) == {victim, other}
     with Bench(tmp_path) as bench:
         assert bench.serves(victim)
+
+
+def test_an_entry_that_finds_no_place_here_is_left_to_those_that_have_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour with a larger arena and longer prompts has stored it, and it is what its name stands for."""
+    rows = MIB // 128
+    with Bench(tmp_path) as bench:
+        bench.encode(["long"], rows)
+        bench.settle()
+    monkeypatch.setattr(harness, "LARGEST", MIB // 2)
+    with Bench(tmp_path, arena_bytes=MIB // 4) as small:
+        assert not small.fetch("long", rows)
+        small.encode(IMAGES[:1])
+        small.settle()
+        small.until("what it was told to do is done", lambda: small.status()["jobs"] == 0)
+    assert stored(tmp_path) == {"long", IMAGES[0]}
 
 
 # ---- the presence filter

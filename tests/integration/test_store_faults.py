@@ -14,6 +14,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from lmcache_ec.channel import AnyMessage, Link, StoreLink
 from tests.integration.harness import (
@@ -132,6 +133,21 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
         assert all(bench.serves(name) for name in [*old, *new])
 
 
+def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
+    tmp_path: Path,
+) -> None:
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is asked
+        fresh = (f"nowhere-{number}" for number in count())
+        with stopped(bench.serving()):
+            while bench.cache.fetch(next(fresh), 0, time.monotonic()):
+                pass
+            bench.until("a ping is due", lambda: bench.cache._ping_waits)
+        pinged = time.monotonic()
+        wait_until("no pass has come for longer than it may be silent", lambda: time.monotonic() > pinged + 2.1)
+        bench.settle()
+        assert bench.snapshot()["store_losses"] == 0
+
+
 def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
     with Bench(tmp_path) as bench:
@@ -177,7 +193,9 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
         with stopped(hanging):
             steps = [bench.encode(names("early", 40))]
             assert len(steps[0].saves) == 40
-            bench.until("it is replaced", lambda: bench.workers[0].rank.incarnation == 3)
+            with monkeypatch.context() as impatient:
+                impatient.setattr("lmcache_ec.cache._OPENING_S", 0.0)
+                bench.until("it is replaced", lambda: bench.workers[0].rank.incarnation == 3)
 
             def reused() -> bool:
                 steps.append(bench.encode([f"other-{len(steps)}"]))
@@ -193,6 +211,26 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
             assert bench.serves(name)
         bench.settle()
         stored(folder)
+
+
+def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers nothing while it opens them: killed for that, none of its successors would ever be done either."""
+    code = "import time\nfrom lmcache_ec.tiers import disk\nopen_now = disk.DiskTier.__init__\n"
+    code += "disk.DiskTier.__init__ = lambda *args: time.sleep(3) or open_now(*args)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    folder = tmp_path / "disk"
+    with Bench(folder, store_timeout_s=0.5) as bench:
+        with monkeypatch.context() as slow:
+            slow.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+            os.kill(bench.serving(), signal.SIGKILL)
+            bench.until("the loss is noticed", partial(noticed, bench, 0))
+            bench.serving()
+        assert bench.snapshot()["store_losses"] == 1
+        bench.encode(["a"])
+        bench.settle()
+    assert stored(folder) == {"a"}
 
 
 # ---- killed
@@ -323,6 +361,29 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
         all_made_up_for(bench, tmp_path, {"before", "meanwhile", "after"})
 
 
+def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No successor can be started meanwhile. What was handed over to the last one is void, and nobody waits for it."""
+    with Bench(tmp_path) as bench:
+        worker, pid = bench.workers[0], bench.serving()
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", "/no/such/interpreter")
+            step = bench.save(["a"])
+            with stopped(pid):
+                outcomes, _ = worker.copy(step)
+                handed = worker.hand_over(step, outcomes)
+                os.kill(pid, signal.SIGKILL)
+            bench.until("the loss is noticed", partial(noticed, bench, 0))
+            bench.until("it is gone", lambda: not store_processes(bench.arena) and not bench.cache._old)
+            worker.report(step, outcomes, handed)
+            bench.until("the report is in", lambda: not bench.cache.book.outstanding())
+        assert bench.snapshot()["places_sealing"] == 0
+        assert not bench.cache.book.under_way("a")
+        bench.settle()
+        assert bench.unsaved() == ["a"]
+
+
 # ---- a disk that hangs
 
 
@@ -363,6 +424,50 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
         later.enter_context(stopped(pid))  # goes on once the engine has ended
     wait_until("the store process has ended", lambda: not store_processes(arena))
     assert stored(tmp_path) == set(images)
+
+
+def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
+    code = "import time\nfrom lmcache_ec.tiers.disk import DiskTier\nDiskTier.contains = lambda *_: time.sleep(3600)\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    folder = tmp_path / "disk"
+    fresh = (f"image-{number}" for number in count())
+
+    def ask() -> bool:
+        return bench.cache.fetch(next(fresh), 0, time.monotonic())
+
+    def under_way() -> int:
+        return bench.snapshot()["fetches_under_way"]
+
+    with stuck(stuck_writes(folder)), Bench(folder, drain_s=0) as bench:  # no scan: everything is asked
+        bench.until("as many are asked as may be", lambda: ([ask() for _ in range(20)], under_way() >= 4096)[1])
+        asked_at = time.monotonic()
+        bench.until("its link has room", lambda: bench.cache._ping_answered > asked_at)
+        assert not any(ask() for _ in range(100))
+        assert under_way() == 4096
+        assert bench.cache.fetch("image-0", 0, time.monotonic()), "it is still under way"
+
+
+def test_a_disk_that_is_away_while_the_store_process_starts_again_is_used_once_it_is_back(tmp_path: Path) -> None:
+    folder, away = tmp_path / "disk", tmp_path / "away"
+    with Bench(folder) as bench:
+        bench.encode(["before"])
+        bench.settle()
+        pid = bench.serving()
+        folder.rename(away)
+        folder.write_text("in the way")
+        os.kill(pid, signal.SIGKILL)
+        bench.until("the loss is noticed", partial(noticed, bench, 0))
+        bench.serving()
+        bench.encode(["meanwhile"])
+        bench.settle()
+        assert not bench.fetch("nowhere")
+        folder.unlink()
+        away.rename(folder)
+        bench.encode(["after"])
+        bench.settle()
+        assert stored(folder) == {"before", "after"}
 
 
 # ---- full links
@@ -433,3 +538,19 @@ def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_stor
         assert bench.snapshot()["loads_cpu"] == len(many)
         assert bench.read(many[::100]) == {name: payload(name, 1) for name in many[::100]}
         bench.settle()
+
+
+def test_a_producer_with_no_tier_left_is_told_so_at_once(tmp_path: Path) -> None:
+    """The folder cannot be used, which is found out too late to end the start."""
+    (tmp_path / "in the way").write_text("")
+    with Bench(tmp_path / "in the way", start_timeout_s=0.001) as bench:
+        worker, _ = bench.workers[0], bench.serving()
+        step = bench.save(["a"])
+        outcomes, _ = worker.copy(step)
+        handed = {save.place: worker.rank.hand_over(replace(save, flush=True)) for save in step.saves}
+        durable: list[set[int]] = []
+        in_time(lambda: durable.append(worker.rank.await_durable(set(handed), time.monotonic() + 600)))
+        assert durable == [set()]
+        worker.report(step, outcomes, handed)
+        bench.settle()
+        assert bench.live("a")

@@ -19,8 +19,9 @@ from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
 from lmcache_ec.config.host import memory
+from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
 from tests.models import model_path
-from tests.unit.fakes import VllmScheduler, request, scheduler_output, sent, until
+from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
 
 Build = Callable[..., ECLMCacheConnector]
@@ -109,6 +110,17 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
     worker.start_worker_services()
     serves_without(worker, build(ECConnectorRole.SCHEDULER, **off))
     assert not folder.exists()
+
+
+def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed: none would be."""
+    monkeypatch.setattr("vllm.__version__", "0.32.1rc1.dev342+g1a2b3c4d5.d20261231.cu130.precompiled")
+    _, scheduler = both(build)
+    side = scheduler._scheduler
+    assert side is not None
+    assert len(side.cache._engine.producer.encode()) <= MAX_PRODUCER_BYTES
 
 
 def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
@@ -226,6 +238,43 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
     worker.start_load_caches({})
     worker.get_finished(set())
     assert output.scheduled_encoder_inputs == {"media": [0]}
+
+
+@pytest.mark.parametrize("hook", ["has_cache_item", "update_state_after_alloc", "hand_ledger"])
+def test_what_was_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
+    """vLLM has been told True, and asks no more before it gives the item room."""
+    worker, scheduler = both(build)
+    side = scheduler._scheduler
+    assert side is not None
+    asking = request("media", "x", "y", data={"pixel_values": SimpleNamespace(data="pixels")})
+    assert scheduler.ensure_cache_available(asking, 0)
+    stored(side, asking)
+    assert scheduler.has_cache_item("x")
+    if hook == "has_cache_item":
+        side.has_cache_item = broken  # type: ignore[method-assign]
+        assert not scheduler.has_cache_item("y")
+    elif hook == "update_state_after_alloc":
+        side._memos["media"].items.clear()
+    else:
+        side.cache.hand_ledger = broken  # type: ignore[method-assign]
+    scheduler.update_state_after_alloc(asking, 0)
+    output = scheduler_output()
+    output.num_scheduled_tokens["media"] = 1
+    output.ec_connector_metadata = scheduler.build_connector_meta(output)
+    output = sent(output)
+    worker.bind_connector_metadata(output.ec_connector_metadata)
+    worker.start_load_caches({})
+    worker.get_finished(set())
+    assert output.scheduled_encoder_inputs == {"media": [0]}
+
+
+def stored(side: Any, asking: Any) -> None:
+    """Have an entry in the arena that fits the request's first item."""
+    item = side._memos[asking.request_id].items[0]
+    spec = TensorSpec(item.rows, WIDTH, side._policy.dtype)
+    place = side.cache.book.reserve_save(item.identifier, spec, persist=False)
+    side.cache.book.send_save(place, 0, 0)
+    side.cache.book.sealed(place.id, 1, True)
 
 
 def test_running_requests_outlive_a_failure_of_the_cache(build: Build) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm import scheduler as module
-from tests.unit.fakes import PATIENCE_S, Feature, Position, Request, Served, digest, embedding, request, until
+from tests.unit.fakes import PATIENCE_S, WIDTH, Feature, Position, Request, Served, digest, embedding, request, until
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")
@@ -154,6 +154,32 @@ def test_a_name_given_twice_in_one_prompt_is_not_promised_for_the_wrong_one(serv
     finish(served, twice)
 
 
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_question_about_one_item_costs_no_look_at_the_others(serve: Serve) -> None:
+    """A prompt may hold thousands, and vLLM asks about all that a pass takes, on the thread that schedules."""
+    served = serve(folder=None, arena_bytes=200 * PLACE_BYTES, window=10_000)
+    images = [Counted(digest(f"image {number}")) for number in range(100)]
+    served.store(*map(str.lower, images))
+    many = request("many", *images)
+    assert served.side.ensure_cache_available(many, 0)
+    Counted.compared = 0
+    assert all(served.side.has_cache_item(identifier) for identifier in images)
+    assert Counted.compared < 20 * len(images)
+    served.step()
+    finish(served, many)
+
+
 # ---- vLLM's own encoder cache
 
 
@@ -199,6 +225,24 @@ def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve)
     assert served.vllm.offer(other) == ""
     served.step(other)
     finish(served, first, again, other)
+    assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
+
+
+def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_such_sign_either(serve: Serve) -> None:
+    """Of such an item vLLM 0.32 says nothing at the end (`EncoderCacheManager.get_freed_mm_hashes`)."""
+    served = serve()
+    first = request("first", X, Y)
+    served.schedule(first)
+    served.settle()
+    forget(served, Y)
+    larger, again, other = request("larger", Z), request("again", X), request("other", Y)
+    served.vllm.cached.discard(X)  # for what the next request brings
+    assert served.vllm.offer(larger) == "encode"
+    assert served.vllm.offer(again) == "load"
+    served.step(larger, again)
+    assert served.vllm.offer(other) == ""
+    served.step(other)
+    finish(served, first, larger, again, other)
     assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
 
 
@@ -441,6 +485,41 @@ def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alon
     served.step(known, other)
     assert served.side.take_unavailable_requests() == set()
     finish(served, known, other)
+
+
+@pytest.mark.parametrize("other", [{"rows": 9}, {"modality": "video"}], ids=["rows", "modality"])
+def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
+    serve: Serve, other: dict[str, Any]
+) -> None:
+    """vLLM asks about the first in a pass whose window the second is not in, by a name that stands for both."""
+    served = serve(window=20, widths={"image": WIDTH, "video": 2 * WIDTH})
+    served.store(UUID)
+    first = Feature(UUID, Position(0, 4), data=None)
+    second = Feature(UUID, Position(1000, other.get("rows", 4)), other.get("modality", "image"), data=None)
+    twice = Request("twice", [first, second])
+    assert served.vllm.offer(twice) is None
+    assert served.side.take_unavailable_requests() == {"twice"}
+    served.step()
+    finish(served, twice)
+    assert served.cache.book.live(UUID) is not None, "it is nobody else's fault"
+
+
+def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
+    """A rank leaves the cache when one of its hooks fails. Its engine serves on, and nothing is promised any more."""
+    served = serve()
+    served.store(X)
+    waiting, other = metadata_only("waiting", X), request("other", X)
+    for each in (waiting, other):
+        assert served.vllm.offer(each, blocks=False) == "load"
+    served.step()
+    assert count(served, "leases") == 2
+    served.runner.worker.abandon()
+    until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+    assert served.vllm.offer(waiting) is None
+    assert served.side.take_unavailable_requests() == {"waiting"}
+    assert served.vllm.offer(other) == "encode"
+    served.step(other)
+    finish(served, waiting, other)
 
 
 @pytest.mark.parametrize("inert", [False, True], ids=["working", "inert"])

@@ -3,6 +3,7 @@
 
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -195,6 +196,30 @@ def test_a_load_that_fails_on_one_rank_is_encoded_by_both() -> None:
     rig.close()
 
 
+@pytest.mark.parametrize("new_cache", [dict, lambda: PreallocatedCache(8, WIDTH)], ids=["dictionary", "buffer"])
+def test_a_load_that_fails_on_one_rank_leaves_the_item_in_no_ranks_cache(new_cache: Any) -> None:
+    """vLLM's V2 runner encodes only what its cache lacks (`EncoderRunner.prepare_mm_inputs`): a rank that kept its own
+    copy would stay out of the encoder's collectives, and the others would wait for it for ever."""
+    rig = Rig(ranks=2, agree=Agreement())
+    rig.fill(0, "x", embedding("x"))
+    rig.fill(8192, "y", embedding("y"))
+    not_scheduled = load_of("y", 8192, item=None)  # nobody encodes it: whoever has it keeps it
+    metas = [sent(loads(load_of("x"), not_scheduled)) for _ in rig.workers]
+    metas[1].loads[0] = load_of("x", 1 << 20)
+    metas[1].loads[1] = load_of("y", 1 << 20, item=None)
+    held = [new_cache() for _ in rig.workers]
+    threads = [
+        threading.Thread(target=step, args=(worker, meta, cache))
+        for worker, meta, cache in zip(rig.workers, metas, held, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert [list(cache) for cache in held] == [["y"], []]
+    rig.close()
+
+
 # ---- saves
 
 TENSORS = {
@@ -283,6 +308,15 @@ def test_what_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) 
     rig.end.store.close()
     step(rig.workers[0], saves(save_of("x")), {}, {"x": embedding("x")})
     assert rig.end.report() == Report(1, [(PLACE, ABSENT, 0)])
+
+
+def test_a_link_that_is_replaced_at_the_moment_in_which_a_producer_turns_to_it_is_one_that_has_ended(rig: Rig) -> None:
+    """The rank's thread closes it when the next store process is introduced."""
+    rank = rig.workers[0]._rank
+    assert rank is not None
+    assert rank._store is not None
+    rank._store.close()
+    assert rank.await_durable({PLACE}, time.monotonic() + PATIENCE_S) == set()
 
 
 # ---- the life of a rank
