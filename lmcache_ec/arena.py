@@ -33,11 +33,6 @@ def attach(fd: int) -> mmap.mmap:
     return mmap.mmap(fd, os.fstat(fd).st_size)
 
 
-def resident_bytes(fd: int) -> int:
-    """Bytes of the arena that memory stands behind."""
-    return os.fstat(fd).st_blocks * 512
-
-
 def within(offset: int, length: int, capacity: int) -> bool:
     """Whether a place named by a message lies in the arena."""
     return offset >= 0 and length > 0 and offset % ALIGNMENT == 0 and offset + length <= capacity

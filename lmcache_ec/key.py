@@ -37,7 +37,7 @@ def durability(identifier: str, *, persist_client_ids: bool) -> Durability:
     - a hex digest of media and processing arguments, 64 digits (blake3, sha256) or 128 (sha512):
       `multimodal/hasher.py`, `MultiModalHasher.hash_kwargs`. Persistent.
     - a client's uuid, verbatim: `multimodal/processing/inputs.py`, `ProcessorInputs.get_mm_hashes`. Local, unless
-      `persist_client_ids` vouches for them. A uuid of 32 to 128 hex digits cannot be told from a digest.
+      `persist_client_ids` vouches for them. A uuid of 64 or 128 hex digits cannot be told from a digest.
     - `renderer<rank>-mm-<n>-<modality>-<i>`, where processor cache and prefix caching are both off:
       `renderers/base.py`, `BaseRenderer._process_mm_uuids`. It counts from 1 in each process, so the next process
       gives the same name to another picture: refused. So is anything else that ends in `-<modality>-<i>`.

@@ -13,7 +13,7 @@ from lmcache_ec.book import Place
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
-from lmcache_ec.key import Durability, durability
+from lmcache_ec.key import MAX_NAMESPACE_CHARS, Durability, durability
 
 from .announcement import Announcer, announced
 from .layout import SAVING_RANK
@@ -201,7 +201,7 @@ class SchedulerSide:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
                 "namespace",
-                f"a producer announces entries of namespace {', '.join(sorted(others))}, this engine's is "
+                f"a producer announces entries of namespace {min(others)[:MAX_NAMESPACE_CHARS]!r}, this engine's is "
                 f"{self.cache.namespace}: checkpoint, configuration or versions differ, and nothing can be shared",
             )
         return frozenset(i for i, namespace in told.items() if namespace == self.cache.namespace)
