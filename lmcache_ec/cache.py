@@ -60,7 +60,8 @@ _Take = Callable[[object, list[int], float], None]
 
 _PING_INTERVAL_S = 1.0
 _SLOW_PONG_S = 5.0
-"""A store process that has not answered a ping for this long is asked nothing new."""
+"""A store process that has not answered a ping for this long, and for longer than a request would wait for an entry, is
+asked nothing new."""
 
 _OPENING_S = 20.0
 """How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
@@ -438,8 +439,9 @@ class EncoderCache:
     # ---- the store process
 
     def _responsive(self, now: float) -> bool:
-        unanswered = self._ping_sent > self._ping_answered
-        return not self.inert and not self._store.closed and not (unanswered and now - self._ping_sent > _SLOW_PONG_S)
+        silent_s = now - self._ping_sent if self._ping_sent > self._ping_answered else 0.0
+        patience_s = max(_SLOW_PONG_S, self._config.load_deadline_ms / 1000)
+        return not self.inert and not self._store.closed and silent_s <= patience_s
 
     @property
     def _patience_s(self) -> float:
