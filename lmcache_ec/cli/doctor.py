@@ -18,12 +18,14 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+from lmcache_ec.cli.named_tiers import named_tiers, words
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
 from lmcache_ec.config.host import GIB, Disk, amount, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.config.keys import accepts, told
 from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, from_file
+from lmcache_ec.tiers.base import TierAway
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -63,6 +65,7 @@ class Report:
     versions: dict[str, str | None] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
+    remotes: dict[str, str] = field(default_factory=dict)
     connector: str | None = None
     command: str | None = None
     variables: list[str] = field(default_factory=list)
@@ -82,11 +85,29 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
     _memory(report, resolved.config if resolved else None, environ)
     if resolved:
         _disk(report, resolved.config)
+        _remotes(report, resolved.config)
         report.command = _command(extra, environ)
         report.variables = sorted(
             shown_name(name) for name in environ if name.startswith(ENV_PREFIX) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
+
+
+def _remotes(report: Report, config: EncoderCacheConfig) -> None:
+    """Ask each as an engine does at its start. One that is away keeps no engine from starting; a wrong one does."""
+    for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
+        if tier.silent:
+            report.remotes[tier.name] = f"{tier.where}, not asked: LMCache's connector may change what is there"
+            continue
+        try:
+            with tier.opened():
+                report.remotes[tier.name] = f"{tier.where}, answers"
+        except TierAway as error:
+            report.remotes[tier.name] = f"{tier.where}, is away"
+            report.notes.append(f"{words(error)}; an engine starts without it, and tries again in the background")
+        except (OSError, ValueError) as error:
+            report.remotes[tier.name] = f"{tier.where}, refuses"
+            report.problems.append(words(error))
 
 
 def render(report: Report) -> str:
@@ -103,6 +124,7 @@ def render(report: Report) -> str:
         "Versions": versions,
         "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
+        "Remotes": [(name, said, "") for name, said in report.remotes.items()],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
         "Notes": [("-", text, "") for text in report.notes],

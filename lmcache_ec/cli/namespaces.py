@@ -85,6 +85,9 @@ def find_and_remove(
     removal = bool(remove or remove_unused)
     _check_options(remove, remove_unused, unused_for, needs_yes=removal and as_json and not yes)
     tiers = _wanted(extra, tier)
+    if not tiers:
+        typer.echo("no disk and no remote is configured here: is LMCACHE_CONFIG_FILE set?", err=True)
+        raise typer.Exit(1)
     using, silent = _in_use()
     report = _looked(tiers, using)
     _select(report, remove, unused_for)

@@ -41,7 +41,8 @@ def shown(value: object) -> str:
         return f"[{', '.join(map(shown, value))}]"
     if not isinstance(value, str):
         return f"<{_kind(value)}>"
-    return HIDDEN if holds_credential(value) or sounds_secret(value) else repr(value)[:_LONGEST]
+    mistyped = "@" in value and not value.startswith("/")  # an address without its ://, say
+    return HIDDEN if holds_credential(value) or sounds_secret(value) or mistyped else repr(value)[:_LONGEST]
 
 
 def shown_shape(value: object) -> str:

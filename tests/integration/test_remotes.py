@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from lmcache_ec.cli.doctor import Report, examine, render
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
 from lmcache_ec.key import EncoderCacheKey
 from tests.integration.harness import (
@@ -330,6 +331,23 @@ def test_what_cannot_be_meant_is_said_at_the_start_and_leaves_nothing(
         with pytest.raises(ConfigError, match="credentials refused") as raised:
             Bench(tmp_path / "disk", remotes=[in_s3.url])
         assert "canary" not in str(raised.value)
+
+
+def test_doctor_says_before_a_start_what_the_start_would_say_of_a_remote(tmp_path: Path) -> None:
+    def found(password: str) -> Report:
+        return examine("{}", {"LMCACHE_EC_REMOTE_URL": f"redis://:{password}@127.0.0.1:{server.port}"})
+
+    with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
+        right, wrong = found("s3cr3t-canary"), found("wr0ng-canary")
+        server.kill()
+        away = found("s3cr3t-canary")
+    assert right.remotes == {"redis": f"redis://127.0.0.1:{server.port}, answers"}
+    assert "refuses the credentials" in " ".join(wrong.problems)
+    assert "tries again in the background" in " ".join(away.notes)
+    assert not any("redis" in problem for problem in (*right.problems, *away.problems)), (
+        "neither keeps it from starting"
+    )
+    assert "canary" not in "".join(report.to_json() + render(report) for report in (right, wrong, away))
 
 
 def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

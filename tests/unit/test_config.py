@@ -341,6 +341,10 @@ MISTAKES = {
         ("remote_lookup='catalog'", "<file> line 1", "auto or probe is accepted with lm://"),
         "ec: {remote_url: 'lm://host:65432', remote_lookup: catalog}",
     ),
+    "an address without its ://": Mistake(
+        ("remotes=<hidden>", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
+        environ={"LMCACHE_EC_REMOTE_URL": "redis//u:hunter2@host"},
+    ),
     "a remote that is no address": Mistake(
         ("remotes='myhost'", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
         environ={"LMCACHE_EC_REMOTE_URL": "myhost"},
