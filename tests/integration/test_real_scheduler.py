@@ -84,8 +84,6 @@ HOOKS = {
 }
 """Where a hook fails, from the connector's delegate."""
 
-TOLD = {Fault.NOTHING: 0, Fault.KILLS: 0, Fault.RANK: 4, Fault.SCHEDULER: 5}
-"""The seeds of the default run."""
 
 METADATA_ONLY = {
     Fault.NOTHING: (0.0, 0.2, 0.5),
@@ -368,19 +366,13 @@ def life(seed: int, scheduler: type[Scheduler], fault: Fault, folder: Path) -> I
         engine.close()
 
 
-def cases() -> list[Any]:
-    """One seed of each kind always; the others, two minutes and more on two cores, with the slow tests."""
-    return [
-        pytest.param(
-            *case,
-            marks=[] if case[2] == TOLD[case[1]] else [pytest.mark.slow],
-            id=f"{case[0].__name__}-{case[1]}-seed {case[2]}",
-        )
-        for case in itertools.product((Scheduler, AsyncScheduler), Fault, range(SEEDS))
-    ]
+CASES = list(itertools.product((Scheduler, AsyncScheduler), Fault, range(SEEDS)))
 
 
-@pytest.mark.parametrize(("scheduler", "fault", "seed"), cases())
+@pytest.mark.slow  # two minutes and more on two cores
+@pytest.mark.parametrize(
+    ("scheduler", "fault", "seed"), CASES, ids=[f"{case[0].__name__}-{case[1]}-seed {case[2]}" for case in CASES]
+)
 def test_any_requests_are_served_right_and_leave_nothing(
     scheduler: type[Scheduler], fault: Fault, seed: int, tmp_path: Path
 ) -> None:
