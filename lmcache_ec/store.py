@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import selectors
+import signal
 import socket
 import struct
 import sys
@@ -567,14 +568,17 @@ def _words(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Detach from the engine's process tree and session, then serve.
+    """Detach from the engine's process tree and process group, then serve.
 
     A process that vLLM's front end kills with its tree must not take this one along, and Ctrl-C in a terminal reaches a
-    whole foreground group: hence the fork and the session of its own.
+    whole foreground group: hence the fork and the group of its own. No session of its own: Linux schedules sessions as
+    wholes where it has autogroups, and on two cores, which two workers keep busy, the small session of a process that
+    mostly sleeps got no time for half a minute.
     """
     if os.fork():
         os._exit(0)
-    os.setsid()
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal is not the end of what was handed over
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)

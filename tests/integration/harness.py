@@ -236,7 +236,7 @@ class Scheduler:
 
         def serves() -> bool:
             pids[:] = store_processes(self.arena)
-            return len(pids) == 1 and os.getsid(pids[0]) == pids[0] and self.cache.ready and self._answers()
+            return len(pids) == 1 and os.getpgid(pids[0]) == pids[0] and self.cache.ready and self._answers()
 
         self.until("one store process serves", serves)
         return pids[0]

@@ -97,7 +97,7 @@ def test_the_store_process_is_detached_scrubbed_and_small(tmp_path: Path, monkey
         bench.encode(["image"])
         bench.settle()
         pid = bench.serving()
-        assert os.getsid(pid) == pid
+        assert os.getpgid(pid) == pid
         assert os.getpid() not in ancestors(pid)
         assert b"canary" not in Path(f"/proc/{pid}/environ").read_bytes()
         loaded = Path(f"/proc/{pid}/maps").read_text()

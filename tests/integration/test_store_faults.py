@@ -174,12 +174,13 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_pat
         all_made_up_for(bench, tmp_path, {*old, *unwritten, *unsealed})
 
 
-@pytest.mark.parametrize("call", ["fork", "setsid"])
+@pytest.mark.parametrize("call", ["fork", "setpgid"])
 def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """It hangs in its start, before or after it has detached itself, with saves handed over to it."""
-    code = f"import os\nhang = os.{call}\nos.{call} = lambda: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang()\n"
+    hanging_call = f"lambda *given: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang(*given)"
+    code = f"import os\nhang = os.{call}\nos.{call} = {hanging_call}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1))
     folder = tmp_path / "disk"
