@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Answers, Listed, Tier, TierError
+from lmcache_ec.tiers.base import Answers, Listed, NamespaceUse, Tier, TierError
 
 _REDIS = ("redis", "rediss", "valkey", "valkeys", "resp", "resps", "unix")
 _ARRANGED = ("redis", "rediss", "valkey", "valkeys")
@@ -148,7 +148,7 @@ def open_remote(url: str, options: RemoteOptions) -> Tier:
 
 
 class AwaitedTier(Tier):
-    """A remote that was away when it was opened: the first call that finds it there opens it, until then all fail.
+    """A tier that was away when it was opened: the first call that finds it there opens it, until then all fail.
 
     `opening` is an attempt that is still under way, and waited for before another one is made.
     Runs in the store process, on the tier's own threads; `_lock` lets one of them try at a time.
@@ -181,6 +181,15 @@ class AwaitedTier(Tier):
 
     def list(self, namespace: str) -> Iterator[Listed]:
         return self._opened().list(namespace)
+
+    def namespaces(self) -> Iterator[NamespaceUse]:
+        return self._opened().namespaces()
+
+    def remove(self, namespace: str) -> int:
+        return self._opened().remove(namespace)
+
+    def maintain(self) -> None:
+        self._opened().maintain()
 
     def close(self) -> None:
         if self._tier is not None:
