@@ -38,6 +38,33 @@ _DIGEST_END = _DIGEST_AT + 32
 _NO_DIGEST = "0" * 32
 _MAX_COUNT = 2**63 - 1
 _LAYOUT = re.compile(r"[A-Za-z0-9_.,:=+\[\] -]*")  # nothing that JSON escapes
+
+
+class _Metadata(msgspec.Struct, omit_defaults=True):
+    format: str
+    digest: str
+    identifier: str
+    namespace: str
+    created: str
+    producer: str
+    layout: str = ""
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, int]
+    data_offsets: tuple[int, int]
+
+
+class _Header(msgspec.Struct):
+    """The header, its fields in the order in which they are written."""
+
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+    ec: _Tensor
+
+
+_decode = msgspec.json.Decoder(_Header).decode
+_encode = msgspec.json.Encoder().encode
 _DTYPE_BYTES = {
     "BF16": 2,
     "F16": 2,
@@ -127,7 +154,9 @@ def seal(buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: s
     if len(producer.encode()) > MAX_PRODUCER_BYTES:
         raise ValueError(f"producer {producer!r}: at most {MAX_PRODUCER_BYTES} bytes of UTF-8")
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    header = _header(key, spec, created, producer, _NO_DIGEST)
+    metadata = _Metadata(FORMAT, _NO_DIGEST, key.identifier, key.namespace, created, producer, spec.layout)
+    tensor = _Tensor(spec.dtype, (spec.rows, spec.width), (0, spec.nbytes))
+    header = _padded(_Header(metadata, tensor), room(key.identifier))
     buffer[: len(header)] = header
     buffer[_DIGEST_AT:_DIGEST_END] = _digest(buffer)
 
@@ -142,67 +171,32 @@ def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
         raise EntryError(Reason.HEADER, f"header of {given} bytes, expected {size - _LENGTH.size}")
     header = bytes(buffer[:size])
     try:
-        fields = msgspec.json.decode(header[_LENGTH.size :])
+        fields = _decode(header[_LENGTH.size : header.rfind(b"}") + 1])
     except (ValueError, RecursionError) as error:
-        raise EntryError(Reason.HEADER, "not JSON") from error
-    metadata = _metadata(fields, key)
-    spec = _spec(fields, metadata.get("layout", ""))
-    digest, created, producer = (metadata.get(name, "") for name in ("digest", "created", "producer"))
+        raise EntryError(Reason.HEADER, "not the JSON that is written") from error
+    metadata, tensor = fields.metadata, fields.ec
+    if metadata.format != FORMAT:
+        raise EntryError(Reason.FORMAT, f"not {FORMAT}")
+    if metadata.identifier != key.identifier:
+        raise EntryError(Reason.IDENTIFIER, "another identifier than the one asked for")
+    if metadata.namespace != key.namespace:
+        raise EntryError(Reason.NAMESPACE, "another namespace than the one asked for")
     try:
-        expected = _header(key, spec, created, producer, digest)
+        spec = TensorSpec(*tensor.shape, tensor.dtype, metadata.layout)
     except ValueError as error:
-        raise EntryError(Reason.HEADER, "a field of it does not fit") from error
-    if header != expected:
+        raise EntryError(Reason.SHAPE, "no such tensor can be") from error
+    if tensor.data_offsets != (0, spec.nbytes) or header != _padded(fields, size):
         raise EntryError(Reason.HEADER, "not in the one form that is written")
     if len(buffer) != size + spec.nbytes:
         raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, its header says {size + spec.nbytes}")
     if header[_DIGEST_AT:_DIGEST_END] != _digest(buffer):
-        raise EntryError(Reason.DIGEST, f"the bytes are not those that were sealed with {digest}")
+        raise EntryError(Reason.DIGEST, f"the bytes are not those that were sealed with {metadata.digest}")
     return spec
 
 
-def _metadata(fields: object, key: EncoderCacheKey) -> dict[str, str]:
-    """The header's metadata, strings only, once it has named our format and `key`."""
-    metadata = fields.get("__metadata__") if isinstance(fields, dict) else None
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise EntryError(Reason.HEADER, "no metadata of strings")
-    if metadata.get("format") != FORMAT:
-        raise EntryError(Reason.FORMAT, f"not {FORMAT}")
-    if metadata.get("identifier") != key.identifier:
-        raise EntryError(Reason.IDENTIFIER, "another identifier than the one asked for")
-    if metadata.get("namespace") != key.namespace:
-        raise EntryError(Reason.NAMESPACE, "another namespace than the one asked for")
-    return metadata
-
-
-def _spec(fields: dict[str, object], layout: str) -> TensorSpec:
-    """The one tensor that the header declares, not yet held against the length of the entry."""
-    match fields.get("ec"):
-        case {"dtype": str(dtype), "shape": [rows, width]} if type(rows) is int and type(width) is int:
-            try:
-                return TensorSpec(rows, width, dtype, layout)
-            except ValueError as error:
-                raise EntryError(Reason.SHAPE, "no such tensor can be") from error
-    raise EntryError(Reason.SHAPE, "no tensor `ec` of two dimensions")
-
-
-def _header(key: EncoderCacheKey, spec: TensorSpec, created: str, producer: str, digest: str) -> bytes:
-    """Length field, header and padding: exactly `room` bytes. ValueError if the header does not fit."""
-    metadata = {
-        "format": FORMAT,
-        "digest": digest,
-        "identifier": key.identifier,
-        "namespace": key.namespace,
-        "created": created,
-        "producer": producer,
-        **({"layout": spec.layout} if spec.layout else {}),
-    }
-    tensor = {"dtype": spec.dtype, "shape": [spec.rows, spec.width], "data_offsets": [0, spec.nbytes]}
-    text = msgspec.json.encode({"__metadata__": metadata, "ec": tensor})
-    size = room(key.identifier) - _LENGTH.size
-    if len(text) > size:
-        raise ValueError(f"a header of {len(text)} bytes does not fit in {size}")
-    return _LENGTH.pack(size) + text.ljust(size)
+def _padded(header: _Header, size: int) -> bytes:
+    """Length field, header and padding, `size` bytes; more if the header does not fit."""
+    return _LENGTH.pack(size - _LENGTH.size) + _encode(header).ljust(size - _LENGTH.size)
 
 
 def _digest(buffer: memoryview) -> bytes:

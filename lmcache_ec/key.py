@@ -78,14 +78,14 @@ class EncoderCacheKey:
 
     @property
     def object_name(self) -> str:
-        """`<namespace>/<aa>/<bb>/<sha256>.safetensors`: no identifier, whatever its text, leaves the root."""
+        """`<namespace>/<aa>/<sha256>.safetensors`: no identifier, whatever its text, leaves the root."""
         return object_name(self.namespace, self.digest)
 
 
 def object_name(namespace: str, digest: bytes) -> str:
     """The name of the object whose key has this `digest`."""
     name = digest.hex()
-    return f"{namespace}/{name[:2]}/{name[2:4]}/{name}.safetensors"
+    return f"{namespace}/{name[:2]}/{name}.safetensors"
 
 
 def namespace_of(model: str, facts: Mapping[str, object]) -> str:

@@ -17,9 +17,10 @@ from lmcache_ec import arena
 class Copies:
     """Runs in a process of its own, as an engine with one process does: both sides of the connector on one thread.
 
-    load_cpu         ours: bind and load. Floor: memcpy into a buffer allocated in the same way
+    load_cpu         ours: bind and load. Floor: memcpy of the same bytes into a buffer allocated in the same way
     report           what the end of a step that has loaded adds, however much it has loaded
     save             ours: bind, copy, hand over, report a step. Floor: memcpy
+    save_on_cpu      what of this the thread ran: the rest it waited for a core, which the store process wants, too
     fetch_to_live    from the first hook to the pass that finds the entry
     save_to_written  from the forward pass' copy to the pass that finds it written
 
@@ -48,8 +49,9 @@ class Copies:
         save, load, held_up = f"save{suffix}", f"load_cpu{suffix}", Samples()
 
         def save_ours() -> None:
-            seconds, _, _ = self._engine.save(identifier, rows, time.sleep, BACK_TO_BACK_S)
-            samples.setdefault((save, "ours"), []).append(seconds)
+            saving = self._engine.save(identifier, rows, time.sleep, BACK_TO_BACK_S)
+            samples.setdefault((save, "ours"), []).append(saving.held_up_s)
+            samples.setdefault((f"save_on_cpu{suffix}", "ours"), []).append(saving.ran_s)
 
         def load_ours() -> None:
             loaded_s, report_s = self._engine.load(identifier, rows)
@@ -61,9 +63,10 @@ class Copies:
             lambda: timed(samples, save, "floor", lambda: _copy(place, tensor)),
             lambda: timed(held_up, save, "example", lambda: self._example.save(identifier, tensor)),
         )
+        stored = self._engine.stored(identifier, rows)
         in_any_order(
             load_ours,
-            lambda: timed(samples, load, "floor", lambda: _copy(torch.empty_like(place), place)),
+            lambda: timed(samples, load, "floor", lambda: _copy(torch.empty_like(stored), stored)),
             lambda: timed(held_up, load, "example", lambda: self._example.load(identifier, tensor)),
         )
         for row, way in ((save, f"save_to_written{suffix}"), (load, f"fetch_to_live{suffix}")):
@@ -78,13 +81,15 @@ class Copies:
         pause, suffix = pause_of(busy), "_busy" if busy else ""
         for pass_s in [BACK_TO_BACK_S] * times_of(rows) + [PASS_S]:
             identifier = new_identifier()
-            _, written_s, write_passes = self._engine.save(identifier, rows, pause, pass_s)
+            saving = self._engine.save(identifier, rows, pause, pass_s)
             self._engine.forget(identifier)
             live_s, fetch_passes = self._engine.fetch(identifier, rows, pause, pass_s)
             self._engine.forget(identifier, everywhere=True)
             counted = pass_s == PASS_S
             whose = "passes" if counted else "ours"
-            samples.setdefault((f"save_to_written{suffix}", whose), []).append(write_passes if counted else written_s)
+            samples.setdefault((f"save_to_written{suffix}", whose), []).append(
+                saving.passes if counted else saving.written_s
+            )
             samples.setdefault((f"fetch_to_live{suffix}", whose), []).append(fetch_passes if counted else live_s)
         return samples
 

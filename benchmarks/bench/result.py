@@ -3,11 +3,13 @@
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.bench.churn import Utilisation
 
 BUSY = "_busy"
+LEAST = "_least"
+"""Not this cache: the least that its design asks for, written down as system calls, to show what a bar can be."""
 _PARTIES = ("ours", "peer", "example", "floor")
 _OF_ANY_SIZE = {"report"}
 
@@ -88,10 +90,10 @@ def bars(rows: Iterable[Row], arena: Utilisation) -> list[Bar]:
         _at_most(by_name, "has_cache_item", 0.002),
         _at_most(by_name, "ensure_idle_step", 0.1),
         _at_most(by_name, "hook_p99_promoting", 1.0),
-        *(_busy(by_name, name) for name in by_name if name + BUSY in by_name),
+        *(_busy(by_name, name) for name in by_name if name + BUSY in by_name and not name.endswith(LEAST)),
         _near_floor("load_cpu", [row for row in by_name.get("load_cpu", ()) if _is_an_image(row)], 1.15, "memcpy"),
-        _near_floor("disk_get", by_name.get("disk_get", ()), 1.3, "read + xxh3"),
-        _near_floor("disk_put", by_name.get("disk_put", ()), 1.2, "write + rename"),
+        _with_least(by_name, "disk_get", 1.3, "read + xxh3"),
+        _with_least(by_name, "disk_put", 1.2, "write + rename"),
         Bar(
             "arena >= 85 % live",
             f"{arena.least:.1%} at least, {arena.mean:.1%} on average",
@@ -117,6 +119,13 @@ def _busy(by_name: Mapping[str, list[Row]], name: str) -> Bar:
         if row.ours_ms and (before := idle.get(row.size_bytes))
     ]
     return _worst(f"{name}{BUSY} <= 2 x idle", ratios, 2.0)
+
+
+def _with_least(by_name: Mapping[str, list[Row]], name: str, limit: float, floor: str) -> Bar:
+    """A bar over a floor, beside what can be had of it."""
+    bar = _near_floor(name, by_name.get(name, ()), limit, floor)
+    least = [f"{row.times_floor:.2f}" for row in by_name.get(name + LEAST, ()) if row.times_floor is not None]
+    return replace(bar, value=f"{bar.value}; the least: {', '.join(least)}") if least else bar
 
 
 def _near_floor(name: str, rows: Iterable[Row], limit: float, floor: str) -> Bar:

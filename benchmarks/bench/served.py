@@ -5,7 +5,7 @@ import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,11 +14,22 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from benchmarks.bench.sample import Pause
 from lmcache_ec.adapters.vllm import build
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
-from lmcache_ec.adapters.vllm.tensors import dtype_name
+from lmcache_ec.adapters.vllm.tensors import dtype_name, view
+from lmcache_ec.entry import TensorSpec, room
 from tests.unit.fakes import Request, Served, request
 
 _numbers = itertools.count(1)
 _DEADLINE_S = 60.0
+
+
+class Saving(NamedTuple):
+    """Seconds that the forward pass was held up, and that its thread ran meanwhile; seconds, and passes, until the
+    entry was known to be on disk."""
+
+    held_up_s: float
+    ran_s: float
+    written_s: float
+    passes: int
 
 
 class Engine(Served):
@@ -38,23 +49,30 @@ class Engine(Served):
         with patch.object(build, "build_scheduler_side", lambda *_: (self.side, None)):
             return ECLMCacheConnector(SimpleNamespace(ec_transfer_config=transfer), ECConnectorRole.SCHEDULER)
 
-    def save(self, identifier: str, rows: int, pause: Pause, pass_s: float) -> tuple[float, float, int]:
-        """Seconds that the forward pass was held up; seconds, and passes, until the entry was known to be on disk."""
+    def save(self, identifier: str, rows: int, pause: Pause, pass_s: float) -> Saving:
         item = request(identifier, identifier, rows=rows)
         _expect(self.vllm.offer(item), "encode")
         writes, cache, passes = self.cache.book.counts.writes, {identifier: self.output[:rows]}, 0
         meta = self.vllm.end_pass().ec_connector_metadata
-        began = time.perf_counter()
+        ran, began = time.thread_time(), time.perf_counter()
         self.runner.worker.bind(meta)
         self.runner.worker.save(cache, identifier)
         self.runner.worker.finish_step()
-        saved = time.perf_counter()
+        saved, ran = time.perf_counter(), time.thread_time() - ran
         while self.cache.book.counts.writes == writes:
             self._next_pass(began, pause, pass_s)
             passes += 1
         written = time.perf_counter()
         self._finish(item)
-        return saved - began, written - began, passes
+        return Saving(saved - began, ran, written - began, passes)
+
+    def stored(self, identifier: str, rows: int) -> torch.Tensor:
+        """A view of what the arena holds of an entry that is live."""
+        place, memory = self.cache.book.live(identifier), self.runner.worker._rank.memory
+        if place is None:
+            raise RuntimeError("what was saved is not live")
+        spec = TensorSpec(rows, self.output.shape[1], dtype_name(self.output.dtype))
+        return view(memory, place.offset + room(identifier), spec)
 
     def load(self, identifier: str, rows: int) -> tuple[float, float]:
         """Seconds of a load from the arena into a fresh dictionary, and of the report at the step's end."""

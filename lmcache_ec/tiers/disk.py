@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """LocalDisk: one file an entry, on a file system that may be shared with other engines.
 
-    <root>/.usage                                        how much the folder holds (see disk_account.py)
-    <root>/<namespace>/<aa>/<bb>/<sha256>.safetensors    an entry; its time of modification is that of its last use
-    <root>/<namespace>/.tmp/<length>.<random>            an entry being written; its writer holds a lock (flock) on it
+    <root>/.usage                                   how much the folder holds (see disk_account.py)
+    <root>/<namespace>/<aa>/<sha256>.safetensors    an entry; its time of modification is that of its last use
+    <root>/<namespace>/.tmp/<length>.<random>       an entry being written; its writer holds a lock (flock) on it
+
+There is one level of folders: with a second one nearly every put would make a folder first, for 0.13 ms and 4 KiB.
 
 A file is written under .tmp and then linked to its name, so that it appears whole and never replaces another (where
 the file system has no links it is renamed, and two processes that write one entry at once may both succeed). A
@@ -79,10 +81,12 @@ class DiskTier(Tier):
         except OSError as error:
             raise ValueError(f"disk tier at {root}: nothing in this folder can be read: {error.strerror}") from error
         self.root = root
+        self._prefix = f"{root}/"
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self._account = FolderAccount(root / ".usage")
         self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, path; the least recently used first
+        self._total: int | None = None  # of the folder as last seen: a guess, which spares most writes to look it up
         self._guard = threading.Lock()
         self._looking = threading.Lock()
         self._swept: set[str] = set()  # namespaces
@@ -92,17 +96,15 @@ class DiskTier(Tier):
     @property
     def stored_bytes(self) -> int | None:
         """What the folder holds and writes under way will add, all engines together; None if nobody has counted."""
-        with _reported("read its account"):
+        with _Reporting("read the account of", self.root):
             account = self._account.read()
         return None if account is None else account.total
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
-        name = key.object_name
-        with _reported(f"read {name}"):
+        path = self._prefix + key.object_name
+        with _Reporting("read", path):
             try:
-                fd = os.open(
-                    self.root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-                )  # else a pipe would hold the thread
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else a pipe would hold the thread
                 try:
                     length = _length(os.fstat(fd))
                     if length == len(buffer):
@@ -118,23 +120,24 @@ class DiskTier(Tier):
         return None
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        name, length = key.object_name, len(data)
-        if self.contains(key) is not None:
-            return False
-        with _reported(f"write {name}, {length} bytes"):
+        path, length = self._prefix + key.object_name, len(data)
+        with _Reporting("write", path):
+            if _find(path) is not None:
+                return False
             if length > self.max_bytes:
                 text = f"an entry of {length} bytes does not fit: the disk tier may hold {self.max_bytes} bytes"
                 raise TierError(errno.EFBIG, text)
             self._leave_free(length)
-            workshop = self.root / key.namespace / ".tmp"
+            workshop = f"{self._prefix}{key.namespace}/.tmp"
             if key.namespace not in self._swept:
                 self._swept.add(key.namespace)
                 _sweep(workshop, ours=True)
             problem: OSError = _no_room(length, self.max_bytes)
             for _ in range(_ATTEMPTS):
                 try:
-                    self._make_room(length)
-                    written = self._write(workshop, self.root / name, data)
+                    if self._total is None or self._total + length > self.max_bytes:
+                        self._make_room(length)
+                    written = self._write(workshop, path, data)
                 except FileNotFoundError as error:
                     problem = error  # somebody removes the folder at this moment
                     continue
@@ -143,31 +146,26 @@ class DiskTier(Tier):
             raise problem
 
     def contains(self, key: EncoderCacheKey) -> int | None:
-        name = key.object_name
-        with _reported(f"look for {name}"):
-            try:
-                return _length(os.stat(self.root / name))
-            except OSError as error:
-                if error.errno not in _GONE:
-                    raise
-        return None
+        path = self._prefix + key.object_name
+        with _Reporting("look for", path):
+            return _find(path)
 
     def delete(self, key: EncoderCacheKey) -> None:
-        name = key.object_name
-        with _reported(f"delete {name}"):
-            self._remove(str(self.root / name))
+        path = self._prefix + key.object_name
+        with _Reporting("delete", path):
+            self._remove(path)
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier; and removes what killed writers left. The walk is the first part of a survey."""
         folder = self.root / check_namespace(namespace)
-        with _reported(f"list {folder}"):
+        with _Reporting("list", folder):
             survey = _Survey(self.root, self._account, namespace)
             yield from survey.walk(namespace)
         self._begun = survey
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier; without a survey, and so without the sweep that goes with one."""
-        with _reported(f"list {self.root}"):
+        with _Reporting("list", self.root):
             for folder in sorted(folder.name for folder in _scan(self.root) if _is_namespace(folder.name)):
                 entries, length, used_ns = 0, 0, 0
                 for shard in _shards(self.root / folder):
@@ -181,7 +179,7 @@ class DiskTier(Tier):
         """As every tier; the folders go too, unless a writer or a stranger has something in them."""
         folder = self.root / check_namespace(namespace)
         removed = 0
-        with _reported(f"remove {folder}"):
+        with _Reporting("remove", folder):
             for shard in _shards(folder):
                 for path, _, _ in _entries(shard):
                     self._remove(path)
@@ -193,7 +191,7 @@ class DiskTier(Tier):
     def maintain(self) -> None:
         """Survey the folder, bring the account in line with it, evict what is over the limit."""
         survey, self._begun = self._begun, None
-        with _reported(f"survey {self.root}"):
+        with _Reporting("survey", self.root):
             try:
                 self._account.open()
             except OSError as error:
@@ -247,12 +245,13 @@ class DiskTier(Tier):
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(self, workshop: Path, path: Path, data: memoryview) -> bool | None:
+    def _write(self, workshop: str, path: str, data: memoryview) -> bool | None:
         """Make `data` appear at `path`: as `put`, or None if a neighbour was quicker to take the room."""
         reserved, published = None, False
         try:
             with _temporary(workshop, len(data)) as (fd, temporary):
                 reserved = self._account.reserve(len(data), self.max_bytes)
+                self._total = reserved.total if reserved is not None else None
                 if reserved is None:
                     return None
                 _write_full(fd, data)
@@ -380,14 +379,21 @@ class _Survey:
                 self._cutoff = self._found[-1][0]
 
 
-@contextmanager
-def _reported(action: str) -> Iterator[None]:
-    try:
-        yield
-    except TierError:
-        raise
-    except OSError as error:
-        raise TierError(error.errno, f"disk tier could not {action}: {error.strerror}") from error
+class _Reporting:
+    """What the system says of a call comes out as a TierError that says what was to be done to what."""
+
+    __slots__ = ("_action", "_what")
+
+    def __init__(self, action: str, what: Path | str) -> None:
+        self._action, self._what = action, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, TierError):
+            text = f"disk tier could not {self._action} {self._what}: {error.strerror}"
+            raise TierError(error.errno, text) from error
 
 
 def _no_room(length: int, max_bytes: int) -> TierError:
@@ -416,6 +422,16 @@ def _check_readable(root: Path) -> None:
                 problem = error
     if problem is not None:
         raise problem
+
+
+def _find(path: str) -> int | None:
+    """The length of the file at `path`, None if there is none."""
+    try:
+        return _length(os.stat(path))
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+    return None
 
 
 def _length(status: os.stat_result) -> int | None:
@@ -449,12 +465,12 @@ def _mark_used(fd: int) -> None:
             pass  # a folder that we may only read: its owner decides what is used
 
 
-def _publish(temporary: Path, path: Path) -> bool:
+def _publish(temporary: str, path: str) -> bool:
     """Give the file its name; False if another file has it already."""
-    return in_folder(path.parent, lambda: _name(temporary, path))
+    return in_folder(os.path.dirname(path), lambda: _name(temporary, path))
 
 
-def _name(temporary: Path, path: Path) -> bool:
+def _name(temporary: str, path: str) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -471,21 +487,21 @@ def _name(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _expect_file(path: Path) -> None:
+def _expect_file(path: str) -> None:
     """OSError if what stands where an entry belongs is none, so that nobody takes the entry for stored."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return  # it was one, or whatever it was is in nobody's way any more
-    if not (stat.S_ISREG(mode) or path.is_file()):
+    if not (stat.S_ISREG(mode) or os.path.isfile(path)):
         raise FileExistsError(errno.EEXIST, "something that is no file has its name")
 
 
 @contextmanager
-def _temporary(workshop: Path, length: int) -> Iterator[tuple[int, Path]]:
+def _temporary(workshop: str, length: int) -> Iterator[tuple[int, str]]:
     """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there."""
     for _ in range(_ATTEMPTS):
-        path = workshop / f"{length}.{os.urandom(12).hex()}"
+        path = f"{workshop}/{length}.{os.urandom(12).hex()}"
         fd = _create(path)
         try:
             if try_lock(fd) is not False and os.fstat(fd).st_nlink:  # else a neighbour swept it before it was locked
@@ -499,12 +515,12 @@ def _temporary(workshop: Path, length: int) -> Iterator[tuple[int, Path]]:
     raise FileNotFoundError(errno.ENOENT, f"what is made in {workshop} has no name at once")
 
 
-def _create(path: Path) -> int:
+def _create(path: str) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    return in_folder(path.parent, lambda: os.open(path, flags, 0o666))
+    return in_folder(os.path.dirname(path), lambda: os.open(path, flags, 0o666))
 
 
-def _unlink(path: Path) -> None:
+def _unlink(path: str) -> None:
     try:
         os.unlink(path)
     except OSError as error:
@@ -512,7 +528,7 @@ def _unlink(path: Path) -> None:
             raise
 
 
-def _sweep(workshop: Path, *, ours: bool) -> list[tuple[int, os.stat_result]]:
+def _sweep(workshop: Path | str, *, ours: bool) -> list[tuple[int, os.stat_result]]:
     """Remove the temporaries that no living writer holds; of those that stay the length reserved and the status.
 
     All files where the folder is `ours` for certain, else those of our names.
@@ -550,15 +566,13 @@ def _shards(folder: Path) -> list[str]:
 
 
 def _entries(shard: str) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Path, digest in hex and status of the entries in a folder of the first level."""
-    for second in _scan(shard):
-        prefix = shard[-2:] + second.name
-        for file in _scan(second.path) if _SHARD.fullmatch(second.name) else ():
-            match = _FILE_NAME.fullmatch(file.name)
-            if match and match[1].startswith(prefix):
-                status = _status(file)
-                if status is not None and stat.S_ISREG(status.st_mode):
-                    yield file.path, match[1], status
+    """Path, digest in hex and status of the entries in a shard."""
+    for file in _scan(shard):
+        match = _FILE_NAME.fullmatch(file.name)
+        if match and shard.endswith(match[1][:2]):
+            status = _status(file)
+            if status is not None and stat.S_ISREG(status.st_mode):
+                yield file.path, match[1], status
 
 
 def _status(file: os.DirEntry[str]) -> os.stat_result | None:
@@ -577,8 +591,6 @@ def _remove_empty(folder: Path) -> None:
         return  # a stranger's
     try:
         for shard in _shards(folder):
-            for second in _scan(shard):
-                os.rmdir(second.path)
             os.rmdir(shard)
         os.rmdir(workshop)
         os.rmdir(folder)

@@ -23,9 +23,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 _FIELDS = struct.Struct("<8sQQQQQ")
 _CHECKSUM = struct.Struct("<I")
@@ -40,8 +39,7 @@ _REMADE = 16
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(NamedTuple):
     """One state of the account, in bytes. `corrections` tells how often a survey has changed the total."""
 
     total: int = 0
@@ -61,7 +59,8 @@ class FolderAccount:
     def __init__(self, path: Path) -> None:
         self.shared = True
         """Whether neighbours see it; false from when the file system is found to have no locks."""
-        self._path = path
+        self._folder = path.parent
+        self._path = str(path)
         self._alone: Account | None = None
         self._guard = threading.Lock()
 
@@ -102,7 +101,7 @@ class FolderAccount:
             fits = account is not None and account.total + length <= limit
             if account is None or not fits:
                 return account
-            return replace(account, total=account.total + length, reserved=account.reserved + length)
+            return account._replace(total=account.total + length, reserved=account.reserved + length)
 
         after = self._change(change)
         return after if fits else None
@@ -119,7 +118,7 @@ class FolderAccount:
                 return None
             known = since and (since.born, since.corrections) == (account.born, account.corrections)
             total = max(0, account.total - length) if known else account.total
-            return replace(account, total=total, released=account.released + length)
+            return account._replace(total=total, released=account.released + length)
 
         self._change(change)
 
@@ -136,7 +135,7 @@ class FolderAccount:
             total = min(max(account.total, least - released), most + reserved)
             if total == account.total:
                 return account
-            return replace(account, total=total, corrections=account.corrections + 1)
+            return account._replace(total=total, corrections=account.corrections + 1)
 
         self._change(change)
 
@@ -175,10 +174,10 @@ class FolderAccount:
     def _open(self) -> int:
         """The file, made if need be, and its folder with it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        return in_folder(self._path.parent, lambda: os.open(self._path, flags, 0o666))
+        return in_folder(self._folder, lambda: os.open(self._path, flags, 0o666))
 
 
-def in_folder(folder: Path, call: Callable[[], _T]) -> _T:
+def in_folder(folder: Path | str, call: Callable[[], _T]) -> _T:
     """What `call` returns, which needs the folder: that is made where it is missing, or is being removed meanwhile."""
     for _ in range(_REMADE):
         try:
@@ -215,7 +214,7 @@ def _lock(fd: int) -> bool:
 
 
 def _encode(account: Account) -> bytes:
-    fields = _FIELDS.pack(_MAGIC, account.total, account.reserved, account.released, account.corrections, account.born)
+    fields = _FIELDS.pack(_MAGIC, *account)
     return fields + _CHECKSUM.pack(zlib.crc32(fields))
 
 

@@ -35,7 +35,7 @@ from lmcache_ec.tiers.resp import moment_of_end, until
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
-_OBJECT = rb"([a-z0-9_-][a-z0-9._-]{0,79})/([0-9a-f]{2})/([0-9a-f]{2})/(\2\3[0-9a-f]{60})\.safetensors"
+_OBJECT = rb"([a-z0-9_-][a-z0-9._-]{0,79})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.safetensors"
 
 _Replies = list[object]
 _Numbers = list[int]
@@ -347,7 +347,7 @@ def _described(pool: Any, names: _Names) -> list[_Stored]:
             continue  # it is another server's by now, or no entry
         if _or_raise(length) or isinstance(idle_s, int):  # else it is gone
             used = now - idle_s if isinstance(idle_s, int) else None
-            found.append(_Stored(match[1].decode(), bytes.fromhex(match[4].decode()), _or_raise(length), used))
+            found.append(_Stored(match[1].decode(), bytes.fromhex(match[3].decode()), _or_raise(length), used))
     return found
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """S3: one object an entry, in a bucket of AWS or of any store that speaks its protocol.
 
-    s3://<bucket>/<prefix>/<namespace>/<aa>/<bb>/<sha256>.safetensors
+    s3://<bucket>/<prefix>/<namespace>/<aa>/<sha256>.safetensors
 
 The bytes go through obstore, whose requests run outside the interpreter; boto3 finds the credentials and the address of
 the bucket, as it does for every program of an AWS user, and does what an administrator asks for. Both are imported when
@@ -47,7 +47,7 @@ _NEVER_WRITTEN = "lmcache-ec-probe"
 
 _Answer = TypeVar("_Answer")
 
-_OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/([0-9a-f]{2})/((?:\1\2)[0-9a-f]{60})\.safetensors")
+_OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
 
 
 def open_s3(
@@ -161,7 +161,7 @@ class S3Tier(Tier):
             for found in page:
                 match = _OBJECT.fullmatch(found["path"])
                 if match and not self._aged(found):
-                    yield Listed(bytes.fromhex(match[3]), found["size"], found["last_modified"].timestamp())
+                    yield Listed(bytes.fromhex(match[2]), found["size"], found["last_modified"].timestamp())
 
     def close(self) -> None:
         """There is nothing to let go of: idle connections end by themselves."""

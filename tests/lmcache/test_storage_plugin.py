@@ -101,7 +101,7 @@ def opened(process: StorageProcess, path: str) -> Iterator[StorageProcess]:
 
 
 def entries(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*/??/??/*.safetensors"))
+    return sorted(folder.glob("*/??/*.safetensors"))
 
 
 def test_what_one_process_stores_another_reads_to_the_bit_from_disk_redis_and_s3(

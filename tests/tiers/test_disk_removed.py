@@ -44,13 +44,12 @@ REMOVED: list[Callable[[Path], Path]] = [
     lambda root: root.parent,
     lambda root: root / "ns",
     lambda root: root / "ns" / ".tmp",
-    lambda root: (root / key("a").object_name).parent.parent,
     lambda root: (root / key("a").object_name).parent,
 ]
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("which", REMOVED, ids=["root", "above", "namespace", "temporaries", "shard", "second shard"])
+@pytest.mark.parametrize("which", REMOVED, ids=["root", "above", "namespace", "temporaries", "shard"])
 def test_a_folder_removed_under_a_tier_is_missed_and_the_next_put_makes_it_again(
     tmp_path: Path, which: Callable[[Path], Path], scanned: bool
 ) -> None:

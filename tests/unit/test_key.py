@@ -65,7 +65,7 @@ def test_client_ids_stay_local_unless_the_user_vouches_for_them(identifier: str)
 def test_object_names_are_distinct_and_stay_below_their_namespace(one: str, other: str) -> None:
     names = [EncoderCacheKey("ns-1", identifier).object_name for identifier in (one, other)]
     for name in names:
-        assert re.fullmatch(r"ns-1/([0-9a-f]{2})/([0-9a-f]{2})/\1\2[0-9a-f]{60}\.safetensors", name)
+        assert re.fullmatch(r"ns-1/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors", name)
     assert (names[0] == names[1]) == (one == other)
 
 
