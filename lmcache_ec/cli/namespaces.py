@@ -114,7 +114,7 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--remove") from None
     if remove_unused and not unused_for:
-        raise typer.BadParameter("say for how many days, with --unused-for", param_hint="--remove-unused")
+        raise typer.BadParameter("say for how many days, more than 0, with --unused-for", param_hint="--remove-unused")
     if needs_yes:
         raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
 

@@ -27,6 +27,8 @@ from lmcache_ec.channel import STATUS_PREFIX, rank_address, same_user
 from lmcache_ec.config.host import amount
 
 _TIMEOUT_S = 2.0
+_WIDEST = 120
+"""Of a table: a narrower terminal wraps its lines, which loses nothing."""
 _FIRST_RANK = re.compile(r"lmcache-ec-[0-9a-f]{32}-0")
 _LISTENS = 0x10000
 _SILENT = {
@@ -72,7 +74,7 @@ def all_engines() -> list[dict[str, Any]]:
 
 def show(found: list[dict[str, Any]]) -> None:
     """Print the engines for a person, each with a table of its tiers."""
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=max(Console().width, _WIDEST))
     if not found:
         console.print("No engine with an encoder cache runs on this host under this user.")
     for engine in found:

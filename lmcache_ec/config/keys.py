@@ -177,7 +177,9 @@ class EncoderCacheConfig(BaseModel):
         default_factory=dict, description="LMCache's; of it, what belongs to S3 or to a remote of LMCache's is used."
     )
     remotes: Remotes = Field(
-        (), description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one."
+        (),
+        description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one. "
+        "`${NAME}` in one is an environment variable.",
     )
     ttl_s: Lifetime = Field(None, description="How long an entry lives in a remote tier. Unset: no limit.")
     blocking_timeout_secs: Annotated[

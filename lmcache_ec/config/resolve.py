@@ -24,6 +24,7 @@ from lmcache_ec.config.sources import (
     from_extra,
     from_file,
 )
+from lmcache_ec.config.variables import filled
 from lmcache_ec.tiers.remote import is_remote_key
 
 _KEYS = EncoderCacheConfig.model_fields
@@ -67,7 +68,7 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     problems = read.problems + [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
     complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
     ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
-    config, refused = _validated(ours)
+    config, refused = _validated(ours, environ)
     problems += [*complaints.values(), *refused]
     if problems or config is None:
         raise ConfigError(*problems)
@@ -104,13 +105,21 @@ def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
         yield f"accepted without effect, {why}: {', '.join(named)}"
 
 
-def _validated(ours: Mapping[str, Setting]) -> tuple[EncoderCacheConfig | None, list[str]]:
-    """The configuration, or what is wrong with each bad value."""
+def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple[EncoderCacheConfig | None, list[str]]:
+    """The configuration, or what is wrong with each bad value; of an address is shown what was written."""
+    values = {key: setting.value for key, setting in ours.items()}
+    problems: list[str] = []
+    remotes = ours.get("remotes")
+    if remotes and remotes.origin.source is not Source.INHERITED:  # LMCache would take it as it is
+        try:
+            values["remotes"] = _filled(remotes.value, environ)
+        except ValueError as error:
+            problems.append(f"remotes={shown(remotes.value)} in {remotes.origin.place}: {error}")
+            del values["remotes"]
     try:
-        return EncoderCacheConfig.model_validate({key: setting.value for key, setting in ours.items()}), []
+        return EncoderCacheConfig.model_validate(values), problems
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False, include_input=False)
-    problems: list[str] = []
     for detail in details:
         setting = ours[str(detail["loc"][0])]
         value = shown(setting.value)
@@ -166,6 +175,13 @@ def _as_ours(setting: Setting) -> Setting:
     if setting.key != "remote_url":
         return setting
     return Setting("remotes", setting.value, Origin(setting.origin.source, f"{setting.origin.place}, remote_url"))
+
+
+def _filled(value: object, environ: Mapping[str, str]) -> object:
+    """Addresses with their variables filled in; whatever else was written as it is. ValueError: see `filled`."""
+    if isinstance(value, list):
+        return [_filled(each, environ) for each in value]
+    return filled(value, environ) if isinstance(value, str) else value
 
 
 def _inherited(

@@ -2,6 +2,7 @@
 """Remote tiers under the whole core: warm on another host, in order, and in nobody's way when they are not there."""
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -283,7 +284,10 @@ def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
     asyncio.run(put_all())
 
 
-def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(tmp_path: Path) -> None:
+def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And whoever reads the log learns that it went, and that it is back."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         bench.encode(IMAGES[:1])
         bench.settle()
@@ -297,6 +301,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(tmp_path: Path
         bench.encode(["later"])
         bench.settle()
         wait_until("and written to", lambda: server.client().dbsize() == 1)
+        assert re.search(r"redis answers again, after \d+ s", caplog.text)
 
 
 def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:

@@ -295,6 +295,10 @@ MISTAKES = {
         ("max_local_disk_size=0", "<file> line 1", "GiB above 0", "local_disk: null"),
         "ec: {local_disk: /data, max_local_disk_size: 0}",
     ),
+    "an unset variable": Mistake(
+        ("remotes=<hidden>", "<file> line 1, remote_url", "no such environment variable: REDIS_PASSWORD"),
+        "ec: {remote_url: 'redis://:${REDIS_PASSWORD}@host'}",
+    ),
     "a relative folder": Mistake(
         ("local_disk='cache'", "<file> line 1", f"such as {os.getcwd()}/cache"), "ec: {local_disk: cache}"
     ),
@@ -477,6 +481,27 @@ def test_no_text_that_leaves_the_configuration_shows_a_credential(file: File, ke
     for content in (flat, f"ec: {{a.{key}: {json.dumps(value)}}}", f"ec.{key}: {json.dumps(value)}"):
         texts.append(_all_text({}, file(content)))
     assert not [text for text in texts if CANARY in text]
+
+
+def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
+    """As a part of an address, whatever is in it; or as the whole of one, as it is."""
+    values = {"PASSWORD": "p@ss:/,${x}%", "ADDRESS": "redis://one:6379/2"}
+    named = {"remotes": ["redis://u:${PASSWORD}@two:6379", "${ADDRESS}"]}
+    expected = ("redis://u:p%40ss%3A%2F%2C%24%7Bx%7D%25@two:6379", "redis://one:6379/2")
+    assert load_config(environ=file(json.dumps({"ec": named})) | values).remotes == expected
+    both = {"LMCACHE_EC_REMOTE_URL": "redis://u:${PASSWORD}@two:6379,redis://one:6379/2"}
+    assert load_config(environ=both | values).remotes == expected
+    assert load_config({"remote_url": "${ADDRESS}"}, values).remotes == expected[1:]
+    unfilled = file("remote_url: redis://${NAME}:6379")
+    assert load_config(environ=unfilled).remotes == ("redis://${NAME}:6379",), "LMCache takes it as it is"
+
+
+def test_no_error_shows_what_is_in_a_variable(file: File) -> None:
+    for value in (CANARY, f"redis://:{CANARY}@host:port", f"nobody://:{CANARY}@host"):
+        environ = file("ec: {remote_url: '${ADDRESS}'}") | {"ADDRESS": value}
+        text = _all_text({}, environ)
+        assert CANARY not in text
+        assert "remotes='${ADDRESS}'" in text, "what was written is shown"
 
 
 def test_the_class_itself_does_not_quote_what_it_refuses() -> None:

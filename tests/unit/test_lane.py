@@ -77,8 +77,8 @@ class Setting:
     def asks(self) -> tuple[bool, bool]:
         return self.lane.asks(STORED), self.lane.asks(ABSENT)
 
-    def survey(self) -> None:
-        self.lane.survey(NAMESPACE)
+    def survey(self) -> float:
+        return self.lane.survey(NAMESPACE)
 
 
 def test_a_quick_tier_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_one_that_fails_is_left_alone_longer_each_time_and_comes_back(
 ) -> None:
     here = Setting(monkeypatch, lookup)
     here.tier.broken = True
-    rests = []
+    rests, first = [], here.now
     here.lane.failed()
     for _ in range(7):
         assert here.asks() == (False, False)
@@ -172,7 +172,8 @@ def test_one_that_fails_is_left_alone_longer_each_time_and_comes_back(
     assert rests[-1] <= 60.0
     here.now = here.lane.due_at
     here.tier.broken = False
-    here.survey()
+    assert here.survey() == here.now - first, "for how long it was away, once"
+    assert here.survey() == 0
     assert here.lane.asks(STORED)
     assert here.waited_for == (lookup is not Lookup.CATALOG)
 
