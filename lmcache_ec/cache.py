@@ -259,7 +259,7 @@ class EncoderCache:
                 link = Link(sock)
                 self._ranks.append(link)
                 self._rank_takers.append((link, partial(self._from_rank, rank)))
-                link.send(Attach(self._arena_id, self.book.capacity), [self._arena_fd])
+                link.send(Attach(self._arena_id), [self._arena_fd])
             except OSError as error:
                 sock.close()
                 self._give_up(f"rank {rank} cannot be reached on this host ({error})")
@@ -351,11 +351,11 @@ class EncoderCache:
                 self.book.written(place_id, ok)
             case Pong(number=number) if number == self._ping:
                 self._ping_answered = now
+                self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
             case Hello(problem=problem, tiers=tiers):
                 self._store.own(fds[0])
-                self._failures = 0
                 if self._ping_answered < self._ping_sent:
                     self._ping_sent = now  # its answer comes next: from here on its silence counts in full
                 if problem:

@@ -189,7 +189,6 @@ class Attach(Message, frozen=True):
     """The arena (descriptor: its memory). The rank answers `Attached` once it has mapped it."""
 
     arena: str
-    capacity: int
 
 
 class StoreLink(Message, frozen=True):

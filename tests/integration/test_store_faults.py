@@ -310,8 +310,9 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     assert stored(tmp_path) == {"big"}
 
 
-def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path) -> None:
+def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times, while it fills, seals and writes."""
+    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0,))
     dice = random.Random(2)
     old, saved = names("old", 30), list[str]()
     with Bench(tmp_path) as bench:
@@ -360,6 +361,21 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
         bench.serving()
         bench.encode(["after"])
         all_made_up_for(bench, tmp_path, {"before", "meanwhile", "after"})
+
+
+def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_longer_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
+    with Bench(tmp_path) as bench:
+        for losses in range(3):
+            os.kill(bench.serving(), signal.SIGKILL)
+            bench.until("the loss is noticed", partial(noticed, bench, losses))
+        bench.until("it is gone", lambda: not store_processes(bench.arena))
+        later = time.monotonic() + 1.0
+        bench.until("nothing happened for a while", lambda: time.monotonic() > later)
+        assert not store_processes(bench.arena)
+        assert bench.snapshot()["store_losses"] == 3
 
 
 def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_place(

@@ -290,7 +290,7 @@ class SchedulerEnd:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             sock.connect(rank_address(engine, rank))
             self.links.append(Link(sock))
-            self.links[rank].send(Attach(arena_id, capacity), [fd])
+            self.links[rank].send(Attach(arena_id), [fd])
             if rank == 0:
                 self.links[rank].send(StoreLink(7), [saver_end.fileno()])
             self.links[rank].send(Segment(0, capacity))
