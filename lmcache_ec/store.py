@@ -514,7 +514,7 @@ class Store:
     def _weigh(self, lane: Lane) -> None:
         """How much a tier holds, for whoever asks: the main thread does no I/O to find out. On the tier's threads."""
         try:
-            held: int | None = getattr(lane.tier, "stored_bytes", None)
+            held = lane.tier.stored_bytes
         except OSError:
             return
         if held is not None:

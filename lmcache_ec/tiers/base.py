@@ -70,6 +70,11 @@ class Tier(abc.ABC):
     notice: str = ""
     """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
 
+    @property
+    def stored_bytes(self) -> int | None:
+        """What all namespaces take, where the tier keeps count; else None. May ask the store."""
+        return None
+
     @abc.abstractmethod
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         """The length in bytes of the entry that is stored, or None if there is none.

@@ -161,6 +161,10 @@ class AwaitedTier(Tier):
         self._tier: Tier | None = None
         self._lock = threading.Lock()
 
+    @property
+    def stored_bytes(self) -> int | None:
+        return self._opened().stored_bytes
+
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         return self._opened().get_into(key, buffer)
 

@@ -28,3 +28,4 @@ def test_its_folder_is_kept_to_its_limit(tmp_path: Path) -> None:
     assert len(list(tier.list(namespace))) == 8
     tier.maintain()
     assert len(list(tier.list(namespace))) == 4
+    assert tier.stored_bytes == neighbour.stored_bytes == 4 * MIB, "it says how much it holds"
