@@ -20,7 +20,9 @@ used entries with their times. Whichever of them still has that time when its tu
 all, whoever used the others meanwhile. A put that finds no such list looks for itself, at a few thousand entries of
 shards drawn by chance, however many there are; what is oldest among them will do until a survey is through.
 
-Locking: `_guard` guards the list of victims and is never held across I/O; `_looking` lets one put look at a time.
+Locking: `_guard` guards the list of victims and is never held across I/O; `_looking` lets one put look
+at a time, and nothing be removed meanwhile: of a file that goes just then the account could not tell whether the look
+has seen it.
 """
 
 import errno
@@ -276,18 +278,19 @@ class DiskTier(Tier):
 
     def _remove(self, path: str, used: int | None = None) -> int:
         """Remove a file and give its room back: its length, or 0 if it is gone, or was used since `used` (ns)."""
-        account = self._account.read()
-        try:
-            status = os.stat(path)
-            if used is not None and status.st_mtime_ns != used:
-                return 0
-            os.unlink(path)
-        except OSError as error:
-            if error.errno in _GONE:
-                return 0
-            raise
-        self._give_back(status.st_size, account)
-        return status.st_size
+        with self._looking:
+            account = self._account.read()
+            try:
+                status = os.stat(path)
+                if used is not None and status.st_mtime_ns != used:
+                    return 0
+                os.unlink(path)
+            except OSError as error:
+                if error.errno in _GONE:
+                    return 0
+                raise
+            self._give_back(status.st_size, account)
+            return status.st_size
 
     def _give_back(self, length: int, since: Account | None) -> None:
         try:

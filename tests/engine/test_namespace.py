@@ -43,5 +43,5 @@ def test_overwritten_weights_and_another_epoch(tmp_path: Path, reference: Refere
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path / "next", reference, disk=disk, keys={"epoch": 1}) as rig:
         assert rig.ask(PROMPT) == 1
         rig.settle()
-        namespaces = {file.parents[2].name for file in rig.files()}
+        namespaces = {file.parents[1].name for file in rig.files()}
         assert len(namespaces) == len(rig.files()) == 3

@@ -543,31 +543,34 @@ def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> No
         tmp_path / "README",
         tmp_path / "NOT OURS" / entry.relative_to(tmp_path / "ns"),
         tmp_path / "ns" / "note.txt",
-        tmp_path / "ns" / "zz" / "zz" / entry.name,
-        tmp_path / "datasets" / "00" / "01" / "picture.png",
+        tmp_path / "ns" / "zz" / entry.name,
+        tmp_path / "ns" / entry.parent.name / "01" / entry.name,
+        tmp_path / "datasets" / "00" / "picture.png",
         tmp_path / "datasets" / ".tmp" / "picture.png",
         entry.with_suffix(".bin"),
     ]
     for path in strangers:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x" * 200)
-    (tmp_path / "checkpoints" / "00" / "01").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "00").mkdir(parents=True)
     fresh = DiskTier(tmp_path, 100)
     assert [found.digest for found in fresh.list("ns")] == [key("a").digest]
     fresh.maintain()
     assert fresh.stored_bytes == 100
-    assert (tmp_path / "checkpoints" / "00" / "01").exists()
+    assert (tmp_path / "checkpoints" / "00").exists()
     fresh.put(key("b"), value("b", 100))
     assert all(path.exists() for path in strangers)
     assert not entry.exists()
 
 
-def test_many_threads_keep_the_limit(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path, 10_000)
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda number: tier.put(key(str(number)), value(str(number), 500 + number)), range(300)))
-    assert 7_000 < sum(path.stat().st_size for path in files(tmp_path)) <= 10_000
-    assert tier.stored_bytes == sum(path.stat().st_size for path in files(tmp_path))
+def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) -> None:
+    """Ten times: that a look meets a removal is a matter of chance."""
+    for root in (tmp_path / str(number) for number in range(10)):
+        tier = DiskTier(root, 10_000)
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda number: tier.put(key(str(number)), value(str(number), 500 + number)), range(300)))  # noqa: B023
+        assert 7_000 < sum(path.stat().st_size for path in files(root)) <= 10_000
+        assert tier.stored_bytes == sum(path.stat().st_size for path in files(root))
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
