@@ -15,7 +15,15 @@ from tests.media import Prompt
 PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 3)), Prompt(images=(2,), text="once more"))
 
 
-@pytest.mark.parametrize("layout", list(Layout), ids=lambda layout: layout.name.lower())
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout.ONE_PROCESS,  # test_layouts.py has the others by default, with another model
+        pytest.param(Layout.MULTI_PROCESS, marks=pytest.mark.slow),
+        pytest.param(Layout.TP2, marks=pytest.mark.slow),
+    ],
+    ids=lambda layout: layout.name.lower(),
+)
 def test_gemma3(layout: Layout, tmp_path: Path, reference: Reference) -> None:
     with Rig("gemma3", layout, tmp_path, reference) as rig:
         assert rig.ask(*PROMPTS) == 3
