@@ -2,6 +2,7 @@
 """An engine that only encodes and one that only loads, joined by a disk folder alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,29 +20,22 @@ ITEMS = 4
 NEW = Prompt(images=(5,))
 
 
+def an_engine(role: str, tmp_path: Path, reference: Reference, disk: Path, **changes: Any) -> Rig:
+    connector = {"ec_role": f"ec_{role}"}
+    return Rig(MODEL, Layout.MULTI_PROCESS, tmp_path / role, reference, disk=disk, connector=connector, **changes)
+
+
 def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Reference) -> None:
     """The consumer is told no widths, encodes itself what nobody has stored, and never writes."""
     disk = tmp_path / "disk"
-    producer = Rig(
-        MODEL,
-        Layout.MULTI_PROCESS,
-        tmp_path / "producer",
-        reference,
-        disk=disk,
-        connector={"ec_role": "ec_producer"},
-        mm_encoder_only=True,
-    )
-    with producer:
+    with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
         report = producer.engine.do(Generate(PROMPTS, 1))
         assert producer.encodes(report.encodes) == ITEMS
         assert len(producer.files()) == ITEMS, "a producer's answer says that its entries can be fetched"
         namespace = producer.status()["namespace"]
         again = producer.engine.do(Generate(PROMPTS, 1))
         assert len(producer.files()) == ITEMS, f"encoded {again.encodes} again"
-    consumer = Rig(
-        MODEL, Layout.MULTI_PROCESS, tmp_path / "consumer", reference, disk=disk, connector={"ec_role": "ec_consumer"}
-    )
-    with consumer:
+    with an_engine("consumer", tmp_path, reference, disk) as consumer:
         assert consumer.status()["namespace"] == namespace
         assert consumer.ask(*PROMPTS) == 0
         assert consumer.ask(NEW) == 1
@@ -54,29 +48,14 @@ def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Ref
 def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path, reference: Reference) -> None:
     """An encode-prefill-decode proxy passes on what the producer's answer says, and leaves the picture out."""
     disk, picture = tmp_path / "disk", Prompt(images=(1,))
-    with Rig(
-        MODEL,
-        Layout.MULTI_PROCESS,
-        tmp_path / "producer",
-        reference,
-        disk=disk,
-        connector={"ec_role": "ec_producer"},
-        mm_encoder_only=True,
-    ) as producer:
+    with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
         [ending] = producer.play(Request(picture, max_tokens=1), compare=False).endings
     told = ending.ec_transfer_params
     assert told is not None
     [(identifier, item)] = told.items()
     grid = item["metadata"]["image_grid_thw"]
-    with Rig(
-        MODEL,
-        Layout.MULTI_PROCESS,
-        tmp_path / "consumer",
-        reference,
-        disk=disk,
-        keys={"load_deadline_ms": 4000},  # as long as the consumer waits for what nobody has stored
-        connector={"ec_role": "ec_consumer"},
-    ) as consumer:
+    waits = {"load_deadline_ms": 4000}  # as long as the consumer waits for what nobody has stored
+    with an_engine("consumer", tmp_path, reference, disk, keys=waits) as consumer:
         bare = Request(picture, uuids=(identifier,), grid=tuple(grid), ec_transfer_params=told)
         played = consumer.play(bare)
         assert ([ending.reason for ending in played.endings], played.encodes) == (["length"], [])

@@ -230,14 +230,7 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
     side._loads["x"] = (place, ("media", 0))  # type: ignore[assignment]
     side.has_cache_item = broken  # type: ignore[method-assign]
     assert not scheduler.has_cache_item("y")
-    output = scheduler_output()
-    output.num_scheduled_tokens["media"] = 1
-    output.ec_connector_metadata = scheduler.build_connector_meta(output)
-    output = sent(output)
-    worker.bind_connector_metadata(output.ec_connector_metadata)
-    worker.start_load_caches({})
-    worker.get_finished(set())
-    assert output.scheduled_encoder_inputs == {"media": [0]}
+    assert encoded_after_all(worker, scheduler) == {"media": [0]}
 
 
 @pytest.mark.parametrize("hook", ["has_cache_item", "update_state_after_alloc", "hand_ledger"])
@@ -258,6 +251,11 @@ def test_what_was_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_al
     else:
         side.cache.hand_ledger = broken  # type: ignore[method-assign]
     scheduler.update_state_after_alloc(asking, 0)
+    assert encoded_after_all(worker, scheduler) == {"media": [0]}
+
+
+def encoded_after_all(worker: Any, scheduler: Any) -> Any:
+    """What the encoder is left to do by a step of the request `media`."""
     output = scheduler_output()
     output.num_scheduled_tokens["media"] = 1
     output.ec_connector_metadata = scheduler.build_connector_meta(output)
@@ -265,7 +263,7 @@ def test_what_was_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_al
     worker.bind_connector_metadata(output.ec_connector_metadata)
     worker.start_load_caches({})
     worker.get_finished(set())
-    assert output.scheduled_encoder_inputs == {"media": [0]}
+    return output.scheduled_encoder_inputs
 
 
 def stored(side: Any, asking: Any) -> None:
