@@ -147,6 +147,7 @@ class Book:
         self._dirty: dict[int, Place] = {}
         self._held: dict[int, list[Place]] = {}
         self._unwritten: OrderedDict[int, Place] = OrderedDict()
+        self._short = False
         self._ids = 0
         self._clock = 0
         self._low_water = capacity // 20
@@ -155,15 +156,19 @@ class Book:
     # ---- segments
 
     def next_segment(self) -> tuple[int, int] | None:
-        """(offset, length) of the segment to open next, once half of what is open is used; None if none is due."""
+        """(offset, length) of the segment to open next; None if none is due.
+
+        One is once half of what is open is used, or as soon as a place was wanted for which no run was long enough.
+        """
         opened = self._space.opened_bytes
-        if opened >= self.capacity or self._space.free_bytes * 2 > opened > 0:
+        if opened >= self.capacity or (self._space.free_bytes * 2 > opened > 0 and not self._short):
             return None
         return opened, min(self.segment_bytes, self.capacity - opened)
 
     def open_segment(self, offset: int, length: int) -> None:
         if offset == self._space.opened_bytes:
             self._space.open(offset, length)
+            self._short = False
             self.revision += 1
 
     @property
@@ -506,7 +511,10 @@ class Book:
         evictable: Callable[[Place], bool] | None,
     ) -> Place | None:
         size = aligned(length)
-        extent = self._space.take(size) or (self._clear_window(size, evictable) if evictable else None)
+        extent = self._space.take(size)
+        self._short |= extent is None and size <= self.segment_bytes
+        if extent is None and evictable is not None:
+            extent = self._clear_window(size, evictable)
         if extent is None:
             return None
         self._ids += 1

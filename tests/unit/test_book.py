@@ -326,6 +326,27 @@ def test_a_hand_over_to_a_store_process_already_lost_does_not_stay_for_ever() ->
     assert "a" in book.unsaved
 
 
+def test_a_segment_is_due_as_soon_as_a_place_finds_no_run_long_enough() -> None:
+    """Not only once half of what is open is used: until it is there, what is stored is evicted though there is room."""
+    book = Book(24 * MIB, 8 * MIB, 1)
+    book.open_segment(0, 8 * MIB)
+    for number in range(8):
+        assert stored(book, f"small {number}", 0.9)
+    for number in range(0, 8, 2):
+        place = book.live(f"small {number}")
+        assert place is not None
+        book.forget(place)
+    assert book.next_segment() is None
+    assert book.reserve_fill("larger than a segment", 9 * MIB, 1, certain=True) is None
+    assert book.next_segment() is None, "no segment would help it"
+    assert book.reserve_fill("large", 4 * MIB, 1, certain=False) is None
+    assert book.next_segment() == (8 * MIB, 8 * MIB)
+    book.open_segment(8 * MIB, 8 * MIB)
+    assert book.next_segment() is None
+    assert book.reserve_fill("large", 4 * MIB, 1, certain=False)
+    assert book.snapshot()["evictions"] == 0
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_sizes_keep_the_arena_full_and_evict_no_more_than_twice_what_they_take(seed: int) -> None:
     """0.5 to 134 MiB into 2 GiB: at least 85 % of the bytes are live; nothing is evicted for a save that then fails."""
