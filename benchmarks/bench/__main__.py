@@ -21,8 +21,14 @@ from benchmarks.bench.machine import header
 from benchmarks.bench.result import BUSY, Collected, bars
 from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
 from benchmarks.bench.table import RESULTS, show
+from tests.engine_env import Layout, engine_environment
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_ENVIRONMENT = engine_environment(
+    Layout.ONE_PROCESS,
+    MKL_NUM_THREADS="1",
+    VLLM_LOGGING_LEVEL="ERROR",  # it warns about the number of threads in every forward pass
+)
+"""One thread for torch, and an engine in its caller's process."""
 
 
 def main() -> int:
@@ -32,7 +38,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="measure the disk that this folder is on (default: that of TMPDIR)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the figures and the picture go")
     options = parser.parse_args()
-    os.environ.update(_ONE_THREAD)
+    os.environ.update(_ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as folder:
         about = header(Path(folder), options.rounds)
         collected = measure(folder, options.rounds, options.sizes)
@@ -58,11 +64,13 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
     collected, largest = Collected(), rows_of(max(sizes))
     with ExitStack() as stack:
         say("starting the parties")
-        disk, copies, peer, hooks = children = [
+        disk, copies, peer, hooks, *engines = children = [
             Child("benchmarks.bench.disk:Disk", f"{folder}/store", largest),
             Child("benchmarks.bench.copies:Copies", f"{folder}/copies", largest),
             Child("benchmarks.bench.peer:Peer", f"{folder}/peer", largest),
             Child("benchmarks.bench.hooks:Hooks", f"{folder}/hooks"),
+            Child("benchmarks.bench.in_engine:InEngine", folder, "ours", largest),
+            Child("benchmarks.bench.in_engine:InEngine", folder, "example", largest),
         ]
         for child in children:
             stack.callback(child.end)
@@ -76,17 +84,21 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
             for megabytes in sizes:
                 rows = rows_of(megabytes)
                 for busy in (False, True):
-                    _one_size(taken, rows, busy, disk, copies, peer)
+                    _one_size(taken, rows, busy, disk, copies, peer, engines)
             say(f"round {number} of {rounds}: {time.monotonic() - began:.1f} s")
     return collected
 
 
-def _one_size(collected: Collected, rows: int, busy: bool, disk: Child, copies: Child, peer: Child) -> None:
+def _one_size(
+    collected: Collected, rows: int, busy: bool, disk: Child, copies: Child, peer: Child, engines: list[Child]
+) -> None:
     """`busy`: this process runs Python beside what is measured on a thread that the engine waits for; where the engine
     goes on meanwhile, its own main thread does."""
     suffix, size = BUSY if busy else "", rows * WIDTH * 2
     collected.add(disk.call("measure", rows, suffix, beside_python=busy), size)
     collected.add(copies.call("copies", rows, suffix, beside_python=busy), size)
+    for engine in engines:
+        collected.add(engine.call("measure", rows, suffix, beside_python=busy), size)
     collected.add(peer.call("calls", rows, suffix, beside_python=busy), size)
     collected.add(copies.call("ways", rows, busy), size)
     collected.add(peer.call("ways", rows, busy), size)

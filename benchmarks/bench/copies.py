@@ -60,13 +60,13 @@ class Copies:
 
         in_any_order(
             save_ours,
-            lambda: timed(samples, save, "floor", lambda: _copy(place, tensor)),
+            lambda: timed(samples, save, "floor", lambda: copy_bytes(place, tensor)),
             lambda: timed(held_up, save, "example", lambda: self._example.save(identifier, tensor)),
         )
         stored = self._engine.stored(identifier, rows)
         in_any_order(
             load_ours,
-            lambda: timed(samples, load, "floor", lambda: _copy(torch.empty_like(stored), stored)),
+            lambda: timed(samples, load, "floor", lambda: copy_bytes(torch.empty_like(stored), stored)),
             lambda: timed(held_up, load, "example", lambda: self._example.load(identifier, tensor)),
         )
         for row, way in ((save, f"save_to_written{suffix}"), (load, f"fetch_to_live{suffix}")):
@@ -97,5 +97,5 @@ class Copies:
         self._engine.close()
 
 
-def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+def copy_bytes(destination: torch.Tensor, source: torch.Tensor) -> None:
     ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.nbytes)

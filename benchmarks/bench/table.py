@@ -46,6 +46,7 @@ _TOLD = {
     "ensure_idle_step": "a pass over 256 requests x 4 images with nothing to do",
     "hook_p99_promoting": "the slowest of 100 hooks while entries are promoted",
     "load_cpu": "arena to encoder cache",
+    "load_in_engine": "the same, in a step of a vLLM engine",
     "save": "encoder output to arena",
     "disk_get": "disk, read and verified",
     "disk_put": "disk, written",

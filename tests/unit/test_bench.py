@@ -88,6 +88,8 @@ def test_a_short_run_measures_every_row_beside_its_peers(tmp_path: Path) -> None
             for row in (rows[name, size], rows[f"{name}_busy", size]):
                 assert row["ours_ms"] > 0
                 assert row["peer_ms"] > 0
+    assert rows["load_in_engine", 505_344]["ours_ms"] > 0
+    assert rows["load_in_engine_busy", 2_752_512]["example_ms"] > 0
     for name in ("has_cache_item", "ensure_idle_step", "hook_p99_promoting"):
         assert rows[name, 0]["ours_ms"] > 0
     assert all(bar["met"] is not None for bar in figures["bars"])
