@@ -362,7 +362,9 @@ def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFix
             bench.encode(IMAGES)
             bench.settle()
             server.kill()
-            bench.until("the fault is told", lambda: not asks(bench, f"new-{time.monotonic()}") and bool(caplog.records))
+            bench.until(
+                "the fault is told", lambda: not asks(bench, f"new-{time.monotonic()}") and bool(caplog.records)
+            )
             shown = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
             assert not any(b"canary" in text for text in shown)
             status = subprocess.run([sys.executable, "-m", "lmcache_ec.cli", "status", "--json"], capture_output=True)
