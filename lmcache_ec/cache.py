@@ -213,6 +213,7 @@ class EncoderCache:
         while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
             self.book.begin_write(place, self._store.number)
         self.book.evict_ahead()
+        self._complaints.tell_withheld()
 
     def hand_ledger(self, counts: dict[str, int]) -> None:
         """Hand all counts, with the caller's, to the store process if the book has changed. It tells whoever asks."""

@@ -10,19 +10,33 @@ _INTERVAL_S = 60.0
 
 
 class Complaints:
-    """One log line a kind and minute. Each instance belongs to one thread."""
+    """One log line a kind and minute. Each instance belongs to one thread.
+
+    A kind is `<topic>-<what>`, or a topic alone. What is withheld is not lost: the last line of a topic follows once
+    its minute is over (`tell_withheld`), so that the log never ends on a state that is not the last.
+    """
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
         self._silent_until: dict[str, float] = {}
-        self._withheld: dict[str, int] = {}
+        self._withheld: dict[str, tuple[str, str, int]] = {}  # topic -> kind and text of the last line, how many
 
     def warn(self, kind: str, text: str) -> None:
-        now = time.monotonic()
-        if now < self._silent_until.get(kind, 0.0):
-            self._withheld[kind] = self._withheld.get(kind, 0) + 1
-            return
-        self._silent_until[kind] = now + _INTERVAL_S
-        withheld = self._withheld.pop(kind, 0)
-        more = f" ({withheld} more of this kind since the last such line)" if withheld else ""
+        topic = kind.rpartition("-")[0] or kind
+        _, _, withheld = self._withheld.pop(topic, ("", "", 0))
+        if time.monotonic() < self._silent_until.get(kind, 0.0):
+            self._withheld[topic] = (kind, text, withheld + 1)
+        else:
+            self._log(kind, text, withheld)
+
+    def tell_withheld(self) -> None:
+        """Log what has been withheld for long enough. To be called now and then; costs nothing where nothing was."""
+        for topic, (kind, text, withheld) in list(self._withheld.items()):
+            if time.monotonic() >= self._silent_until[kind]:
+                del self._withheld[topic]
+                self._log(kind, text, withheld - 1)
+
+    def _log(self, kind: str, text: str, withheld: int) -> None:
+        self._silent_until[kind] = time.monotonic() + _INTERVAL_S
+        more = f" ({withheld} more lines of this kind since the last)" if withheld else ""
         self._logger.warning("encoder cache: %s%s", text, more)

@@ -402,6 +402,8 @@ class Store:
             return False
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
+        if lane.habits.local and stored:
+            lane.listed += 1  # the next listing sees what was evicted for it
         self._weigh(lane)
         if self._presence is not None:
             self._presence.add(key.digest)

@@ -138,8 +138,9 @@ def render(report: Report) -> str:
     if report.command:
         others = "ec_both writes and reads; ec_producer only encodes and writes, ec_consumer never writes"
         lines += ["Start vLLM with", f"  {report.command}", f"  ({others})", ""]
-    count = len(report.problems)
-    return "\n".join((*lines, f"{count} problem{'s' * (count != 1)}." if count else "No problem found."))
+    count, noted = len(report.problems), len(report.notes)
+    found = f"{count} problem{'s' * (count != 1)}" if count else "No problem found"
+    return "\n".join((*lines, f"{found}, {noted} note{'s' * (noted != 1)}." if noted else f"{found}."))
 
 
 def _text(name: str, value: object) -> str:

@@ -83,7 +83,8 @@ def show(found: list[dict[str, Any]]) -> None:
             continue
         for line in _head(engine):
             console.print(line)
-        console.print(Padding(_table(engine), (0, 0, 1, 2), expand=False), soft_wrap=False)
+        console.print(Padding(_table(engine), (0, 0, 0, 2), expand=False), soft_wrap=False)
+        console.print()
 
 
 # ---- what is shown

@@ -65,7 +65,8 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     written = {setting.key: setting for setting in map(_as_ours, settings)}
     inherited, notes = _inherited(read.others, environ, written)
     written = inherited | written
-    problems = read.problems + [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
+    problems = read.problems + list(_named_twice(settings))
+    problems += [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
     complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
     ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
     config, refused = _validated(ours, environ)
@@ -168,6 +169,18 @@ def _misplaced(setting: Setting) -> str:
         f"{shown_name(setting.key)}{value} in {setting.origin.place} stands outside of ec: "
         f"indent it under ec: as {shown_name(key)}, or write ec_{shown_name(key)}"
     )
+
+
+def _named_twice(settings: Iterable[Setting]) -> Iterator[str]:
+    """`remote_url` and `remotes` side by side: one of them would be passed over in silence."""
+    places: dict[Source, dict[str, str]] = {}
+    for setting in settings:
+        if setting.key in ("remote_url", "remotes"):
+            places.setdefault(setting.origin.source, {})[setting.key] = setting.origin.place
+    for named in places.values():
+        if len(named) == 2:
+            both = ", ".join(f"{key} in {place}" for key, place in named.items())
+            yield f"{both}: keep one, remotes takes a list"
 
 
 def _as_ours(setting: Setting) -> Setting:

@@ -295,6 +295,10 @@ MISTAKES = {
         ("max_local_disk_size=0", "<file> line 1", "GiB above 0", "local_disk: null"),
         "ec: {local_disk: /data, max_local_disk_size: 0}",
     ),
+    "remotes twice": Mistake(
+        ("remote_url in <file> line 2, remotes in <file> line 3", "keep one", "takes a list"),
+        "ec:\n  remote_url: redis://one\n  remotes: [redis://two]",
+    ),
     "an unset variable": Mistake(
         ("remotes=<hidden>", "<file> line 1, remote_url", "no such environment variable: REDIS_PASSWORD"),
         "ec: {remote_url: 'redis://:${REDIS_PASSWORD}@host'}",
