@@ -27,7 +27,7 @@ help:  ## Say what there is
 demo: $(READY)  ## Encode once, kill the engine, start again: a table of what was encoded, loaded and how fast (MODEL=)
 	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
 
-bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks/results/ (ARGS="--rounds 3"; 3 minutes)
+bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks/results/ (ARGS="--rounds 3"; 4 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)

@@ -96,7 +96,7 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         [cpu_row] = [line.split() for line in shown if line.split()[:1] == ["cpu"]]
         [disk_row] = [line.split() for line in shown if line.split()[:1] == ["disk"]]
         assert cpu_row == ["cpu", "6", "48", "KiB", "64", "MiB", "0", "0", "4"]
-        assert disk_row[0:2] + disk_row[4:] == ["disk", "3", "512", "MiB", "2", str(disk["misses"]), "1", "4"]
+        assert disk_row[0:2] + disk_row[4:] == ["disk", "7", "512", "MiB", "2", str(disk["misses"]), "1", "4"]
         assert any("loads          2: 2 from disk; 0 failed" in line for line in shown)
         assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
 
