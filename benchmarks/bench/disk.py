@@ -79,10 +79,8 @@ class Disk:
         (self._tier.root / key.object_name).unlink()
 
     def _floor(self, samples: Samples, suffix: str, key: EncoderCacheKey, place: memoryview) -> None:
-        path, temporary = (
-            str(self._tier.root / key.object_name),
-            str(self._tier.root / key.namespace / ".tmp" / "floor"),
-        )
+        path = str(self._tier.root / key.object_name)
+        temporary = str(self._tier.root / key.namespace / ".tmp" / "floor")
         timed(samples, f"disk_put{suffix}", "floor", lambda: _write(path, temporary, place))
         timed(samples, f"disk_get{suffix}", "floor", lambda: _read(path, place))
         os.unlink(path)

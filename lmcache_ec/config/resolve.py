@@ -193,7 +193,7 @@ def _as_ours(setting: Setting) -> Setting:
 def _filled(value: object, environ: Mapping[str, str]) -> object:
     """Addresses with their variables filled in; whatever else was written as it is. ValueError: see `filled`."""
     if isinstance(value, list):
-        return [_filled(each, environ) for each in value]
+        return [filled(each, environ) if isinstance(each, str) else each for each in value]
     return filled(value, environ) if isinstance(value, str) else value
 
 
