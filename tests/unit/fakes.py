@@ -463,7 +463,7 @@ class OnDevice(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def collected(reference: Callable[[], Any]) -> bool:
-    """Whether nobody holds the object any more."""
+def collected(*references: Callable[[], Any]) -> list[bool]:
+    """For each object whether nobody holds it any more."""
     gc.collect()
-    return reference() is None
+    return [reference() is None for reference in references]

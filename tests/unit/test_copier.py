@@ -117,14 +117,14 @@ def test_source_and_destination_are_held_until_the_copy_is_over_and_no_longer(cu
     side(cuda)._work = type(side(cuda)._work)(
         work for work in side(cuda)._work if getattr(work, "__closure__", None) is None
     )
-    assert not any(collected(reference) for reference in references)
+    assert collected(*references) == [False, False, False]
     cuda.model.run()
     side(cuda).run()
     steps.wait(1)
     copier.finish(steps("next"))
     side(cuda).run()
     steps.wait(2)
-    assert all(collected(reference) for reference in references)
+    assert collected(*references) == [True, True, True]
 
 
 def test_after_an_error_of_the_device_no_step_is_called_done_and_the_next_one_says_so(
@@ -146,7 +146,7 @@ def test_after_an_error_of_the_device_no_step_is_called_done_and_the_next_one_sa
     with pytest.raises(RuntimeError, match="illegal memory access"):
         copier.finish(steps("later"))
     assert steps.done == []
-    assert collected(pending)
+    assert collected(pending) == [True]
 
 
 def test_closing_finishes_what_is_under_way(cuda: Cuda) -> None:
