@@ -47,6 +47,10 @@ class TierConformance:
     counts_namespaces = True
     """Whether it can say what each namespace takes, and remove one."""
 
+    examples = 40
+    """Lives that it is driven through against a dictionary. Fewer where another class has the same tier, reached or
+    published another way."""
+
     @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 65_537, MIB, 9 * MIB + 13])
     def test_what_was_put_comes_back_to_the_byte(self, tier: Tier, length: int) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
@@ -210,9 +214,16 @@ class TierConformance:
         assert fetch(tier, key) == value(str(won.index(True)), 50_000)
 
     def test_a_tier_is_a_dictionary(self, tier: Tier) -> None:
-        run_state_machine_as_test(
-            machine_over(tier), settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
-        )
+        live(tier, self.examples)
+
+    @pytest.mark.slow
+    def test_a_tier_is_a_dictionary_in_many_more_lives(self, tier: Tier) -> None:
+        live(tier, 120)
+
+
+def live(tier: Tier, examples: int) -> None:
+    limits = settings(max_examples=examples, stateful_step_count=30, deadline=None)
+    run_state_machine_as_test(machine_over(tier), settings=limits)
 
 
 def machine_over(tier: Tier) -> Callable[[], RuleBasedStateMachine]:

@@ -75,6 +75,8 @@ class TestDiskTier(TierConformance):
 class TestDiskTierWithoutLocks(TierConformance):
     """As on a network mount whose server has no lock service."""
 
+    examples = 10
+
     @pytest.fixture
     def tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskTier:
         no_locks(monkeypatch)
@@ -83,6 +85,8 @@ class TestDiskTierWithoutLocks(TierConformance):
 
 class TestDiskTierWithoutHardLinks(TierConformance):
     """As on a file system of the FAT family or some network mounts: published by rename."""
+
+    examples = 10
 
     @pytest.fixture
     def tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskTier:

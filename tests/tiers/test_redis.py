@@ -137,6 +137,8 @@ class TestRedisTier(TierConformance):
 
 
 class TestRedisTierOverTls(TierConformance):
+    examples = 10
+
     @pytest.fixture
     def tier(self, tls_port: int, authority: Authority, client_identity: Identity) -> Iterator[RedisTier]:
         with opened(tls_url(tls_port, authority, client_identity)) as tier:
@@ -144,6 +146,8 @@ class TestRedisTierOverTls(TierConformance):
 
 
 class TestRedisTierOnACluster(TierConformance):
+    examples = 10
+
     @pytest.fixture
     def tier(self, masters: Sequence[RedisServer]) -> Iterator[RedisTier]:
         with opened(cluster_url(masters)) as tier:
@@ -151,6 +155,8 @@ class TestRedisTierOnACluster(TierConformance):
 
 
 class TestRedisTierBehindSentinels(TierConformance):
+    examples = 10
+
     @pytest.fixture
     def tier(self, pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]]) -> Iterator[RedisTier]:
         with opened(sentinel_url(pair[1])) as tier:
