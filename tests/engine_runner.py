@@ -5,8 +5,8 @@
         report = engine.do(Generate((Prompt(images=(1,)),)))
         engine.kill()
 
-The process is `python -m tests.engine_runner`; steps and reports travel as JSON lines over a socket pair, so that what
-vLLM prints is only a log (`folder/engine.log`).
+The process is `python -m tests.engine_runner`, or one that `tests.warm_start` forks; steps and reports travel as JSON
+lines over a socket pair, so that what vLLM prints is only a log (`folder/engine.log`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 
 import msgspec
 
@@ -70,11 +70,44 @@ class EngineFailed(Exception):
     """The step raised in the engine, or its process ended."""
 
 
+class Process(Protocol):
+    """As much of `subprocess.Popen` as is needed of an engine's first process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Begin(Protocol):
+    """Starts a process that calls `serve` on a socket. `log` and `link` are descriptors; the caller closes them."""
+
+    def __call__(self, environment: Mapping[str, str], log: int, link: int) -> Process: ...
+
+
+def new_interpreter(environment: Mapping[str, str], log: int, link: int, **popen: Any) -> Process:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engine_runner", str(link)],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[link],
+        **popen,
+    )
+
+
 class EngineProcess:
     """The test's side, for one thread. `folder` gets `engine.log`, `encodes` and `guard`, appended to by each engine.
 
-    Further arguments are vLLM's engine arguments. `guard` has every call of a disk tier's method, `seal` or `verify` in
-    an engine process raise and be listed in `refused`.
+    `begin` starts the first of the engine's processes. Further arguments are vLLM's engine arguments. `guard` has every
+    call of a disk tier's method, `seal` or `verify` in an engine process raise and be listed in `refused`.
     """
 
     def __init__(
@@ -87,6 +120,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         guard: bool = False,
         timeout_s: float = 180,
+        begin: Begin = new_interpreter,
         **arguments: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,15 +136,7 @@ class EngineProcess:
             **(environment or {}),
         )
         with theirs, self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine_runner", str(theirs.fileno())],
-                cwd=ROOT,
-                env=child_environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-            )
+            self.process = begin(child_environment, log.fileno(), theirs.fileno())
         own.settimeout(timeout_s)
         self._socket = own
         self._lines = own.makefile("rb")
@@ -247,7 +273,7 @@ def serve(lines: IO[bytes], answers: IO[bytes]) -> None:
         except Exception as error:
             report = Report(error=f"{type(error).__name__}: {error}")
         answer(report)
-    engine.close()
+    engine.shut_down()
 
 
 def carry_out(engine: Any, step: Step) -> Report:
@@ -265,7 +291,10 @@ def carry_out(engine: Any, step: Step) -> Report:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.engine_runner", description="Run an engine for a test.")
     parser.add_argument("descriptor", type=int, help="of the socket that the test speaks through")
-    link = socket.socket(fileno=parser.parse_args().descriptor)
+    serve_on(socket.socket(fileno=parser.parse_args().descriptor))
+
+
+def serve_on(link: socket.socket) -> None:
     with link, link.makefile("rb") as lines, link.makefile("wb") as answers:
         serve(lines, answers)
 

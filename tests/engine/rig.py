@@ -11,6 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from lmcache_ec.cli.status import engines
+from tests import warm_start
 from tests.engine.drive import Played, Request
 from tests.engine_env import Layout, Output
 from tests.engine_runner import Call, EngineProcess, Forget, Generate
@@ -49,7 +50,8 @@ class Reference:
             engine = self._engines.get((model, dtype))
             if engine is None:
                 folder = self._folder / f"{model}-{dtype}"
-                engine = EngineProcess(model, Layout.ONE_PROCESS, folder=folder, dtype=dtype, **arguments)
+                begin = warm_start.begin
+                engine = EngineProcess(model, Layout.ONE_PROCESS, folder=folder, begin=begin, dtype=dtype, **arguments)
                 self._engines[model, dtype] = engine
             report = engine.do(Generate(tuple(unsaid), max_tokens, one_by_one=True))
             self._said |= {asked(prompt): said for prompt, said in zip(unsaid, report.outputs, strict=True)}
@@ -113,6 +115,7 @@ class Rig:
             connector=connector,
             environment=self._environment,
             guard=True,
+            begin=warm_start.begin,
             **self._arguments,
         )
 

@@ -4,6 +4,7 @@
 import msgspec
 import pytest
 
+from tests import warm_start
 from tests.engine_env import Layout, Output
 from tests.engine_runner import Call, EngineProcess
 from tests.faults.harness import MAX_TOKENS, MODEL, Truth
@@ -15,7 +16,7 @@ PICTURES = 90
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     folder = tmp_path_factory.mktemp("truth")
     asked = {"first": 1, "last": PICTURES, "max_tokens": MAX_TOKENS, "folder": str(folder)}
-    with EngineProcess(MODEL, Layout.ONE_PROCESS, folder=folder / "engine") as engine:
+    with EngineProcess(MODEL, Layout.ONE_PROCESS, folder=folder / "engine", begin=warm_start.begin) as engine:
         revealed = engine.do(Call("tests.faults.inside:reveal", asked)).value
     identifiers = {seed: identifier for seed, identifier, _ in revealed}
     return Truth(folder, identifiers, {seed: msgspec.convert(said, Output) for seed, _, said in revealed})

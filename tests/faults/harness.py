@@ -20,8 +20,9 @@ from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli.status import engines
 from lmcache_ec.entry import TensorSpec, entry_length, room, seal, verify
 from lmcache_ec.key import EncoderCacheKey
+from tests import warm_start
 from tests.engine_env import Layout, Output
-from tests.engine_runner import EngineProcess, Forget, Generate, descendants
+from tests.engine_runner import Begin, EngineProcess, Forget, Generate, descendants
 from tests.integration.harness import process_state, stopped, temporaries
 from tests.media import Prompt
 
@@ -123,6 +124,7 @@ class Served:
         disk: Path | None = None,
         arena_entries: int | None = None,
         arguments: Mapping[str, Any] | None = None,
+        begin: Begin = warm_start.begin,
         **keys: Any,
     ) -> None:
         self.truth = truth
@@ -145,6 +147,7 @@ class Served:
                 "ec_connector_extra_config": extra,
             },
             environment={"EC_TEST_FAULTS": str(self.faults)},
+            begin=begin,
             **(arguments or {}),
         )
         self.layout = layout

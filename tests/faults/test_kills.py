@@ -6,7 +6,6 @@ The store process is held from before the request until after the deaths, so tha
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_env import Layout
-from tests.engine_runner import Call
+from tests.engine_runner import Call, new_interpreter
 from tests.faults.harness import NAMESPACE, Served, Traces, Truth, eventually
 from tests.integration.harness import process_state, stopped
 
@@ -104,18 +103,14 @@ def half_written(truth: Truth, disk: Path) -> None:
     (workshop / "1-half").write_bytes(whole[: len(whole) // 2])
 
 
-def test_ctrl_c_reaches_all_but_the_store_process(
-    truth: Truth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) -> None:
     """A terminal sends SIGINT to its whole foreground process group."""
 
     def heed() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
 
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", partial(subprocess.Popen, process_group=0, preexec_fn=heed))
-        served = Served(truth, tmp_path, Layout.MULTI_PROCESS)
-    with served:
+    in_a_group_of_its_own = partial(new_interpreter, process_group=0, preexec_fn=heed)
+    with Served(truth, tmp_path, Layout.MULTI_PROCESS, begin=in_a_group_of_its_own) as served:
         traces = Traces(served)
         group = served.engine.process.pid
         assert {os.getpgid(pid) for pid in traces.family} == {group}

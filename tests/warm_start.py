@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines' processes, forked from one that has imported vLLM: the import is three quarters of an engine's start.
+
+`WarmStart` is the test's side. The process behind it imports what any engine needs, starts no thread and no engine, and
+forks: the child has its own environment, log and link, goes on as `python -m tests.engine_runner` does, and ends as an
+interpreter ends. EngineCore and the workers are forked in turn, which is vLLM's default except on CPU, where it starts
+new interpreters for them (`VLLM_WORKER_MULTIPROC_METHOD` in vllm/envs.py, vllm/platforms/cpu.py). An engine that begins
+as `new_interpreter` is started by vLLM's rule for CPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+
+import setproctitle
+
+from tests.engine_env import engine_environment
+from tests.engine_runner import Process, new_interpreter, serve_on
+from tests.models import ROOT
+
+PRELOADED = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.distributed.ec_transfer.ec_connector.factory",
+    "transformers.models.auto.processing_auto",
+)
+READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_LOGGING")
+"""Variables by their beginnings: an engine that is given others than these began with needs a start of its own."""
+
+
+@cache
+def _warm_start() -> WarmStart:
+    started = WarmStart()
+    atexit.register(started.close)
+    return started
+
+
+def begin(environment: Mapping[str, str], log: int, link: int) -> Process:
+    """Of `EngineProcess`: the first one waits for the import, those after it fork."""
+    warm = _warm_start()
+    return (warm.start if warm.suits(environment) else new_interpreter)(environment, log, link)
+
+
+class WarmStart:
+    """Starts processes for one thread, until it is closed."""
+
+    def __init__(self) -> None:
+        self._environment = engine_environment()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.warm_start", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=self._environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        def read_at_import(variables: Mapping[str, str]) -> dict[str, str]:
+            return {name: value for name, value in variables.items() if name.startswith(READ_AT_IMPORT)}
+
+        return read_at_import(environment) == read_at_import(self._environment)
+
+    def start(self, environment: Mapping[str, str], log: int, link: int) -> Forked:
+        """`log` and `link` are descriptors, which stay the caller's."""
+        ended, end = os.pipe()
+        try:
+            message = json.dumps(dict(environment)).encode()
+            socket.send_fds(self._control, [message], [log, link, end])
+            answer = self._control.recv(64)
+            if not answer:
+                raise RuntimeError(f"the process that has imported vLLM ended with status {self._process.wait()}")
+        except BaseException:
+            os.close(ended)
+            raise
+        finally:
+            os.close(end)
+        return Forked(int(answer), ended)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+class Forked:
+    """As much of `subprocess.Popen` as an engine's process needs; it is the child of another process."""
+
+    def __init__(self, pid: int, ended: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            poller = select.poll()
+            poller.register(self._ended, select.POLLIN)
+            if not poller.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.returncode = int(os.read(self._ended, 64) or b"-1")
+            os.close(self._ended)
+        return self.returncode
+
+
+# ---- the process behind it
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for module in PRELOADED:
+        importlib.import_module(module)
+    setproctitle.getproctitle()  # finds the memory of the title, while the environment is still where exec put it
+    if link := Forks(control).serve():
+        fork_the_others(link)
+        serve_on(link)
+
+
+def fork_the_others(link: socket.socket) -> None:
+    """EngineCore and workers. They may not hold the link, whose end says that the first process has ended."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_fork(platform: type[CpuPlatform], config: object) -> None:
+        check(platform, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_fork)
+    os.register_at_fork(after_in_child=lambda: os.close(link.fileno()))
+
+
+class Forks:
+    """The loop that forks. Single-threaded: signals are handled between its calls."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._ends: dict[int, int] = {}
+        self._handler = signal.signal(signal.SIGCHLD, self._reap)
+
+    def serve(self) -> socket.socket | None:
+        """Forks until the test's side hangs up: None. In each child: its link."""
+        while True:
+            message, descriptors, *_ = socket.recv_fds(self._control, 1 << 20, 3)
+            if not message:
+                return None
+            log, link, end = descriptors
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # its end may not come before it is known
+            pid = os.fork()
+            if not pid:
+                self._become(json.loads(message), log, end)
+                return socket.socket(fileno=link)
+            self._ends[pid] = end
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+            os.close(log)
+            os.close(link)
+            self._control.send(str(pid).encode())
+
+    def _become(self, environment: dict[str, str], log: int, end: int) -> None:
+        signal.signal(signal.SIGCHLD, self._handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+        self._control.close()
+        for descriptor in (end, *self._ends.values()):
+            os.close(descriptor)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(environment)
+
+    def _reap(self, *_: object) -> None:
+        while self._ends:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            end = self._ends.pop(pid)
+            os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(end)
+
+
+if __name__ == "__main__":
+    main()
