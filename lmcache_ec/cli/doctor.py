@@ -24,7 +24,7 @@ from lmcache_ec.config.host import GIB, Disk, amount, disk, memory, memory_warni
 from lmcache_ec.config.keys import accepts, told
 from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
-from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, from_file
+from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS, from_file
 from lmcache_ec.tiers.base import TierAway
 
 _CONNECTOR = "ECLMCacheConnector"
@@ -90,7 +90,9 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
         _remotes(report, resolved.config)
         report.command = _command(extra, environ)
         report.variables = sorted(
-            shown_name(name) for name in environ if name.startswith(ENV_PREFIX) or name == "LMCACHE_LOCAL_DISK"
+            shown_name(name)
+            for name in environ
+            if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
 
