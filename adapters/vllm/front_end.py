@@ -21,12 +21,15 @@ A thread that renders owns what it collects (`_Rendering`, thread-local); nothin
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import inspect
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .identifiers import CLIENT, COUNTER, client_name, counter_name, ensure_key, hashed_name, mark_of, signed
@@ -59,18 +62,51 @@ class PlaceMoved(RuntimeError):
 
 _problems: list[str] = []
 
-_EXPECTED = {
-    "_process_tokens": ("self", "prompt", "skip_mm_cache"),
-    "_process_tokens_async": ("self", "prompt", "skip_mm_cache"),
-    "_process_mm_uuids": ("self", "mm_data", "mm_data_items", "mm_uuid_items", "mm_req_id"),
-    "_process_multimodal": (
-        *("self", "prompt", "mm_data", "mm_uuids", "mm_processor_kwargs", "media_io_kwargs", "skip_mm_cache"),
-    ),
-    "hash_kwargs": ("algorithm", "kwargs"),
-    "serialize_item": ("obj",),
-    "_get_mm_identifier": ("self", "mm_hash", "lora_request"),
+_EXPECTED: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("vllm.renderers.base", "BaseRenderer"): {
+        "_process_tokens": ("self", "prompt", "skip_mm_cache"),
+        "_process_tokens_async": ("self", "prompt", "skip_mm_cache"),
+        "_process_mm_uuids": ("self", "mm_data", "mm_data_items", "mm_uuid_items", "mm_req_id"),
+        "_process_multimodal": (
+            *("self", "prompt", "mm_data", "mm_uuids", "mm_processor_kwargs", "media_io_kwargs", "skip_mm_cache"),
+        ),
+    },
+    ("vllm.multimodal.hasher", "MultiModalHasher"): {
+        "hash_kwargs": ("cls", "algorithm", "kwargs"),
+        "serialize_item": ("cls", "obj"),
+    },
+    ("vllm.v1.engine.input_processor", "InputProcessor"): {
+        "_get_mm_identifier": ("self", "mm_hash", "lora_request"),
+    },
 }
-"""Parameters of what is wrapped or called, in vLLM 0.30 to 0.33."""
+"""Parameters of what is wrapped or called, in vLLM 0.30 to 0.33. Of `process_inputs` any are passed on."""
+
+
+def differs_in(sources: Path) -> str:
+    """How vLLM's front end, whose sources lie in this folder, differs from what `install` expects; empty if it does
+    not. Reads three files and imports nothing."""
+    for (module, owner), functions in _EXPECTED.items():
+        file = sources.joinpath(*module.split(".")[1:]).with_suffix(".py")
+        try:
+            body = ast.parse(file.read_bytes()).body
+        except (OSError, SyntaxError) as error:
+            return f"{file}: {error}"
+        classes = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+        found = {
+            node.name: _parameters(node.args)
+            for node in next(classes, [])
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        for name, parameters in functions.items():
+            if found.get(name) != parameters:
+                return f"{owner}.{name}{found.get(name, ())} was expected to take {parameters}"
+    return ""
+
+
+def _parameters(given: ast.arguments) -> tuple[str, ...]:
+    extra = (given.vararg, given.kwarg)
+    every = (*given.posonlyargs, *given.args, *given.kwonlyargs, *(one for one in extra if one is not None))
+    return tuple(one.arg for one in every)
 
 
 def install() -> None:
@@ -88,37 +124,34 @@ def problem() -> str:
 
 
 def _install() -> None:
-    try:
-        from vllm.multimodal.hasher import MultiModalHasher
-        from vllm.renderers.base import BaseRenderer
-        from vllm.v1.engine.input_processor import InputProcessor
-    except ImportError as error:
-        raise PlaceMoved(str(error)) from error
-    if getattr(InputProcessor.process_inputs, "_lmcache_ec", False):
-        return
-    for owner, names in (
-        (BaseRenderer, ("_process_tokens", "_process_tokens_async", "_process_mm_uuids", "_process_multimodal")),
-        (MultiModalHasher, ("hash_kwargs", "serialize_item")),
-        (InputProcessor, ("_get_mm_identifier",)),
-    ):
-        for name in names:
-            _expect(owner, name)
-    if "trace_headers" not in inspect.signature(InputProcessor.process_inputs).parameters:
+    owners = []
+    for (module, owner), functions in _EXPECTED.items():
+        try:
+            owners.append(getattr(importlib.import_module(module), owner))
+        except (ImportError, AttributeError) as error:
+            raise PlaceMoved(str(error)) from error
+        for name, parameters in functions.items():
+            function = inspect.getattr_static(owners[-1], name, None)
+            found = () if function is None else tuple(inspect.signature(inspect.unwrap(_plain(function))).parameters)
+            if found != parameters:
+                raise PlaceMoved(f"{owner}.{name}{found} was expected to take {parameters}")
+    renderer, hasher, processor = owners
+    if "trace_headers" not in inspect.signature(processor.process_inputs).parameters:
         raise PlaceMoved("InputProcessor.process_inputs takes no trace_headers")
-    _wrap(BaseRenderer, "_process_tokens", _name_uuids)
-    _wrap(BaseRenderer, "_process_tokens_async", _name_uuids)
-    _wrap(BaseRenderer, "_process_mm_uuids", _mark_counters)
-    _wrap(BaseRenderer, "_process_multimodal", _recognise_content)
-    _wrap_class_method(MultiModalHasher, "hash_kwargs", _carry_mark)
-    _wrap_class_method(MultiModalHasher, "serialize_item", _notice_exif_name)
-    _wrap(InputProcessor, "process_inputs", _sign)
+    if hasattr(processor.process_inputs, "_lmcache_ec"):
+        return  # wrapped before
+    _wrap(renderer, "_process_tokens", _name_uuids)
+    _wrap(renderer, "_process_tokens_async", _name_uuids)
+    _wrap(renderer, "_process_mm_uuids", _mark_counters)
+    _wrap(renderer, "_process_multimodal", _recognise_content)
+    _wrap_class_method(hasher, "hash_kwargs", _carry_mark)
+    _wrap_class_method(hasher, "serialize_item", _notice_exif_name)
+    _wrap(processor, "process_inputs", _sign)
 
 
-def _expect(owner: type, name: str) -> None:
-    function = getattr(owner, name, None)
-    found = () if function is None else tuple(inspect.signature(function).parameters)
-    if found != _EXPECTED[name]:
-        raise PlaceMoved(f"{owner.__name__}.{name}{found} was expected to take {_EXPECTED[name]}")
+def _plain(function: Any) -> _Function:
+    plain: _Function = getattr(function, "__func__", function)
+    return plain
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
