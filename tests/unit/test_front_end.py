@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 import itertools
 import uuid
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
@@ -237,6 +239,21 @@ def test_an_engine_with_another_connector_sees_no_difference() -> None:
     request = front.request(rendered)
     assert named(request) == ("cat", False)
     assert request.trace_headers == {"lmcache-ec-signature": "1.forged"}
+
+
+def test_a_front_end_that_differs_is_noticed_without_importing_it(tmp_path: Path) -> None:
+    installed = Path(vllm.__path__[0])
+    assert front_end.differs_in(installed) == front_end.problem() == ""
+    for module in ("renderers/base.py", "multimodal/hasher.py", "v1/engine/input_processor.py"):
+        copy = tmp_path / module
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((installed / module).read_text())
+    assert front_end.differs_in(tmp_path) == ""
+    base = tmp_path / "renderers/base.py"
+    base.write_text(base.read_text().replace("def _process_mm_uuids(", "def _process_uuids("))
+    assert "BaseRenderer._process_mm_uuids() was expected to take" in front_end.differs_in(tmp_path)
+    base.unlink()
+    assert "renderers/base.py" in front_end.differs_in(tmp_path)
 
 
 # ---- all of it against a cache
