@@ -49,6 +49,7 @@ from lmcache_ec.channel import (
     same_user,
     status_address,
 )
+from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
@@ -581,7 +582,14 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setpgid(0, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal is not the end of what was handed over
+    # What was handed over is finished first: after the end of a terminal, and where a whole control group is terminated
+    # (systemd, some container runtimes). The end of the engine's link ends this process, within drain_s.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+    except OSError:
+        pass  # it is found by this name only where a container ends with its engine
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)

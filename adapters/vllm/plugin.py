@@ -11,7 +11,9 @@ def register() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
     from .front_end import install as install_front_end
+    from .start import install as install_start
 
     if NAME not in ECConnectorFactory._registry:  # a second registration is a ValueError
         ECConnectorFactory.register_connector(NAME, "lmcache_ec.adapters.vllm.connector", NAME)
     install_front_end()
+    install_start()
