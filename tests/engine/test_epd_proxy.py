@@ -42,7 +42,7 @@ def pictures() -> Iterator[Pictures]:
 
 @dataclass
 class Deployment:
-    """`proxy` sends the consumer what stands in for the media; `media_proxy`, with --no-rewrite, the media themselves."""
+    """`proxy` sends the consumer what stands in for the media; `media_proxy`, with --no-rewrite, the media."""
 
     producer: OpenAIServer
     consumer: OpenAIServer
@@ -200,13 +200,15 @@ def test_as_shipped_no_picture_is_served_once_it_was_replaced_behind_its_url(
 ) -> None:
     """Names that the proxy gives stay in the producer's memory, so the consumer gets the media, and encodes them. With
     --no-rewrite it does not have to."""
-    with redis_server(tmp_path / "redis") as redis:
-        with deployed(tmp_path, plain, redis.url, {}, vouching=False) as joined:
-            url = shown(pictures.put("today.png", png(90)))
-            for seed in (90, 91):
-                pictures.put("today.png", png(seed))
-                assert ask(joined.proxy.url, url).equals(plain.ask(shown(seed)))
-                assert joined.consumer.encoded() == 1
-            for seed in (92, 93):
-                pictures.put("today.png", png(seed))
-                joined.asked(url, encodes=None, media=True)
+    with (
+        redis_server(tmp_path / "redis") as redis,
+        deployed(tmp_path, plain, redis.url, {}, vouching=False) as joined,
+    ):
+        url = shown(pictures.put("today.png", png(90)))
+        for seed in (90, 91):
+            pictures.put("today.png", png(seed))
+            assert ask(joined.proxy.url, url).equals(plain.ask(shown(seed)))
+            assert joined.consumer.encoded() == 1
+        for seed in (92, 93):
+            pictures.put("today.png", png(seed))
+            joined.asked(url, encodes=None, media=True)

@@ -142,6 +142,15 @@ class OpenAIServer:
     def post(self, path: str, body: object = None) -> Any:
         return post(f"{self.url}{path}", body)
 
+    def render(self, *pictures: Json, **body: Any) -> Json:
+        """A request to `generate`, which carries the processed media and their identifiers. Needs enable_scale_out."""
+        rendered: Json = self.post("/v1/chat/completions/render", chat(*pictures, **body))
+        return rendered
+
+    def generate(self, rendered: Json) -> Output:
+        [choice] = self.post("/inference/v1/generate", rendered)["choices"]
+        return Output(choice["token_ids"], [one["logprob"] for one in choice["logprobs"]["content"]])
+
     def forget(self) -> None:
         """Empty vLLM's own encoder cache, so that the next request has to ask the connector."""
         self.post("/reset_encoder_cache")
@@ -179,6 +188,17 @@ class OpenAIServer:
     def __exit__(self, *_: object) -> None:
         if self.process.returncode is None:
             self.kill()
+
+
+class Headless(OpenAIServer):
+    """EngineCore and what belongs to it, for a front end that is started elsewhere: an `OpenAIServer` with
+    data_parallel_size_local=0. `data_parallel_rpc_port` is the same for both."""
+
+    def __init__(self, model: str, folder: Path, **arguments: Any) -> None:
+        super().__init__(model, folder, headless=True, data_parallel_size_local=1, **arguments)
+
+    def _await_health(self) -> None:
+        """It has no address: its front end is healthy once it is."""
 
 
 # ---- what a client sends, and how it reads the answer

@@ -28,7 +28,9 @@ def announcement(*items: tuple[str, str], stored: bool = True) -> dict[str, Any]
         MultiModalFeatureSpec(None, kind, identifier, PlaceholderRange(index, 1), mm_hash=identifier)
         for index, (kind, identifier) in enumerate(items)
     ]
-    told = Announcer(SimpleNamespace(), OURS).announce(SimpleNamespace(mm_features=features), lambda _: stored)
+    told: dict[str, Any] | None = Announcer(SimpleNamespace(), OURS).announce(
+        SimpleNamespace(mm_features=features), lambda _: stored
+    )
     assert told is not None
     return told
 
