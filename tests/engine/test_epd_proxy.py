@@ -2,22 +2,27 @@
 """vLLM's own encode-prefill-decode proxy, unchanged, before a producer and a consumer as `configs/` has them: whatever
 goes through it is encoded by the producer alone, and answered as a server without this package answers it."""
 
+import json
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from lmcache_ec.adapters.vllm.identifiers import CLIENT, hashed_name
 from tests.models import ROOT
 from tests.seaweed import seaweed
 from tests.servers.epd_proxy import Proxy
-from tests.servers.openai import Json, OpenAIServer, Refused, ask, png, shown
+from tests.servers.openai import Json, OpenAIServer, Refused, ask, chat, png, post, shown
 from tests.servers.pictures import Pictures
 from tests.servers.redis import redis_server
+from tests.unit.test_announcement import announcement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # up to three servers start within a test's time
 
@@ -193,6 +198,43 @@ def test_what_vouching_for_urls_means(joined: Deployment, pictures: Pictures) ->
     assert ask(joined.proxy.url, url).equals(before)
     assert not joined.plain.ask(url).equals(before)
     joined.asked(url, encodes=None, media=True)  # content has a name of its own
+
+
+class Answers:
+    """A server that gives every request the same answer, and keeps what it was asked."""
+
+    def __init__(self, answer: Json) -> None:
+        self.asked: list[Json] = []
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                body = json.dumps(answer).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+
+def test_the_proxy_takes_what_a_producer_says_of_a_video_with_its_sound(tmp_path: Path) -> None:
+    """It keeps the video in the request. Both engines are stand-ins: no model that fits here takes the two together."""
+    told = announcement(("video", hashed_name(CLIENT, "1" * 64)), ("audio", hashed_name(CLIENT, "2" * 64)))
+    producer, consumer = Answers({"ec_transfer_params": told}), Answers({"choices": []})
+    video = {"type": "video_url", "video_url": {"url": "http://host/video.mp4"}}
+    with Proxy(tmp_path, producer.url, consumer.url) as proxy:
+        request = chat(video, mm_processor_kwargs={"use_audio_in_video": True})
+        assert post(f"{proxy.url}/v1/chat/completions", request) == {"choices": []}
+    assert len(producer.asked) == 1
+    assert consumer.asked[0]["messages"] == request["messages"]
 
 
 def test_as_shipped_no_picture_is_served_once_it_was_replaced_behind_its_url(

@@ -228,7 +228,11 @@ def test_a_front_end_that_is_started_elsewhere(
         "ec_role": "ec_both",
         "ec_connector_extra_config": {"local_disk": str(disk)},
     }
-    joint = {"data_parallel_size": 1, "data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": free_port()}
+    joint: dict[str, Any] = {
+        "data_parallel_size": 1,
+        "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": free_port(),
+    }
     secret = {"LMCACHE_EC_FRONT_END_KEY": key} if key else {}
     here: dict[str, Any]
     here = {"connector": connector, "environment": secret} if package else {"environment": {"VLLM_PLUGINS": ""}}

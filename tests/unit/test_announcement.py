@@ -3,8 +3,8 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
@@ -15,22 +15,16 @@ UUID = "1" * 64
 OURS = "model-0123456789abcdef"
 
 
-@pytest.fixture(autouse=True)
-def fields(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that sizes sounds by their number of tokens."""
-    wanted = {"audio": {"audio_num_tokens"}}
-    monkeypatch.setattr(PlaceholderMetadataResolver, "fields_for", lambda self, kind: wanted.get(kind, set()))
-
-
 def announcement(*items: tuple[str, str], stored: bool = True) -> dict[str, Any]:
-    """Of a request with these items, each a modality and an identifier."""
+    """Of a request with these items, each a modality and an identifier. The model sizes sounds by their tokens."""
     features = [
         MultiModalFeatureSpec(None, kind, identifier, PlaceholderRange(index, 1), mm_hash=identifier)
         for index, (kind, identifier) in enumerate(items)
     ]
-    told: dict[str, Any] | None = Announcer(SimpleNamespace(), OURS).announce(
-        SimpleNamespace(mm_features=features), lambda _: stored
-    )
+    wanted = {"audio": {"audio_num_tokens"}}
+    with patch.object(PlaceholderMetadataResolver, "fields_for", lambda self, kind: wanted.get(kind, set())):
+        announcer = Announcer(SimpleNamespace(), OURS)
+        told: dict[str, Any] | None = announcer.announce(SimpleNamespace(mm_features=features), lambda _: stored)
     assert told is not None
     return told
 
