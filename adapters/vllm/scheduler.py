@@ -42,6 +42,10 @@ _UNSIGNED = (
     "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
     'content: such items stay in memory. See docs/security.md, "Front ends"'
 )
+_NAMES_STAY = (
+    "a client or a proxy has named its media, and such names stay in the memory of this producer, so consumers encode "
+    "the media themselves. configs/producer.yaml says what `persist_client_ids` would mean, and what else can be done"
+)
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
 
@@ -211,6 +215,8 @@ class SchedulerSide:
         named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
         memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
+        if self._announcer is not None and any(_stays(item, signed) for item in items):
+            self._complaints.warn("names", _NAMES_STAY)
         self._memos[request.request_id] = memo
         return memo
 
@@ -543,6 +549,11 @@ class SchedulerSide:
 
     def shutdown(self) -> None:
         self.cache.close()
+
+
+def _stays(item: Item, signed: frozenset[str]) -> bool:
+    """Whether an item's own name, and nothing about its front end, keeps it in memory."""
+    return item.identifier in signed and any(name.durability is Durability.LOCAL for name in item.names)
 
 
 def _refuse_ambiguous(items: list[Item]) -> None:

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # up to three servers
 MODEL = "qwen2vl"
 VOUCHING = "# persist_client_ids: true"
 LARGER = {"min_pixels": 200 * 200}
-PATIENCE = {"LMCACHE_EC_LOAD_DEADLINE_MS": "30000", "LMCACHE_EC_START_TIMEOUT_S": "60"}
+PATIENCE = {"LMCACHE_EC_LOAD_DEADLINE_MS": "10000", "LMCACHE_EC_START_TIMEOUT_S": "60"}
 
 
 @pytest.fixture(scope="module")
@@ -251,6 +251,7 @@ def test_as_shipped_no_picture_is_served_once_it_was_replaced_behind_its_url(
             pictures.put("today.png", png(seed))
             assert ask(joined.proxy.url, url).equals(plain.ask(shown(seed)))
             assert joined.consumer.encoded() == 1
+        assert joined.producer.log.read_text().count("persist_client_ids") == 1
         for seed in (92, 93):
             pictures.put("today.png", png(seed))
             joined.asked(url, encodes=None, media=True)

@@ -13,8 +13,20 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm import scheduler as module
-from lmcache_ec.adapters.vllm.identifiers import client_name, counter_name
-from tests.unit.fakes import PATIENCE_S, WIDTH, Feature, Position, Request, Served, digest, embedding, request, until
+from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
+from tests.unit.fakes import (
+    PATIENCE_S,
+    SILENT,
+    WIDTH,
+    Feature,
+    Position,
+    Request,
+    Served,
+    digest,
+    embedding,
+    request,
+    until,
+)
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")
@@ -421,6 +433,25 @@ def test_a_producer_announces_as_stored_only_what_a_tier_has(serve: Serve) -> No
     until(lambda: (producer.cache.drain(0.0), count(producer, "writes") == 1)[1])
     assert producer.side.request_finished(asking) == {X: True, UUID: False}
     assert serve().side.request_finished(request("text")) is None
+
+
+@pytest.mark.parametrize("vouching", [False, True])
+def test_a_producer_says_so_if_names_keep_its_entries_from_consumers(
+    vouching: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(SILENT, "warning", lambda text, *given: lines.append(text % given))
+    producer = serve(consumer=False, announcer=TwoItems(), naming=Naming(persist_client_ids=vouching))
+
+    def encode(asking: Request) -> None:
+        producer.schedule(asking)
+        finish(producer, asking)
+
+    encode(request("content", X))
+    assert lines == []
+    encode(request("named", UUID))
+    encode(request("named again", OTHER_UUID))
+    assert ["persist_client_ids" in line for line in lines] == ([] if vouching else [True])
 
 
 def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
