@@ -52,7 +52,7 @@ from lmcache_ec.channel import (
 from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier, TierAway
 from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, lane_names, open_remote, tier_name
 
@@ -61,6 +61,8 @@ Opener = Callable[[], Tier]
 _OPEN_TIMEOUT_S = 8.0
 """Of which importing LMCache for one of its remotes takes up to 6.5 s."""
 _DISK_RESCAN_S = 30.0
+_NEWS_S = 0.25
+"""How often it is looked what neighbours on the folder have written."""
 _PROMOTED_BYTES = 256 << 20
 """Copies of entries on their way from a remote tier to those before it, at most."""
 
@@ -91,7 +93,7 @@ class Store:
         self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
-        self._presence: PresenceFilter | None = None
+        self._presence: PresenceWriter | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         self._selector.register(link, selectors.EVENT_READ, self._from_scheduler)
@@ -172,11 +174,13 @@ class Store:
             openings.append((tier_name(remote.url), partial(_remote, remote), habits))
         tiers = self._opened(openings)
         names = lane_names([tier.name for tier, _ in tiers])
-        presence = self._presence = PresenceFilter.create(names)
+        presence = self._presence = PresenceWriter.create(names)
         self._lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
         for lane in self._lanes:
             if isinstance(lane.tier, AwaitedTier):
                 lane.failed()
+            if lane.habits.local:
+                threading.Thread(target=self._follow, args=(lane, start.namespace), daemon=True).start()
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
         self._survey()
 
@@ -403,11 +407,8 @@ class Store:
             return False
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
-        if lane.habits.local and stored:
-            lane.listed += 1  # the next listing sees what was evicted for it
         self._weigh(lane)
-        if self._presence is not None:
-            self._presence.add(key.digest)
+        lane.has(key.digest, stored)
         return True
 
     def _fill(self, asked: Sequence[_Asked], index: int = 0) -> None:
@@ -513,6 +514,12 @@ class Store:
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
         os.eventfd_write(self._wake, 1)
+
+    def _follow(self, lane: Lane, namespace: str) -> None:
+        """Know of what neighbours write long before it is listed. A thread of its own: a listing takes its time."""
+        while True:
+            time.sleep(_NEWS_S)
+            lane.follow(namespace)
 
     def _weigh(self, lane: Lane) -> None:
         """How much a tier holds, for whoever asks: the main thread does no I/O to find out. On the tier's threads."""

@@ -488,6 +488,6 @@ def _read_file(path: Path) -> str:
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Files that are neither entries nor the folder's account: what a writer left half written."""
+    """Files that are neither entries nor the folder's account and news: what a writer left half written."""
     found = [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
-    return [path for path in found if path != folder / ".usage"]
+    return [path for path in found if path != folder / ".usage" and path.parent != folder / ".news"]

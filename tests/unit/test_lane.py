@@ -9,7 +9,7 @@ import pytest
 from lmcache_ec import lane as module
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Listed, Tier, TierError
 
 NAMESPACE = "lane-0123456789abcdef"
@@ -63,7 +63,7 @@ class Setting:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.tier = Scripted()
         self.tier.pass_time = self.turn
-        self.presence = PresenceFilter.create(["scripted"])
+        self.presence = PresenceWriter.create(["scripted"])
         self.lane = Lane(self.tier, "scripted", self.presence, Habits(lookup, 300.0, local=local))
 
     def turn(self, seconds: float) -> None:
