@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,27 @@ class Interrupted:
         self.words.release()
 
 
+class Watched:
+    """The memory as the writer has it: before and after each thing that it does to it, somebody looks."""
+
+    def __init__(self, memory: Any, look: Callable[[], None]) -> None:
+        self._memory = memory
+        self._look = look
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return self._memory[place]
+
+    def __setitem__(self, place: int | slice, value: object) -> None:
+        self._look()
+        self._memory[place] = value
+        self._look()
+
+    def madvise(self, *arguments: int) -> None:
+        self._look()
+        self._memory.madvise(*arguments)
+        self._look()
+
+
 class Model:
     """A writer, small enough to grow and be cut down within a few keys, and the keys that its filter may not deny."""
 
@@ -125,6 +147,11 @@ class Model:
             self.listing.__exit__(ConnectionError, ConnectionError(), None)
             self.listed = None
 
+    def relist(self) -> None:
+        """A whole listing, of all that is known."""
+        if self.listed is None:
+            list_all(self.writer, self.known)
+
     def look(self, key: bytes, meanwhile: list[Callable[[], None]]) -> None:
         owed, self.forgotten = key in self.known, set()
         self.words.happens = meanwhile
@@ -138,13 +165,47 @@ class Model:
         self.writer.close()
 
 
+@contextmanager
+def small_sizes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("_SMALLEST_BYTES", 64), ("_FIRST_BYTES", 256), ("_REGION_BYTES", mmap.PAGESIZE)):
+            patch.setattr(module, name, size)
+        yield
+
+
+def test_what_was_added_is_never_denied_at_any_instant_of_what_the_writer_does() -> None:
+    """While it adds, grows, lists, cuts down, swaps, gives up, and gives memory back."""
+    with small_sizes():
+        writer, stored = PresenceWriter.create(["disk"]), digests("stored", 20)
+        with reader_of(writer, ["disk"]) as reader:
+            looks: list[bool] = []
+            bits = writer._bits["disk"]
+
+            def look() -> None:
+                looks.append(all(map(reader.may_contain, stored)))
+
+            list_all(writer, stored)
+            bits._words = words = Watched(bits._words, look)  # type: ignore[assignment]
+            for region in bits._regions:
+                region._words, region._memory = words, Watched(region._memory, look)  # type: ignore[assignment]
+            for size in (0, 200, 20):
+                list_all(writer, stored + digests("other", size))
+                for key in digests(f"after {size} ", 150):
+                    writer.add("disk", key)
+            with pytest.raises(ZeroDivisionError), writer.listing("disk"):
+                raise ZeroDivisionError
+        assert len(looks) > 2000
+        assert all(looks)
+        writer.close()
+
+
 Action = Callable[[Model], None]
 KEYS = [key for number in range(6) for key in digests(f"{number} of ", 40)]
 
 
 def actions() -> st.SearchStrategy[Action]:
     numbered = [Model.add, Model.list_some]
-    plain: list[Action] = [Model.begin, Model.finish, Model.finish, Model.abandon]
+    plain: list[Action] = [Model.begin, Model.finish, Model.finish, Model.abandon, Model.relist]
     return st.sampled_from(plain) | st.builds(
         lambda action, number: lambda model: action(model, number), st.sampled_from(numbered), st.integers(0, 5)
     )
@@ -155,9 +216,7 @@ def actions() -> st.SearchStrategy[Action]:
 def test_what_was_added_is_never_denied_whatever_happens_between_two_reads_of_a_look(
     program: list[tuple[Action, bytes, list[Action]]],
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, size in (("_SMALLEST_BYTES", 64), ("_FIRST_BYTES", 256), ("_REGION_BYTES", mmap.PAGESIZE)):
-            patch.setattr(module, name, size)
+    with small_sizes():
         model = Model()
         for action, key, meanwhile in program:
             action(model)
@@ -203,15 +262,23 @@ def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_deni
         reader.close()
 
 
-def test_threads_that_add_at_once_lose_none_of_each_others_keys(writer: PresenceWriter) -> None:
-    shares = [digests(f"thread {number} ", 20_000) for number in range(4)]
-    threads = [threading.Thread(target=lambda keys=keys: [writer.add("disk", key) for key in keys]) for keys in shares]
-    with writer.listing("disk"):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert all(writer.may_contain(key) for keys in shares for key in keys)
+def test_what_a_thread_adds_while_another_lists_again_and_again_is_not_lost(writer: PresenceWriter) -> None:
+    stored, often = list[bytes](), sys.getswitchinterval()
+
+    def store() -> None:
+        for key in digests("in", 10_000):
+            stored.append(key)
+            writer.add("disk", key)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=store)
+        thread.start()
+        while thread.is_alive():
+            list_all(writer, stored[:])
+    finally:
+        sys.setswitchinterval(often)
+    assert all(map(writer.may_contain, stored))
 
 
 # ---- forgotten
