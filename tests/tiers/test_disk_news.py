@@ -14,6 +14,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def age(path: Path, seconds: float) -> None:
 
 def test_what_is_told_is_heard_once_by_each_other_and_not_by_oneself(folder: Path, writer: FolderNews) -> None:
     others = [FolderNews(folder) for _ in range(2)]
-    assert [other.hear("ns") for other in others] == [[], []]
+    assert [each.hear("ns") for each in (writer, *others)] == [[], [], []]
     for number in range(3):
         writer.tell("ns", digest(number))
     for other in others:
@@ -160,7 +161,8 @@ def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follo
 
 
 TELLS = """
-import os, sys; from pathlib import Path
+import os, sys; from io import FileIO
+from pathlib import Path
 from lmcache_ec.tiers.disk_news import FolderNews
 news, number = FolderNews(Path(sys.argv[1])), int(sys.argv[2])
 while True:
@@ -231,7 +233,7 @@ def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begin
 # ---- folders
 
 
-@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "only the log"])
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "copied", "only the log"])
 def test_where_the_folder_is_removed_or_replaced_by_hand_news_go_on(
     folder: Path, writer: FolderNews, follower: FolderNews, how: str
 ) -> None:
@@ -245,6 +247,8 @@ def test_where_the_folder_is_removed_or_replaced_by_hand_news_go_on(
         folder.parent.rename(f"{folder.parent}-away")
         if how == "replaced":
             folder.mkdir(parents=True)
+        elif how == "copied":
+            shutil.copytree(f"{folder.parent}-away", folder.parent)
     assert follower.hear("ns") == []
     writer.tell("ns", digest(1))
     assert follower.hear("ns") == [digest(1)]
@@ -317,7 +321,8 @@ def test_logs_that_another_user_may_not_read_are_passed_over(tmp_path: Path) -> 
 
 
 OUT_OF_ROOM = """
-import resource, sys; from pathlib import Path
+import resource, sys; from io import FileIO
+from pathlib import Path
 from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
 tier = DiskTier(Path(sys.argv[1]), 1 << 20)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
@@ -348,6 +353,9 @@ def test_where_nothing_can_be_told_a_put_is_as_ever(tmp_path: Path, monkeypatch:
         patch.setattr(disk_news._Log, "_begin", refuse)
         assert tier.put(key("a"), value("a", 100)) is True
         assert fetch(tier, key("a")) == value("a", 100)
+    assert other.news("ns") == []
+    tier._news._log._file, tier._news._log._room = FileIO("/dev/full", "w"), 100
+    assert tier.put(key("c"), value("c", 100)) is True
     assert other.news("ns") == []
     assert tier.put(key("b"), value("b", 100)) is True
     assert other.news("ns") == [key("b").digest]
