@@ -21,14 +21,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
     AnyMessage,
-    Discard,
     Durable,
     Fill,
     Filled,
@@ -155,9 +154,6 @@ class Store:
                 self._post(Pong(number))
             case Ledger(counts=counts):
                 self._ledger = counts
-            case Discard(identifier=identifier):
-                for lane in self._lanes:
-                    self._submit(lane.writes, partial(self._delete, lane, self._key(identifier)))
             case Start():
                 self._begin(message)
             case _:
@@ -420,7 +416,7 @@ class Store:
                 waiting.setdefault(number, []).append(one)
                 continue
             self._count("fill_misses")
-            self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+            self._post(NotFilled(one.fill.place, one.fill.identifier, 0, one.kept))
         for number, together in waiting.items():
             for share in self._lanes[number].shares(together):
                 self._lanes[number].reads.submit(self._read, number, share)
@@ -440,7 +436,8 @@ class Store:
                 self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
         answers = self._answers(self._lanes[number], awaited)
         told = zip(awaited, answers, strict=True)
-        self._fill([one for one, answer in told if not self._settled(number, one.fill, answer)], number + 1)
+        unsettled = [self._unsettled(number, one, answer) for one, answer in told]
+        self._fill([one for one in unsettled if one is not None], number + 1)
 
     def _answers(self, lane: Lane, asked: Sequence[_Asked]) -> Sequence[int | Exception | None]:
         """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
@@ -460,38 +457,59 @@ class Store:
             lane.answered(time.monotonic() - began)
         return answers
 
-    def _settled(self, number: int, fill: Fill, answer: int | Exception | None) -> bool:
-        """Whether the scheduler side was told what became of its question; otherwise the next lane is asked."""
-        lane, key = self._lanes[number], self._key(fill.identifier)
+    def _unsettled(self, number: int, asked: _Asked, answer: int | Exception | None) -> _Asked | None:
+        """The question as the next lane is to be asked it; None if the scheduler side has its answer."""
+        lane, fill = self._lanes[number], asked.fill
         try:
             if answer is None:
                 self._count(f"{lane.name}_misses")
-                return False
+                return asked
             if isinstance(answer, Exception):
                 raise answer
             if answer < entry.room(fill.identifier):
-                raise entry.EntryError(entry.Reason.LENGTH, f"{answer} bytes are no entry")
+                self._judge(lane, fill.identifier, answer)
             if answer != fill.length or not fill.place:
                 self._post(NotFilled(fill.place, fill.identifier, answer))
-                return True
-            data = self._at(fill.offset, fill.length)
-            spec = entry.verify(data, key)
-            self._count(f"{lane.name}_hits")
-            self._count(f"{lane.name}_read_bytes", answer)
-            self._promote(number, key, data)
-            self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
-            return True
+                return None
+            self._take_in(number, fill)
+            return None
         except entry.EntryError as error:
-            self._count(f"{lane.name}_corrupt")
-            self._post(
-                Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted")
-            )
-            self._delete(lane, key)
+            return self._refused(lane, asked, error)
         except Exception as error:
             self._count(f"{lane.name}_read_errors")
             self._post(Notice(f"{lane.name}-read", f"{lane.name}: {error}"))
             lane.failed()
-        return False
+        return asked
+
+    def _judge(self, lane: Lane, identifier: str, length: int) -> None:
+        """Raise EntryError for what is too short to be an entry of this version; it may be one of another."""
+        key, data = self._key(identifier), memoryview(bytearray(length))
+        if lane.tier.get_into(key, data) == length:
+            entry.verify(data, key)
+
+    def _take_in(self, number: int, fill: Fill) -> None:
+        """Verify what a lane has put into the place, and tell the scheduler side. EntryError for no entry of its."""
+        lane, key, data = self._lanes[number], self._key(fill.identifier), self._at(fill.offset, fill.length)
+        spec = entry.verify(data, key)
+        self._count(f"{lane.name}_hits")
+        self._count(f"{lane.name}_read_bytes", len(data))
+        self._promote(number, key, data)
+        self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
+
+    def _refused(self, lane: Lane, asked: _Asked, error: entry.EntryError) -> _Asked:
+        """What does not verify against itself is deleted, and made good by the next encode. What another version of
+        the format may verify is nobody's to delete."""
+        key = self._key(asked.fill.identifier)
+        if isinstance(error, entry.OtherVersion):
+            self._count(f"{lane.name}_other_version")
+            self._post(
+                Notice(f"{lane.name}-version", f"{lane.name}: {key.object_name} is not for this engine: {error}")
+            )
+            return replace(asked, kept=True)
+        self._count(f"{lane.name}_corrupt")
+        self._post(Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted"))
+        self._delete(lane, key)
+        return asked
 
     def _delete(self, lane: Lane, key: EncoderCacheKey) -> None:
         try:
@@ -542,10 +560,11 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A fill, and when it was asked for (monotonic seconds)."""
+    """A fill, and when it was asked for (monotonic seconds). `kept`: a tier has an entry of another version."""
 
     fill: Fill
     at: float
+    kept: bool = False
 
 
 @dataclass(slots=True)

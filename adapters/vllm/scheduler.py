@@ -10,10 +10,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_ec.book import Place
-from lmcache_ec.cache import EncoderCache
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
+from lmcache_ec.recent import Recent
 
 from .announcement import Announcer, announced
 from .identifiers import (
@@ -82,6 +83,13 @@ class Item:
     missed: bool = False
     held_at: tuple[int, int] | None = None
 
+    def shape_of(self, name: Name) -> Shape:
+        return name.text, self.modality, self.rows
+
+
+Shape = tuple[str, str, int]
+"""Name, modality and rows: what an entry is asked to be."""
+
 
 @dataclass(slots=True)
 class Memo:
@@ -140,13 +148,14 @@ class SchedulerSide:
         self._announcer = announcer
         names = (
             *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
-            "unsigned_items",
+            *("unsigned_items", "misfits"),
         )
         self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
         self._widths = dict(policy.widths)
+        self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
         self._memos: dict[str, Memo] = {}
         self._asked: Memo | None = None
         self._drained = False
@@ -305,13 +314,16 @@ class SchedulerSide:
         return usable and bool(item.names)
 
     def _find(self, item: Item) -> Place | None:
-        """The live entry of an item. One that is not what the item needs is deleted everywhere."""
+        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
+        item waits for no fetch of it."""
         for name in item.names if self._serves(item) else ():
             place = self.cache.book.live(name.text)
             if place is not None and self._fits(place, item):
                 return place
             if place is not None:
-                self.cache.discard(place, self._now)
+                shape = item.shape_of(name)
+                self.counts["misfits"] += not self._misfits.holds(shape, self._now)
+                self._misfits.add(shape, self._now)
         return None
 
     def _can_come(self, item: Item) -> bool:
@@ -320,6 +332,8 @@ class SchedulerSide:
         return any(coming)
 
     def _name_can_come(self, name: Name, item: Item) -> bool:
+        if self._misfits.holds(item.shape_of(name), self._now):
+            return False
         if name.durability is Durability.PERSISTENT:
             return self.cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
         return self.cache.under_way(name.text, self._now)
@@ -387,7 +401,7 @@ class SchedulerSide:
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
-        if spec is None or not item.names:
+        if spec is None or not item.names or self._misfits.holds(item.shape_of(item.names[0]), self._now):
             return
         name = item.names[0]
         place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))

@@ -67,6 +67,11 @@ def forget(served: Served, identifier: str) -> None:
     served.cache.book.forget(place)
 
 
+def refused(served: Served, asking: Request) -> None:
+    """Pass after pass until the request fails."""
+    until(lambda: (served.vllm.offer(asking), served.step(), served.side.take_unavailable_requests())[2])
+
+
 def count(served: Served, name: str) -> int:
     return served.side.snapshot()[name]
 
@@ -144,14 +149,57 @@ def test_an_aborted_request_gives_its_leases_back(serve: Serve) -> None:
 def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
     """A client gives one name to pictures of different sizes. The engine dies of too few rows, errs with too many."""
     served = serve()
-    for name, rows in (("small", 4), ("large", 9), ("small again", 4)):
+    for name, rows, how in (("small", 4, "encode"), ("large", 9, "encode"), ("small again", 4, "load")):
         asking = request(name, UUID, rows=rows)
-        assert served.schedule(asking) == "encode"
+        assert served.schedule(asking) == how
         finish(served, asking)
         assert len(served.runner.cache[UUID]) == rows
         served.settle()
         served.vllm.evict(UUID)
         served.step()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in memory", "evicted each time"])
+def test_one_name_for_two_lengths_in_turn_costs_the_encodes_of_one_and_not_a_write(
+    serve: Serve, tmp_path: Path, kept: bool
+) -> None:
+    """Ten requests each. What was stored first stays as it is, and nobody waits for it in vain more than once."""
+    served = serve(persist_client_ids=True)
+    for number in range(20):
+        asking = request(f"request {number}", UUID, rows=(4, 9)[number % 2])
+        assert served.schedule(asking) == ("load" if number and not number % 2 else "encode")
+        finish(served, asking)
+        served.settle()
+        served.vllm.evict(UUID)
+        served.step()
+        if number == 0:
+            [path] = (tmp_path / "entries").rglob("*.safetensors")
+            before = path.read_bytes()
+        if not kept and (place := served.cache.book.live(UUID)) is not None:
+            served.cache.book.forget(place)
+    assert [len(served.runner.cache.get(UUID, ())), served.runner.encoded] == [0, [UUID] * 11]
+    counts = served.side.snapshot()
+    assert (counts["writes"], counts["misfits"], counts["timeouts"]) == (1, 1, 0)
+    assert counts["fills"] <= (1 if kept else 10)
+    assert path.read_bytes() == before
+    served.vllm.evict(UUID)
+
+
+def test_a_request_of_metadata_for_another_length_fails_alone_and_takes_nothing_from_others(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Anybody may send one, to a consumer that never writes."""
+    serve().store(X)
+    [path] = (tmp_path / "entries").rglob("*.safetensors")
+    consumer = serve(producer=False, widths={})
+    for number in range(3):
+        wrong, right = metadata_only(f"wrong {number}", X, rows=9), metadata_only(f"right {number}", X)
+        refused(consumer, wrong)
+        assert consumer.schedule(right) == "load"
+        finish(consumer, wrong, right)
+        consumer.vllm.evict(X)
+        consumer.step()
+    assert path.exists()
 
 
 def test_a_name_given_twice_in_one_prompt_is_not_promised_for_the_wrong_one(serve: Serve) -> None:
