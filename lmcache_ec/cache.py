@@ -15,16 +15,21 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
-from lmcache_ec.book import Book, Place
+from lmcache_ec.book import Book, Landing, Place
 from lmcache_ec.channel import (
     Attach,
     Attached,
+    Back,
+    Born,
     Fill,
     Filled,
     Hello,
+    Landed,
     Ledger,
     Link,
     LinkClosed,
+    Locate,
+    Located,
     NotFilled,
     Notice,
     Ping,
@@ -44,7 +49,7 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
-from lmcache_ec.entry import TensorSpec
+from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Lookup
@@ -66,6 +71,9 @@ asked nothing new."""
 _OPENING_S = 20.0
 """How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
 
+_LOOK_S = 2.0
+"""Between two looks whether a tier was emptied."""
+
 _MISS_REMEMBERED_S = 2.0
 MISFIT_REMEMBERED_S = 60.0
 """How long nobody asks again for an entry that is there and of no use here."""
@@ -85,7 +93,8 @@ class Engine:
     """What the cache has to know of the engine that it serves.
 
     `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves).
+    an entry; `ranks` is how many processes load (rank 0 saves). One that `saves` nothing, a consumer, never gives a
+    tier again what that has lost.
     """
 
     name: str
@@ -93,6 +102,15 @@ class Engine:
     producer: str
     ranks: int
     largest_entry_bytes: int
+    saves: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
+
+    asked_at: float
+    held: int | None = None
 
 
 class EncoderCache:
@@ -106,7 +124,7 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0}
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0}
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
@@ -117,6 +135,10 @@ class EncoderCache:
         self._complaints = Complaints(_logger)
         self._presence: PresenceFilter | None = None
         self._fetches: dict[str, int] = {}  # identifier -> times asked
+        self._probes: dict[int, tuple[str, Probe]] = {}  # not yet answered
+        self._asked = 0
+        self._tiers: list[str] = []
+        self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
         self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
         self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
         self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
@@ -192,6 +214,38 @@ class EncoderCache:
             return False
         return self._ask(identifier, length, certain=False)
 
+    def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
+        """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
+        it could not be). What is known at once, or cannot be found out, is answered at once."""
+        probe = Probe(now)
+        presence = self._presence
+        if spec is None or presence is None or not self.ready or not self.persists or not self._responsive(now):
+            return self._located(identifier, probe, 0)
+        key = EncoderCacheKey(self._engine.namespace, identifier)
+        if presence.all_complete and not presence.may_contain(key.digest):
+            self.counts["filtered"] += 1
+            return self._located(identifier, probe, 0)
+        number = self._asked + 1
+        question = Locate(number, identifier, entry_length(identifier, spec), self._reached)
+        if len(self._probes) >= _FETCHES_AT_ONCE or not self._tell(question):
+            return self._located(identifier, probe, 0)
+        self.counts["probes"] += 1
+        self._asked = number
+        self._probes[number] = (identifier, probe)
+        return probe
+
+    def covers(self, tiers: int) -> bool:
+        """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
+        return bool(self._reached) and tiers & self._reached == self._reached
+
+    def rewrite(self, place: Place) -> None:
+        """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""
+        self.book.rewrite(place, self._reached & ~place.tiers)
+
+    def is_writing(self, place: Place, now: float) -> bool:
+        """Whether a live entry is being written to the tiers, or soon will be."""
+        return self.book.is_writing(place) and self._responsive(now)
+
     def under_way(self, identifier: str, now: float) -> bool:
         """Whether an entry is on its way into the arena: from a tier, or from an encode of this engine's."""
         return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
@@ -209,6 +263,8 @@ class EncoderCache:
         self._grow()
         while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
             self.book.begin_write(place, self._store.number)
+        while (place := self.book.owed_rewrite()) is not None and self._tell(_write(place, place.owed)):
+            self.book.begin_rewrite(place, self._store.number)
         self.book.evict_ahead()
         self._complaints.tell_withheld()
 
@@ -228,8 +284,12 @@ class EncoderCache:
         if self._closed:
             return
         self._closed = True
+        if self._presence is not None and not self.inert:
+            self._drain(self._store.link, self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
             self._tell(_write(place))
+        for place in self.book.owed_rewrites():
+            self._tell(_write(place, place.owed))
         for link in self._ranks:
             link.close()
         for store in (self._store, *self._old):
@@ -279,6 +339,8 @@ class EncoderCache:
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
                 remotes=_remotes(self._config),
+                saves=self._engine.saves,
+                look_s=_LOOK_S,
             )
         )
         self._introduce_saver()
@@ -338,7 +400,7 @@ class EncoderCache:
         match message:
             case Filled():
                 spec = TensorSpec(message.rows, message.width, message.dtype)
-                place = self.book.filled(message.place, spec, message.tier)
+                place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
                 if place is not None:
                     self._fetches.pop(place.identifier, None)
             case NotFilled():
@@ -347,6 +409,14 @@ class EncoderCache:
                 self.book.sealed(place_id, self._store.number, ok)
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
+            case Landed():
+                self.book.landed(message.place, message.identifier, message.tier, Landing(message.landing))
+            case Located(number=number, held=held) if number in self._probes:
+                self._located(*self._probes.pop(number), held)
+            case Back(tier=tier):
+                self._tier_back(tier)
+            case Born(tier=tier, name=name):
+                self._tier_born(tier, name)
             case Pong(number=number) if number == self._ping:
                 self._ping_answered = now
                 self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
@@ -360,11 +430,38 @@ class EncoderCache:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
                     self._adopt_presence(fds[1], tiers)
+                    self._adopt_tiers(tiers)
 
     def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:
             self._presence.close()
         self._presence = PresenceFilter.attach(fd, tiers)
+
+    def _adopt_tiers(self, tiers: list[str]) -> None:
+        """What a store process that was lost had yet to write to any of them is written by this one."""
+        self._tiers = tiers
+        self.book.tiers = (1 << len(tiers)) - 1
+        if self._store.number > 1:
+            for tier in range(len(tiers)):
+                self._tier_back(tier)
+
+    @property
+    def _reached(self) -> int:
+        """The tiers that consumers reach, a bit each. A disk is shared with them if nothing else is."""
+        private = 1 if self._config.local_disk and self._config.remotes else 0
+        return self.book.tiers & ~private
+
+    def _tier_back(self, tier: int) -> None:
+        if self._engine.saves:
+            self.book.tier_back(tier)
+
+    def _tier_born(self, tier: int, name: str) -> None:
+        known, self._born[tier] = self._born.get(tier), name
+        if known not in (None, name) and self._engine.saves:
+            self._complaints.warn(
+                f"emptied-{tier}", f"{self._tiers[tier]} was emptied; what memory still holds is written to it again"
+            )
+            self.book.tier_emptied(tier)
 
     def _tell(self, message: ToStore) -> bool:
         try:
@@ -403,6 +500,11 @@ class EncoderCache:
             self.counts["fetches"] += 1
             self._fetches[identifier] = self._fetches.get(identifier, 0) + 1
         return asked
+
+    def _located(self, identifier: str, probe: Probe, held: int) -> Probe:
+        probe.held = held
+        self.book.located(identifier, self._reached, held)
+        return probe
 
     def _not_filled(self, answer: NotFilled, now: float) -> None:
         """A miss, or an entry of another length than guessed: then it is fetched once more.
@@ -471,6 +573,9 @@ class EncoderCache:
             for identifier in self.book.store_lost(self._store.number):
                 self._miss(identifier, now)
             self._put_off.clear()
+            for identifier, probe in self._probes.values():
+                self._located(identifier, probe, 0)
+            self._probes.clear()
             for identifier in list(self._fetches):
                 self._miss(identifier, now)
             words = self._store.last_words()
@@ -522,5 +627,5 @@ def _remotes(config: EncoderCacheConfig) -> list[Remote]:
     ]
 
 
-def _write(place: Place) -> Write:
-    return Write(place.id, place.offset, place.length, place.identifier)
+def _write(place: Place, tiers: int = 0) -> Write:
+    return Write(place.id, place.offset, place.length, place.identifier, tiers)

@@ -33,7 +33,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `remotes` may hold credentials: it is for opening them, and for nothing else.
+    `remotes` may hold credentials: it is for opening them, and for nothing else. For an engine that `saves`, the tiers
+    are looked at every `look_s` seconds, to see whether one was emptied.
     """
 
     incarnation: int
@@ -46,6 +47,8 @@ class Start(Message, frozen=True):
     drain_s: float
     deadline_s: float
     remotes: list[Remote]
+    saves: bool
+    look_s: float
 
 
 class Remote(Message, frozen=True):
@@ -74,12 +77,22 @@ class Fill(Message, frozen=True):
 
 
 class Write(Message, frozen=True):
-    """Write a live entry through to the tiers."""
+    """Write a live entry through to all tiers, or again to those of `tiers` (a bit each, in their order)."""
 
     place: int
     offset: int
     length: int
     identifier: str
+    tiers: int = 0
+
+
+class Locate(Message, frozen=True):
+    """Find out which of `tiers` (a bit each, in their order) hold an entry of this length. Nothing is moved."""
+
+    number: int
+    identifier: str
+    length: int
+    tiers: int
 
 
 class Ping(Message, frozen=True):
@@ -135,8 +148,39 @@ class Sealed(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
+    """Nothing reads the place any more to write its entry. `ok`: a tier has it."""
+
     place: int
     ok: bool
+
+
+class Landed(Message, frozen=True):
+    """A tier has answered to the write of an entry from a place, or of a copy of it. `landing` is a `book.Landing`."""
+
+    place: int
+    identifier: str
+    tier: int
+    landing: int
+
+
+class Located(Message, frozen=True):
+    """The answer to `Locate`: the tiers that hold the entry now, a bit each."""
+
+    number: int
+    held: int
+
+
+class Back(Message, frozen=True):
+    """A tier that had been left alone, because it failed, answers again."""
+
+    tier: int
+
+
+class Born(Message, frozen=True):
+    """What a tier holds goes by this name (see `Tier.born`): another one than before means that it was emptied."""
+
+    tier: int
+    name: str
 
 
 class Pong(Message, frozen=True):
@@ -220,8 +264,9 @@ class Report(Message, frozen=True):
     outcomes: list[tuple[int, int, int]]
 
 
-ToStore = Start | Fill | Write | Ping | Ledger | Saved
-ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
+ToStore = Start | Fill | Write | Locate | Ping | Ledger | Saved
+FromStore = Hello | Filled | NotFilled | Sealed | Written | Landed | Located | Back | Born | Pong | Notice
+ToScheduler = FromStore | Attached | SegmentReady | Report
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 

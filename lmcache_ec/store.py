@@ -19,22 +19,27 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lmcache_ec import arena, entry
+from lmcache_ec.book import Landing
 from lmcache_ec.channel import (
     AnyMessage,
+    Back,
+    Born,
     Durable,
     Fill,
     Filled,
     Hello,
+    Landed,
     Ledger,
     Link,
     LinkClosed,
+    Locate,
     NotFilled,
     Notice,
     Ping,
@@ -51,6 +56,7 @@ from lmcache_ec.channel import (
 from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
+from lmcache_ec.locate import Locator
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier, TierAway
 from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, lane_names, open_remote, tier_name
@@ -87,6 +93,9 @@ class Store:
         self._jobs = 0
         self._promoted_bytes = 0
         self._asked: list[_Asked] = []  # since this turn began: what belongs to one request comes together
+        self._sought: list[Locate] = []  # ... likewise
+        self._locator: Locator | None = None
+        self._looks: list[_Look] = []
         self._held: dict[str, int] = {}  # tier -> bytes, where it knows
         self._engine_pid = _creator(link)
         self._since = time.time()
@@ -108,9 +117,11 @@ class Store:
     def run(self) -> None:
         """Serve until the scheduler side is gone, then finish what was handed over."""
         while self._link in self._links:
-            due_at = min((lane.due_at for lane in self._lanes), default=NEVER)
+            due = [*(lane.due_at for lane in self._lanes), *(look.due_at for look in self._looks)]
+            due_at = min(due, default=NEVER)
             self._turn(max(0.0, min(due_at - time.monotonic(), 3600.0)))
             self._survey()
+            self._look()
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
@@ -123,6 +134,9 @@ class Store:
         if self._asked:
             asked, self._asked = self._asked, []
             self._fill(asked)
+        if self._sought and self._locator is not None:
+            sought, self._sought = self._sought, []
+            self._locator.ask(sought)
         self._flush()
 
     def _woken(self) -> None:
@@ -150,6 +164,8 @@ class Store:
                 self._asked.append(_Asked(message, time.monotonic()))
             case Write() if self._owns(message.offset, message.length):
                 self._write(message)
+            case Locate():
+                self._sought.append(message)
             case Ping(number=number):
                 self._post(Pong(number))
             case Ledger(counts=counts):
@@ -177,6 +193,9 @@ class Store:
                 lane.failed()
             if lane.habits.local:
                 threading.Thread(target=self._follow, args=(lane, start.namespace), daemon=True).start()
+        self._locator = Locator(self._lanes, self._key, self._post)
+        self._looks = [_Look(number, _look_s(lane.habits, start)) for number, lane in enumerate(self._lanes)]
+        self._looks *= start.saves
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
         self._survey()
 
@@ -331,36 +350,48 @@ class Store:
 
     def _write(self, write: Write, index: int = 0, stored: bool = False) -> None:
         """Write a place to the tiers from `index` on, one after another. It stays its entry's until the answer."""
-        for number, lane in enumerate(self._lanes[index:], index):
+        for number, lane in self._wanted(write, index):
             if self._enqueue(lane, write.length, partial(self._write_place, number, write, stored)):
                 return
-            self._delivered(write.place, False)
+            self._landed(write, number, Landing.FAILED)
         self._post(Written(write.place, stored))
 
     def _write_place(self, index: int, write: Write, stored: bool) -> None:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
         lane, key = self._lanes[index], self._key(write.identifier)
-        took = self._put(lane, key, self._at(write.offset, write.length))
+        landing = self._put(lane, key, self._at(write.offset, write.length))
+        took = landing is Landing.TOOK
+        self._landed(write, index, landing)
         if not (took and lane.habits.local):
             self._write(write, index + 1, stored or took)
-            self._delivered(write.place, took)
             return
         self._post(Written(write.place, True))
-        self._delivered(write.place, True)
-        for later in self._lanes[index + 1 :]:
-            if not self._enqueue(later, write.length, partial(self._copy, lane, later, key, write.place)):
-                self._delivered(write.place, False)
+        for number, later in self._wanted(write, index + 1):
+            if not self._enqueue(later, write.length, partial(self._copy, lane, number, write)):
+                self._landed(write, number, Landing.FAILED)
 
-    def _copy(self, source: Lane, lane: Lane, key: EncoderCacheKey, place: int) -> None:
+    def _wanted(self, write: Write, index: int) -> Iterator[tuple[int, Lane]]:
+        """The lanes from `index` on that are to have the entry, with their numbers."""
+        for number in range(index, len(self._lanes)):
+            if not write.tiers or write.tiers >> number & 1:
+                yield number, self._lanes[number]
+
+    def _copy(self, source: Lane, number: int, write: Write) -> None:
         """From one tier to another. What is gone meanwhile, or does not verify, is not."""
-        took = False
+        landing, key = Landing.FAILED, self._key(write.identifier)
         try:
             data = memoryview(bytearray(source.tier.contains(key) or 0))
             if data and source.tier.get_into(key, data) == len(data):
                 entry.verify(data, key)
-                took = self._put(lane, key, data)
+                landing = self._put(self._lanes[number], key, data)
         finally:
-            self._delivered(place, took)
+            self._landed(write, number, landing)
+
+    def _landed(self, write: Write, number: int, landing: Landing) -> None:
+        """A tier has answered. A producer waits for the answers to its save, not for those to a rewrite."""
+        self._post(Landed(write.place, write.identifier, number, landing))
+        if not write.tiers:
+            self._delivered(write.place, landing is Landing.TOOK)
 
     def _delivered(self, place: int, took: bool) -> None:
         """One tier more has an entry, or will not have it. Where a producer waits for it, it is told after the last."""
@@ -375,37 +406,42 @@ class Store:
             del self._deliveries[place]
         self._post(Durable(place, delivery.ok))
 
-    def _promote(self, index: int, key: EncoderCacheKey, data: memoryview) -> None:
+    def _promote(self, index: int, fill: Fill, data: memoryview) -> None:
         """Write what a tier had to those before it. From a copy: the place is the scheduler side's once it is told."""
-        for lane in self._lanes[:index]:
+        for number, lane in enumerate(self._lanes[:index]):
             with self._lock:
                 room = self._promoted_bytes + len(data) <= _PROMOTED_BYTES
                 self._promoted_bytes += len(data) * room
-            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, lane, key, bytes(data))):
+            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, number, fill, bytes(data))):
                 self._count("promotions_dropped")
+                self._post(Landed(fill.place, fill.identifier, number, Landing.FAILED))
                 with self._lock:
                     self._promoted_bytes -= len(data) * room
 
-    def _put_copy(self, lane: Lane, key: EncoderCacheKey, copy: bytes) -> None:
-        self._put(lane, key, memoryview(copy))
+    def _put_copy(self, number: int, fill: Fill, copy: bytes) -> None:
+        landing = self._put(self._lanes[number], self._key(fill.identifier), memoryview(copy))
+        self._post(Landed(fill.place, fill.identifier, number, landing))
         with self._lock:
             self._promoted_bytes -= len(copy)
 
-    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> bool:
-        """Whether the tier has the entry now."""
+    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> Landing:
+        """Write an entry to a tier. One of the same length that is there already is this one."""
         try:
             stored = lane.tier.put(key, data)
+            there = stored or lane.tier.contains(key) == len(data)
         except Exception as error:
             self._count(f"{lane.name}_write_errors")
             self._post(Notice(f"{lane.name}-write", f"{lane.name}: {error}"))
-            if getattr(error, "errno", None) != errno.EFBIG:  # too large for this tier, which is none the worse for it
-                lane.failed()
-            return False
+            if getattr(error, "errno", None) == errno.EFBIG:
+                return Landing.REFUSED  # too large for this tier, which is none the worse for it
+            lane.failed()
+            return Landing.FAILED
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
         self._weigh(lane)
-        lane.has(key.digest, stored)
-        return True
+        if there:
+            lane.has(key.digest, stored)
+        return Landing.TOOK if there else Landing.REFUSED
 
     def _fill(self, asked: Sequence[_Asked], index: int = 0) -> None:
         """Ask the tiers in order, each on its own threads; what was asked for together together, where that helps."""
@@ -493,7 +529,7 @@ class Store:
         spec = entry.verify(data, key)
         self._count(f"{lane.name}_hits")
         self._count(f"{lane.name}_read_bytes", len(data))
-        self._promote(number, key, data)
+        self._promote(number, fill, data)
         self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
 
     def _refused(self, lane: Lane, asked: _Asked, error: entry.EntryError) -> _Asked:
@@ -519,15 +555,16 @@ class Store:
 
     def _survey(self) -> None:
         """Have the lanes looked over that are due for it."""
-        for lane in self._lanes:
+        for number, lane in enumerate(self._lanes):
             if lane.due_at <= time.monotonic():
                 lane.due_at = NEVER
-                lane.scans.submit(self._survey_one, lane)
+                lane.scans.submit(self._survey_one, number, lane)
 
-    def _survey_one(self, lane: Lane) -> None:
+    def _survey_one(self, number: int, lane: Lane) -> None:
         try:
             if away := lane.survey(self._start.namespace if self._start else ""):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
+                self._post(Back(number))
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
@@ -538,6 +575,27 @@ class Store:
         while True:
             time.sleep(_NEWS_S)
             lane.follow(namespace)
+    def _look(self) -> None:
+        """Have the tiers looked at that may have been emptied, where that is due."""
+        for look in self._looks:
+            if look.due_at <= time.monotonic():
+                look.due_at = NEVER
+                self._lanes[look.number].scans.submit(self._look_at, look)
+
+    def _look_at(self, look: _Look) -> None:
+        """Tell the scheduler side what the tier's holdings are called, if that has changed. A tier that cannot say
+        is asked again: whatever is wrong, those who need the tier find out."""
+        lane = self._lanes[look.number]
+        try:
+            born = None if lane.rests else lane.tier.born()
+            self._count(f"{lane.name}_looks")
+        except Exception:
+            born = None
+        if born not in (None, look.born):
+            look.born = born
+            self._post(Born(look.number, born))
+        look.due_at = time.monotonic() + look.every_s
+        os.eventfd_write(self._wake, 1)
 
     def _weigh(self, lane: Lane) -> None:
         """How much a tier holds, for whoever asks: the main thread does no I/O to find out. On the tier's threads."""
@@ -568,11 +626,26 @@ class _Asked:
 
 
 @dataclass(slots=True)
+class _Look:
+    """When a tier is looked at next, to see whether it was emptied, and what its holdings were called at last."""
+
+    number: int
+    every_s: float
+    due_at: float = 0.0
+    born: str | None = None
+
+
+@dataclass(slots=True)
 class _Delivery:
     """An entry that a producer waits for: how many tiers have yet to take it, and whether all others did."""
 
     outstanding: int
     ok: bool = True
+
+
+def _look_s(habits: Habits, start: Start) -> float:
+    """How often a tier is looked at: where a request costs something, as often as it is listed."""
+    return habits.refresh_s if habits.lookup is Lookup.CATALOG and not habits.local else start.look_s
 
 
 def _disk(start: Start) -> Tier:

@@ -195,6 +195,9 @@ class AwaitedTier(Tier):
     def remove(self, namespace: str) -> int:
         return self._opened().remove(namespace)
 
+    def born(self) -> str | None:
+        return self._opened().born()
+
     def maintain(self) -> None:
         self._opened().maintain()
 
