@@ -575,6 +575,7 @@ class Store:
         while True:
             time.sleep(_NEWS_S)
             lane.follow(namespace)
+
     def _look(self) -> None:
         """Have the tiers looked at that may have been emptied, where that is due."""
         for look in self._looks:

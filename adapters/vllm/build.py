@@ -97,6 +97,7 @@ def _scheduler_side(
             producer=f"lmcache-ec {__version__}, vllm {vllm.__version__}"[:MAX_PRODUCER_BYTES],
             ranks=loading_ranks(vllm_config),
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
+            saves=transfer.is_ec_producer,
         ),
     )
     if cache.inert:
@@ -112,6 +113,7 @@ def _scheduler_side(
         start_timeout_s=config.start_timeout_s,
         naming=Naming(config.persist_client_ids, counts_items(vllm_config)),
         wait_for_producer_s=config.wait_for_producer_ms / 1000,
+        encoder_budget=scheduler.max_num_encoder_input_tokens,
     )
     announcer = None if transfer.is_ec_consumer else Announcer(model, namespace)
     return SchedulerSide(cache, policy, media, logger, announcer)

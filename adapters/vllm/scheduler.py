@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_ec.book import Place
-from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache, Probe
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
@@ -29,6 +29,8 @@ from .identifiers import (
 )
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
+from .producer import Producer
+from .standing import Standing
 
 if TYPE_CHECKING:
     import logging
@@ -51,17 +53,6 @@ _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
 
 
-class Standing(enum.Enum):
-    """Where an item of a request stands before the request is scheduled."""
-
-    SETTLED = enum.auto()
-    """Leased to the request, or in vLLM's own cache, or to be promised when it is asked for."""
-    PENDING = enum.auto()
-    """It can still arrive."""
-    MISSED = enum.auto()
-    """Nothing will come: vLLM encodes it, if it carries anything to encode."""
-
-
 @dataclass(slots=True)
 class Item:
     """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
@@ -82,6 +73,19 @@ class Item:
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
+    probe: Probe | None = None
+    """A producer's question which tiers have it, asked for this request."""
+    rewritten: bool = False
+    """The producer has asked for this request that they be given it again."""
+
+    @property
+    def name(self) -> str:
+        """The one that it is saved under."""
+        return self.names[0].text if self.names else self.identifier
+
+    @property
+    def persists(self) -> bool:
+        return bool(self.names) and self.names[0].durability is Durability.PERSISTENT
 
     def shape_of(self, name: Name) -> Shape:
         return name.text, self.modality, self.rows
@@ -125,6 +129,8 @@ class Policy:
     start_timeout_s: float
     naming: Naming
     wait_for_producer_s: float = 0.0
+    encoder_budget: int = 0
+    """Rows that vLLM lets the encoder compute in a pass."""
 
 
 class SchedulerSide:
@@ -146,6 +152,7 @@ class SchedulerSide:
         """`announcer` is a producer's."""
         self.cache = cache
         self._announcer = announcer
+        self._producer = None if policy.consumer else Producer(cache)
         names = (
             *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
             *("unsigned_items", "misfits"),
@@ -266,7 +273,8 @@ class SchedulerSide:
             self.counts["timeouts"] += 1
             for item, standing in zip(wanted, standings, strict=True):
                 item.missed |= standing is Standing.PENDING
-        if any(item.missed and not item.encodable for item in wanted):
+        standing_of = zip(wanted, standings, strict=True)
+        if any((item.missed or standing is Standing.MISSED) and not item.encodable for item, standing in standing_of):
             self.counts["unavailable"] += 1
             self._unavailable.add(memo.request_id)
             return False
@@ -294,7 +302,12 @@ class SchedulerSide:
         evict its own copy before that, so only a lease will do."""
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
+            if self._producer is not None:
+                self._producer.refresh(item, self._sought(item), self._now)
             return Standing.SETTLED
+        if self._producer is not None and self._usable(item):
+            place, cached = self._find(item), identifier in self._mirror
+            return self._producer.standing(memo.request_id, item, self._sought(item), place, cached, self._now)
         leased = identifier in memo.leases and self._serves(item)
         if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
@@ -308,15 +321,18 @@ class SchedulerSide:
         item.missed = item.missed or not self._can_come(item)
         return Standing.MISSED if item.missed else Standing.PENDING
 
+    def _usable(self, item: Item) -> bool:
+        """Whether an entry may stand for the item at all."""
+        return self.cache.ready and not self.cache.inert and bool(item.names)
+
     def _serves(self, item: Item) -> bool:
-        """Whether an entry may be used for the item at all."""
-        usable = self._policy.consumer and self.cache.ready and not self.cache.inert
-        return usable and bool(item.names)
+        """Whether an entry may be loaded for the item."""
+        return self._policy.consumer and self._usable(item)
 
     def _find(self, item: Item) -> Place | None:
         """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
         item waits for no fetch of it."""
-        for name in item.names if self._serves(item) else ():
+        for name in item.names if self._usable(item) else ():
             place = self.cache.book.live(name.text)
             if place is not None and self._fits(place, item):
                 return place
@@ -349,6 +365,11 @@ class SchedulerSide:
         spec = self._spec(item)
         return entry_length(name, spec) if spec is not None else 0
 
+    def _sought(self, item: Item) -> TensorSpec | None:
+        """What a producer looks for in the tiers; None where another item's entry is known to have the name."""
+        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+        return None if known else self._spec(item)
+
     def _spec(self, item: Item) -> TensorSpec | None:
         width = self._widths.get(item.modality)
         return None if width is None else TensorSpec(item.rows, width, self._policy.dtype)
@@ -366,8 +387,10 @@ class SchedulerSide:
             self._withdraw(identifier)
         memo = self._asked
         item = None if memo is None else memo.named.get(identifier)
-        if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
+        if memo is None or item is None or item.end <= memo.computed or not self._usable(item):
             return False
+        if self._producer is not None:
+            return self._producer.has(item, self._find(item))
         place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
@@ -396,6 +419,8 @@ class SchedulerSide:
                 self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
+        elif self._producer is not None and self._producer.skips(identifier):
+            pass
         elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
             self._reserve(memo.items[index], request.request_id, index)
 
@@ -431,12 +456,14 @@ class SchedulerSide:
         else:
             meta = StepMetadata()
             for place, _, _ in self._saves.values():
-                self.cache.book.drop(place)
+                self._drop_save(place)
             self._saves.clear()
+        if self._producer is not None:
+            self._producer.end_pass()
         self._allocated.clear()
         self._asked = None
         self._drained = self._questioned = False
-        self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
+        self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
         if meta.step:
             self._loads.clear()  # last: `give_up` needs them if anything before this raises
         return meta
@@ -446,6 +473,8 @@ class SchedulerSide:
             # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
             self.counts["mirror_resets"] += 1
             self._mirror &= self._allocated
+            if self._producer is not None:
+                self._producer.follow(self._mirror)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -455,10 +484,13 @@ class SchedulerSide:
                 self.cache.book.unsaved.pop(name, None)
             if identifier in self._loads:
                 self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
+        if self._producer is not None and freed:
+            self._producer.follow(self._mirror)
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
         retries = self._retries() if book.unsaved and not self.cache.inert else []
+        again = self._reserve_again(scheduler_output)
         if not (self._loads or self._saves or retries or book.outstanding()):
             return StepMetadata()
         self._step += 1
@@ -466,10 +498,13 @@ class SchedulerSide:
         scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
         for identifier, (place, request_id, index) in self._saves.items():
-            if index in encodes.get(request_id, ()):
-                meta.saves[identifier] = self._send_save(place)
-            else:
-                book.drop(place)  # preempted in the step that had scheduled it: no encode follows
+            if identifier in again and self._producer is not None:
+                self._producer.encoded_again(identifier)
+                meta.encodes.append((request_id, index))
+            elif index not in encodes.get(request_id, ()):
+                self._drop_save(place)  # preempted in the step that had scheduled it: no encode follows
+                continue
+            meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
         for identifier, (place, item) in self._loads.items():
             if place.spec is not None:
@@ -479,6 +514,33 @@ class SchedulerSide:
                 book.send_load(place, self._step)
         self._saves.clear()
         return meta
+
+    def _reserve_again(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
+        if self._producer is None or not self._producer.again or self.cache.inert:
+            return set()
+        encodes = scheduler_output.scheduled_encoder_inputs
+        memos = ((self._memos.get(name), indices) for name, indices in encodes.items())
+        rows = sum(memo.items[index].rows for memo, indices in memos if memo is not None for index in indices)
+        reserved = set()
+        for identifier, (request_id, item) in self._producer.again.items():
+            memo = self._memos.get(request_id)
+            if memo is None or request_id not in scheduler_output.num_scheduled_tokens:
+                continue
+            if rows and rows + item.rows > self._policy.encoder_budget:
+                break  # not announced this time
+            index = next(index for index, one in enumerate(memo.items) if one is item)
+            self._reserve(item, request_id, index)
+            if identifier in self._saves:
+                reserved.add(identifier)
+                rows += item.rows
+        return reserved
+
+    def _drop_save(self, place: Place) -> None:
+        """No encode follows, and vLLM counts the item as cached all the same."""
+        self.cache.book.drop(place)
+        if self._producer is not None:
+            self._producer.not_encoded(identifier_of(place.identifier))
 
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
@@ -534,15 +596,16 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, object] | None:
         """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
+        memo = self._memos.get(request.request_id)
         self._forget(request.request_id)
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        return self._announcer.announce(request, self._is_stored)
+        return self._announcer.announce(request, partial(self._is_stored, memo))
 
-    def _is_stored(self, identifier: str) -> bool:
-        place = self.cache.book.live(identifier)
-        return place is not None and place.stored
+    def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
+        item = None if memo is None else memo.named.get(identifier)
+        return self._producer is not None and item is not None and self._producer.stored(item, self._find(item))
 
     def _forget(self, request_id: str) -> None:
         memo = self._memos.pop(request_id, None)
@@ -559,7 +622,10 @@ class SchedulerSide:
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
-        return {**self.cache.snapshot(), **self.counts, "requests": len(self._memos)}
+        return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+
+    def _counts(self) -> dict[str, int]:
+        return self.counts if self._producer is None else {**self.counts, **self._producer.counts}
 
     def shutdown(self) -> None:
         self.cache.close()
