@@ -20,6 +20,7 @@ from lmcache_ec.channel import (
     Attach,
     Attached,
     Discard,
+    Enter,
     Fill,
     Filled,
     Hello,
@@ -38,6 +39,7 @@ from lmcache_ec.channel import (
     Start,
     StoreLink,
     ToStore,
+    WeightsReport,
     Write,
     Written,
     rank_address,
@@ -52,6 +54,7 @@ from lmcache_ec.lane import Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.space import aligned
 from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
+from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
 
@@ -83,7 +86,8 @@ class Engine:
     """What the cache has to know of the engine that it serves.
 
     `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves).
+    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
+    `watched` the ranks report what weights they have, and nothing is promised before they have done so.
     """
 
     name: str
@@ -91,6 +95,7 @@ class Engine:
     producer: str
     ranks: int
     largest_entry_bytes: int
+    watched: bool = False
 
 
 class EncoderCache:
@@ -104,7 +109,14 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "discarded": 0}
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "discarded": 0, "weight_changes": 0}
+        self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
+        self.held: Held | None = self.weights.held
+        """The weights that everything here is of."""
+        self.in_doubt = self.held is None
+        """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
+        self._home = Home(engine.namespace, True)
+        self._enters = False  # whether the store process has yet to be told the namespace
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
@@ -151,16 +163,45 @@ class EncoderCache:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has mapped the arena and the store process serves."""
-        return len(self._attached) == self._engine.ranks and self.book.opened and self._presence is not None
+        """Whether every rank has mapped the arena and told its weights, and the store process serves."""
+        attached = len(self._attached) == self._engine.ranks and self.weights.started
+        return attached and self.book.opened and self._presence is not None
 
     @property
     def namespace(self) -> str:
-        return self._engine.namespace
+        """Of the entries for the weights that the ranks have."""
+        return self._home.namespace
 
     @property
     def persists(self) -> bool:
-        return bool(self._config.local_disk or self._config.remotes)
+        """Whether these entries leave memory at all."""
+        return self._home.persists and bool(self._config.local_disk or self._config.remotes)
+
+    def follow_weights(self) -> bool:
+        """Act on what the ranks have reported of their weights. Between passes. True if all that was held is forgotten.
+
+        What is on its way is finished under the name that it began with, and is nobody's here (see `Book.forget_all`).
+        """
+        self.weights.moved = False
+        held = self.weights.held
+        self.in_doubt = held is None
+        if held is None:
+            return False
+        self.held = held
+        home = self.weights.home(held)
+        if home == self._home:
+            return False
+        self._home, self._enters = home, home.persists
+        forgotten = self.book.forget_all()
+        self._fetches.clear()
+        self._put_off.clear()
+        self._misses.clear()
+        self.counts["weight_changes"] += 1
+        kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
+        self._complaints.warn(
+            "weights", f"the encoder's weights have changed; {forgotten} entries are forgotten, new ones go to {kept}"
+        )
+        return True
 
     def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
@@ -182,7 +223,7 @@ class EncoderCache:
             return just_missed or self._ask(identifier, length, certain=False, insist=True)
         if missed_until > now:
             return False
-        key = EncoderCacheKey(self._engine.namespace, identifier)
+        key = EncoderCacheKey(self.namespace, identifier)
         if presence.all_complete and not presence.may_contain(key.digest):
             self.counts["filtered"] += 1
             return False
@@ -197,7 +238,7 @@ class EncoderCache:
         self.counts["discarded"] += 1
         self.book.forget(place)
         self._miss(place.identifier, now)
-        self._tell(Discard(place.identifier))
+        self._tell(Discard(self.namespace, place.identifier))
 
     def drain(self, now: float) -> None:
         """Take in what ranks and store process have said. Once a scheduling pass, before anything is decided."""
@@ -210,7 +251,9 @@ class EncoderCache:
         self._fetch_again(now)
         self._introduce_saver()
         self._grow()
-        while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
+        if self._enters and self._tell(Enter(self.namespace)):
+            self._enters = False
+        while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
             self.book.begin_write(place, self._store.number)
         self.book.evict_ahead()
         self._complaints.tell_withheld()
@@ -232,7 +275,7 @@ class EncoderCache:
             return
         self._closed = True
         for place in self.book.unwritten():
-            self._tell(_write(place))
+            self._tell(self._write(place))
         for link in self._ranks:
             link.close()
         for store in (self._store, *self._old):
@@ -274,7 +317,7 @@ class EncoderCache:
             Start(
                 incarnation=self._store.number,
                 engine=self._engine.name,
-                namespace=self._engine.namespace,
+                namespace=self.namespace,
                 producer=self._engine.producer,
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
@@ -331,6 +374,8 @@ class EncoderCache:
                 self.book.report(rank, step, outcomes, self._alive())
             case Attached():
                 self._attached.add(rank)
+            case WeightsReport(calls=calls, digest=digest):
+                self.weights.report(rank, calls, digest)
             case SegmentReady(offset=offset) if self._segment is not None and offset == self._segment[0]:
                 self._segment_acks += 1
                 if self._segment_acks == self._engine.ranks:
@@ -390,7 +435,7 @@ class EncoderCache:
     def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
         """Ask the store process for an entry, with a place for it where its length is known."""
         if not length:
-            asked = self._tell(Fill(0, 0, 0, identifier, insist))
+            asked = self._tell(Fill(0, 0, 0, self.namespace, identifier, insist))
         else:
             place = self.book.reserve_fill(identifier, length, self._store.number, certain)
             if place is None and certain:
@@ -399,7 +444,7 @@ class EncoderCache:
                 return self._ask(
                     identifier, 0, certain, insist
                 )  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, identifier, insist))
+            asked = self._tell(Fill(place.id, place.offset, place.length, self.namespace, identifier, insist))
             if not asked:
                 self.book.filled(place.id, None)
         if asked:
@@ -410,12 +455,16 @@ class EncoderCache:
     def _not_filled(self, answer: NotFilled, now: float) -> None:
         """A miss, or an entry of another length than guessed: then it is fetched once more."""
         self.book.filled(answer.place, None)
+        if answer.namespace != self.namespace:
+            return  # nobody waits for it any more
         plausible = 0 < answer.length <= self._largest
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
             return
         if answer.length > self._largest:
-            self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
+            self._tell(
+                Discard(answer.namespace, answer.identifier)
+            )  # else it would stand in the way of the next save for ever
         self._miss(answer.identifier, now)
 
     def _fetch_again(self, now: float) -> None:
@@ -492,6 +541,9 @@ class EncoderCache:
         self._ping_sent = self._ping_answered = now
         self._begin_store()
 
+    def _write(self, place: Place) -> Write:
+        return Write(place.id, place.offset, place.length, self.namespace, place.identifier)
+
     # ---- segments
 
     def _grow(self) -> None:
@@ -522,7 +574,3 @@ def _remotes(config: EncoderCacheConfig) -> list[Remote]:
         )
         for url in config.remotes
     ]
-
-
-def _write(place: Place) -> Write:
-    return Write(place.id, place.offset, place.length, place.identifier)

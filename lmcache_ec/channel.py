@@ -24,7 +24,10 @@ _FDS = 4
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes."""
+    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes.
+
+    What is about an entry carries its namespace, so that it says the same after the engine has moved to another one.
+    """
 
 
 # ---- scheduler side -> store process
@@ -33,7 +36,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `remotes` may hold credentials: it is for opening them, and for nothing else.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials: it is for opening them, and for
+    nothing else.
     """
 
     incarnation: int
@@ -60,6 +64,12 @@ class Remote(Message, frozen=True):
     refresh_s: float
 
 
+class Enter(Message, frozen=True):
+    """From now on the engine looks for entries of this namespace: what the tiers hold of it is to be listed."""
+
+    namespace: str
+
+
 class Fill(Message, frozen=True):
     """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
 
@@ -69,6 +79,7 @@ class Fill(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     insist: bool = False
 
@@ -79,12 +90,14 @@ class Write(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
 
 
 class Discard(Message, frozen=True):
     """Delete an entry that cannot be what its identifier stands for: rows, width or dtype differ, or it is too long."""
 
+    namespace: str
     identifier: str
 
 
@@ -127,6 +140,7 @@ class NotFilled(Message, frozen=True):
     """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none)."""
 
     place: int
+    namespace: str
     identifier: str
     length: int
 
@@ -164,6 +178,7 @@ class Saved(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     rows: int
     width: int
@@ -222,8 +237,20 @@ class Report(Message, frozen=True):
     outcomes: list[tuple[int, int, int]]
 
 
-ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
-ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
+class WeightsReport(Message, frozen=True):
+    """The digest of the encoder's weights on this rank after so many `calls` that may have changed them.
+
+    No digest: they cannot be told at the moment. Sent before a call begins and once it is over.
+    """
+
+    calls: int
+    digest: str
+
+
+ToStore = Start | Enter | Fill | Write | Discard | Ping | Ledger | Saved
+ToScheduler = (
+    Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report | WeightsReport
+)
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 

@@ -160,6 +160,13 @@ class Lane:
             self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
         return away
 
+    def relist(self) -> None:
+        """What has been listed is of another namespace than is asked for now: list anew, and ask until that is done."""
+        with self._lock:
+            self._list_at = self.due_at = 0.0
+        if self._lists:
+            self._presence.set_complete(self.name, False)
+
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()
         self.tier.contains(EncoderCacheKey(namespace, f"nobody's {os.urandom(16).hex()}"))

@@ -30,6 +30,7 @@ from lmcache_ec.channel import (
     AnyMessage,
     Discard,
     Durable,
+    Enter,
     Fill,
     Filled,
     Hello,
@@ -90,6 +91,7 @@ class Store:
         self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
+        self._namespace = ""  # what is listed
         self._presence: PresenceFilter | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -152,16 +154,20 @@ class Store:
                 self._post(Pong(number))
             case Ledger(counts=counts):
                 self._ledger = counts
-            case Discard(identifier=identifier):
+            case Discard():
                 for lane in self._lanes:
-                    self._submit(lane.writes, partial(self._delete, lane, self._key(identifier)))
+                    self._submit(lane.writes, partial(self._delete, lane, _key(message)))
+            case Enter(namespace=namespace):
+                self._namespace = namespace
+                for lane in self._lanes:
+                    lane.relist()
             case Start():
                 self._begin(message)
             case _:
                 self._post(Notice("message", f"the store process cannot act on {type(message).__name__}"))
 
     def _begin(self, start: Start) -> None:
-        self._start = start
+        self._start, self._namespace = start, start.namespace
         openings: list[tuple[str, Opener, Habits]] = []
         if start.disk:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
@@ -242,7 +248,7 @@ class Store:
         return {
             "pid": os.getpid(),
             "engine": start.engine,
-            "namespace": start.namespace,
+            "namespace": self._namespace,
             "engine_pid": self._engine_pid,
             "since": self._since,
             "state": "serving" if self._link in self._links else "finishing",
@@ -308,7 +314,7 @@ class Store:
             self._counts[name] += number
 
     def _seal(self, saved: Saved) -> None:
-        key = self._key(saved.identifier)
+        key = _key(saved)
         try:
             spec = entry.TensorSpec(saved.rows, saved.width, saved.dtype)
             entry.seal(self._at(saved.offset, saved.length), key, spec, self._start.producer if self._start else "")
@@ -326,7 +332,7 @@ class Store:
             with self._lock:
                 self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:
-            self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
+            self._write(Write(saved.place, saved.offset, saved.length, saved.namespace, saved.identifier))
 
     def _write(self, write: Write, index: int = 0, stored: bool = False) -> None:
         """Write a place to the tiers from `index` on, one after another. It stays its entry's until the answer."""
@@ -338,7 +344,7 @@ class Store:
 
     def _write_place(self, index: int, write: Write, stored: bool) -> None:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
-        lane, key = self._lanes[index], self._key(write.identifier)
+        lane, key = self._lanes[index], _key(write)
         took = self._put(lane, key, self._at(write.offset, write.length))
         if not (took and lane.habits.local):
             self._write(write, index + 1, stored or took)
@@ -418,14 +424,14 @@ class Store:
                 waiting.setdefault(number, []).append(one)
                 continue
             self._count("fill_misses")
-            self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+            self._post(_not_filled(one.fill))
         for number, together in waiting.items():
             for share in self._lanes[number].shares(together):
                 self._lanes[number].reads.submit(self._read, number, share)
 
     def _who_may_have(self, fill: Fill, index: int) -> int | None:
         """The next lane from `index` on that is worth asking."""
-        digest = self._key(fill.identifier).digest
+        digest = _key(fill).digest
         later = range(index, len(self._lanes))
         return next((number for number in later if self._lanes[number].asks(digest, fill.insist)), None)
 
@@ -435,7 +441,7 @@ class Store:
         for one in asked:
             if one not in awaited:
                 self._count("fills_late")  # it stood in a queue until nobody waited for it any more
-                self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+                self._post(_not_filled(one.fill))
         answers = self._answers(self._lanes[number], awaited)
         told = zip(awaited, answers, strict=True)
         self._fill([one for one, answer in told if not self._settled(number, one.fill, answer)], number + 1)
@@ -444,8 +450,8 @@ class Store:
         """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
         expected is in its place now."""
         fills = [one.fill for one in asked]
-        reads = [(self._key(fill.identifier), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
-        probes = [self._key(fill.identifier) for fill in fills if not fill.place]
+        reads = [(_key(fill), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
+        probes = [_key(fill) for fill in fills if not fill.place]
         began = time.monotonic()
         try:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
@@ -460,7 +466,7 @@ class Store:
 
     def _settled(self, number: int, fill: Fill, answer: int | Exception | None) -> bool:
         """Whether the scheduler side was told what became of its question; otherwise the next lane is asked."""
-        lane, key = self._lanes[number], self._key(fill.identifier)
+        lane, key = self._lanes[number], _key(fill)
         try:
             if answer is None:
                 self._count(f"{lane.name}_misses")
@@ -470,7 +476,7 @@ class Store:
             if answer < entry.room(fill.identifier):
                 raise entry.EntryError(entry.Reason.LENGTH, f"{answer} bytes are no entry")
             if answer != fill.length or not fill.place:
-                self._post(NotFilled(fill.place, fill.identifier, answer))
+                self._post(_not_filled(fill, answer))
                 return True
             data = self._at(fill.offset, fill.length)
             spec = entry.verify(data, key)
@@ -506,8 +512,11 @@ class Store:
 
     def _survey_one(self, lane: Lane) -> None:
         try:
-            if away := lane.survey(self._start.namespace if self._start else ""):
+            namespace = self._namespace
+            if away := lane.survey(namespace):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
+            if namespace != self._namespace:
+                lane.relist()
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
@@ -521,9 +530,6 @@ class Store:
             return
         if held is not None:
             self._held[lane.name] = held
-
-    def _key(self, identifier: str) -> EncoderCacheKey:
-        return EncoderCacheKey(self._start.namespace if self._start else "", identifier)
 
     def _owns(self, offset: int, length: int) -> bool:
         return arena.within(offset, length, len(self._memory))
@@ -546,6 +552,14 @@ class _Delivery:
 
     outstanding: int
     ok: bool = True
+
+
+def _key(message: Fill | Write | Saved | Discard) -> EncoderCacheKey:
+    return EncoderCacheKey(message.namespace, message.identifier)
+
+
+def _not_filled(fill: Fill, length: int = 0) -> NotFilled:
+    return NotFilled(fill.place, fill.namespace, fill.identifier, length)
 
 
 def _disk(start: Start) -> Tier:

@@ -21,8 +21,7 @@ NAMESPACE = "namespace"
 class Announcer:
     """A producer's side. Runs on the scheduler's thread; before vLLM 0.32 there is nothing that could be announced."""
 
-    def __init__(self, model_config: ModelConfig, namespace: str) -> None:
-        self._namespace = namespace
+    def __init__(self, model_config: ModelConfig) -> None:
         try:
             from vllm.distributed.ec_transfer.ec_connector.utils import (
                 PlaceholderMetadataResolver,
@@ -34,13 +33,13 @@ class Announcer:
             resolver = PlaceholderMetadataResolver(model_config)
             self._collect = lambda request: collect_ec_item_metadata(request.mm_features, resolver)
 
-    def announce(self, request: Request, stored: Callable[[str], bool]) -> dict[str, Any] | None:
-        """What the answer to `request` says. An item that is not `stored` is announced without metadata: its media has
-        to stay with the request, or the consumer had nothing to encode."""
+    def announce(self, request: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, Any] | None:
+        """What the answer to `request` says of entries in `namespace`. An item that is not `stored` is announced
+        without metadata: its media has to stay with the request, or the consumer had nothing to encode."""
         items = self._collect(request)
         for identifier, item in items.items():
             if stored(identifier):
-                item[NAMESPACE] = self._namespace
+                item[NAMESPACE] = namespace
             else:
                 item["metadata"] = {}
         return items or None

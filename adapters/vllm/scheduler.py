@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from .media import EncodableMedia
 
 _RETRIES_A_PASS = 8
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at weights that stay in doubt."""
+
+_NOTHING = TensorSpec(0, 0, "U8")
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
 
@@ -96,6 +100,8 @@ class Policy:
     start_timeout_s: float
     persist_client_ids: bool
     wait_for_producer_s: float = 0.0
+    weights_check_s: float = 0.0
+    follows_weight_versions: bool = False
 
 
 class SchedulerSide:
@@ -128,13 +134,14 @@ class SchedulerSide:
         self._drained = False
         self._now = 0.0
         self._start_deadline: float | None = None
+        self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
         self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
+        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -164,6 +171,20 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
+        if self.cache.weights.moved and self.cache.follow_weights():
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """The ranks have other weights: nothing from before is promised any more. What vLLM took for loaded already,
+        though no step has loaded it, is encoded."""
+        for memo in self._memos.values():
+            self._release(memo)
+            for item in memo.items:
+                item.announced = False
+        for identifier, (place, item_of) in self._loads.items():
+            if place is not None:
+                self.cache.book.unpin(place)
+            self._loads[identifier] = (None, item_of)
 
     def _remember(self, request: Request) -> Memo:
         self._forget(request.request_id)
@@ -197,7 +218,7 @@ class SchedulerSide:
         """The items that a producer has stored where this engine can find them."""
         told = announced(request)
         others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
-        if others:
+        if others and self.cache.persists:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
                 "namespace",
@@ -264,7 +285,7 @@ class SchedulerSide:
 
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be used for the item at all."""
-        usable = self._policy.consumer and self.cache.ready and not self.cache.inert
+        usable = self._policy.consumer and self.cache.ready and not self.cache.inert and not self.cache.in_doubt
         return usable and item.durability is not Durability.REFUSED
 
     def _find(self, item: Item) -> Place | None:
@@ -333,12 +354,17 @@ class SchedulerSide:
         if place is not None:
             put_off = self._loads.get(identifier)
             self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None:
+            if put_off is not None and put_off[0] is not None:
                 self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
-        elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
+        elif memo is not None and self._policy.producer and self._records:
             self._reserve(memo.items[index], request.request_id, index)
+
+    @property
+    def _records(self) -> bool:
+        """Whether outputs of a step that goes out now may be kept."""
+        return self.cache.ready and not self.cache.inert and not self.cache.in_doubt
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
@@ -392,32 +418,47 @@ class SchedulerSide:
                 continue  # evicted early in this pass, and given room again later
             self._mirror.discard(identifier)
             self.cache.book.unsaved.pop(identifier, None)
-            if identifier in self._loads:
-                self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
+            place, _ = self._loads.pop(identifier, (None, None))
+            if place is not None:
+                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
-        retries = self._retries() if book.unsaved and not self.cache.inert else []
-        if not (self._loads or self._saves or retries or book.outstanding()):
+        retries = self._retries() if book.unsaved and self._records else []
+        copies = bool(self._loads or self._saves or retries)
+        look = self._looks(copies)
+        if not (copies or look or book.outstanding()):
             return StepMetadata()
         self._step += 1
         encodes = scheduler_output.scheduled_encoder_inputs
         scheduled = scheduler_output.num_scheduled_tokens
-        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
+        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
+        meta.namespace, meta.weights = self.cache.namespace, self.cache.held
         for place, request_id, index in self._saves.values():
             if index in encodes.get(request_id, ()):
                 meta.saves[place.identifier] = self._send_save(place)
             else:
                 book.drop(place)  # preempted in the step that had scheduled it: no encode follows
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (place, item) in self._loads.items():
-            if place.spec is not None:
-                offset = place.offset + room(identifier)
-                scheduled_item = item if item[0] in scheduled else None
-                meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
-                book.send_load(place, self._step)
+        for identifier, (promised, item) in self._loads.items():
+            scheduled_item = item if item[0] in scheduled else None
+            if promised is None:
+                meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
+            elif promised.spec is not None:
+                offset = promised.offset + room(identifier)
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                book.send_load(promised, self._step)
         self._saves.clear()
         return meta
+
+    def _looks(self, copies: bool) -> bool:
+        """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
+        step that copies, for those who write past all calls."""
+        due_s = _LOOK_AGAIN_S if self.cache.in_doubt else self._policy.weights_check_s if copies else 0.0
+        if not due_s or not self.cache.weights.started or self.cache.inert or self._now - self._looked < due_s:
+            return False
+        self._looked = self._now
+        return True
 
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
@@ -433,10 +474,10 @@ class SchedulerSide:
         if not self._loads or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
-        scheduled, nothing = scheduler_output.num_scheduled_tokens, TensorSpec(0, 0, self._policy.dtype)
+        scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
         for identifier, (_, item) in self._loads.items():
-            meta.loads.append(Load(0, 0, identifier, nothing, item if item[0] in scheduled else None))
+            meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta
 
@@ -475,7 +516,7 @@ class SchedulerSide:
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        return self._announcer.announce(request, self._is_stored)
+        return self._announcer.announce(request, self._is_stored, self.cache.namespace)
 
     def _is_stored(self, identifier: str) -> bool:
         place = self.cache.book.live(identifier)
@@ -493,6 +534,18 @@ class SchedulerSide:
         for place in memo.leases.values():
             self.cache.book.release(place)
         memo.leases.clear()
+
+    # ---- weights
+
+    @property
+    def follows_weight_versions(self) -> bool:
+        return self._policy.follows_weight_versions
+
+    def set_weight_version(self, version: str) -> None:
+        """vLLM was told the version of the weights that its workers have. Between passes, after a look at these."""
+        self.cache.drain(time.monotonic())
+        if problem := self.cache.weights.set_version(version):
+            self._complaints.warn("version", f"{problem}: entries are kept in memory only")
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""

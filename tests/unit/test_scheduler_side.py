@@ -407,7 +407,7 @@ def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_
 class TwoItems:
     """Stands in for vLLM's function that collects the items' metadata (0.32 and later)."""
 
-    def announce(self, asked: Request, stored: Callable[[str], bool]) -> dict[str, bool]:
+    def announce(self, asked: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, bool]:
         return {feature.identifier: stored(feature.identifier) for feature in asked.mm_features}
 
 
