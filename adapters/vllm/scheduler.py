@@ -136,7 +136,7 @@ class SchedulerSide:
         self._start_deadline: float | None = None
         self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
+        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the weights that the ranks have
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
@@ -175,8 +175,10 @@ class SchedulerSide:
             self._start_over()
 
     def _start_over(self) -> None:
-        """The ranks have other weights: nothing from before is promised any more. What vLLM took for loaded already,
-        though no step has loaded it, is encoded."""
+        """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
+        though no step has loaded it, is encoded. What its own cache holds is no output of these weights: nothing of it
+        is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
+        self._mirror.clear()
         for memo in self._memos.values():
             self._release(memo)
             for item in memo.items:

@@ -27,9 +27,14 @@ def count_parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def apply(engine: Engine, factor: float, language: bool = False) -> None:
+def apply(engine: Engine, factor: float) -> None:
     """By the call that takes any function of the model."""
-    engine.llm.apply_model(partial(scale_language_model if language else scale_encoder, factor=factor))
+    engine.llm.apply_model(partial(scale_encoder, factor=factor))
+
+
+def apply_to_language_model(engine: Engine, factor: float) -> None:
+    """What a training run does that leaves the encoder alone."""
+    engine.llm.apply_model(partial(scale_language_model, factor=factor))
 
 
 def reload(engine: Engine, path: str = "") -> None:
