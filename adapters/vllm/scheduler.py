@@ -13,9 +13,19 @@ from lmcache_ec.book import Place
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
-from lmcache_ec.key import MAX_NAMESPACE_CHARS, Durability, durability
+from lmcache_ec.key import MAX_NAMESPACE_CHARS
 
 from .announcement import Announcer, announced
+from .identifiers import (
+    Durability,
+    Name,
+    Naming,
+    client_uuid,
+    identifier_of,
+    names_of,
+    signed_identifiers,
+    without_signature,
+)
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 
@@ -32,6 +42,10 @@ _LOOK_AGAIN_S = 1.0
 """Between two looks at weights that stay in doubt."""
 
 _NOTHING = TensorSpec(0, 0, "U8")
+_UNSIGNED = (
+    "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
+    'content: such items stay in memory. See docs/security.md, "Front ends"'
+)
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
 
@@ -51,6 +65,7 @@ class Standing(enum.Enum):
 class Item:
     """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
 
+    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
     `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
     more tokens and no preemption since, the request holds it.
     """
@@ -60,7 +75,7 @@ class Item:
     end: int
     modality: str
     rows: int
-    durability: Durability
+    names: tuple[Name, ...]
     encodable: bool
     announced: bool = False
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
@@ -72,13 +87,15 @@ class Item:
 class Memo:
     """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
 
-    `named` is the last item of each name: all of one name look alike, or none is ever cached.
+    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
+    the identifiers that a front end of this engine spelled.
     """
 
     request_id: str
     items: list[Item]
     named: dict[str, Item]
     end: int
+    signed: frozenset[str]
     computed: int = 0
     preemptions: int = 0
     deadline_s: float = 0.0
@@ -98,7 +115,7 @@ class Policy:
     widths: dict[str, int]
     deadline_s: float
     start_timeout_s: float
-    persist_client_ids: bool
+    naming: Naming
     wait_for_producer_s: float = 0.0
     weights_check_s: float = 0.0
     follows_weight_versions: bool = False
@@ -123,7 +140,10 @@ class SchedulerSide:
         """`announcer` is a producer's."""
         self.cache = cache
         self._announcer = announcer
-        names = ("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements")
+        names = (
+            *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
+            "unsigned_items",
+        )
         self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
@@ -189,12 +209,15 @@ class SchedulerSide:
             self._loads[identifier] = (None, item_of)
 
     def _remember(self, request: Request) -> Memo:
+        earlier = self._memos.get(request.request_id)
         self._forget(request.request_id)
         items = []
         coming = self._announced(request)
+        signed = self._signed(request) | (earlier.signed if earlier is not None else frozenset())
         for index, feature in enumerate(request.mm_features):
             position, identifier = feature.mm_position, feature.identifier
             cached = feature.modality != _NEVER_CACHED
+            encodable = self._media.encodable(feature)
             items.append(
                 Item(
                     identifier=identifier,
@@ -202,19 +225,27 @@ class SchedulerSide:
                     end=position.offset + position.length,
                     modality=feature.modality,
                     rows=request.get_num_encoder_embeds(index),
-                    durability=durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-                    if cached
-                    else Durability.REFUSED,
-                    encodable=self._media.encodable(feature),
-                    announced=identifier in coming,
+                    names=self._policy.naming.names(identifier, identifier in signed, encodable) if cached else (),
+                    encodable=encodable,
+                    announced=identifier in coming or client_uuid(identifier) in coming,
                 )
             )
         _refuse_ambiguous(items)
         named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
-        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0))
+        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
         self._memos[request.request_id] = memo
         return memo
+
+    def _signed(self, request: Request) -> frozenset[str]:
+        """The identifiers of a request that a front end of this engine spelled. Read once, see `without_signature`."""
+        identifiers = [feature.identifier for feature in request.mm_features]
+        signed = signed_identifiers(request.trace_headers, identifiers)
+        request.trace_headers = without_signature(request.trace_headers)
+        if unsigned := len(identifiers) - sum(identifier in signed for identifier in identifiers):
+            self.counts["unsigned_items"] += unsigned
+            self._complaints.warn("unsigned", _UNSIGNED)
+        return signed
 
     def _announced(self, request: Request) -> frozenset[str]:
         """The items that a producer has stored where this engine can find them."""
@@ -288,23 +319,27 @@ class SchedulerSide:
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be used for the item at all."""
         usable = self._policy.consumer and self.cache.ready and not self.cache.inert and not self.cache.in_doubt
-        return usable and item.durability is not Durability.REFUSED
+        return usable and bool(item.names)
 
     def _find(self, item: Item) -> Place | None:
         """The live entry of an item. One that is not what the item needs is deleted everywhere."""
-        place = self.cache.book.live(item.identifier) if self._serves(item) else None
-        if place is not None and not self._fits(place, item):
-            self.cache.discard(place, self._now)
-            return None
-        return place
+        for name in item.names if self._serves(item) else ():
+            place = self.cache.book.live(name.text)
+            if place is not None and self._fits(place, item):
+                return place
+            if place is not None:
+                self.cache.discard(place, self._now)
+        return None
 
     def _can_come(self, item: Item) -> bool:
         """Whether the item is under way into the arena, after starting that if a tier may have it."""
-        if not self._serves(item):
-            return False
-        if item.durability is Durability.PERSISTENT:
-            return self.cache.fetch(item.identifier, self._length(item), self._now, item.announced)
-        return self.cache.under_way(item.identifier, self._now)
+        coming = [self._name_can_come(name, item) for name in item.names] if self._serves(item) else []
+        return any(coming)
+
+    def _name_can_come(self, name: Name, item: Item) -> bool:
+        if name.durability is Durability.PERSISTENT:
+            return self.cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
+        return self.cache.under_way(name.text, self._now)
 
     def _fits(self, place: Place, item: Item) -> bool:
         """Whether an entry is what the request needs. A width nobody has told is learned from the first that fits."""
@@ -313,9 +348,9 @@ class SchedulerSide:
             return False
         return self._widths.setdefault(item.modality, spec.width) == spec.width
 
-    def _length(self, item: Item) -> int:
+    def _length(self, name: str, item: Item) -> int:
         spec = self._spec(item)
-        return entry_length(item.identifier, spec) if spec is not None else 0
+        return entry_length(name, spec) if spec is not None else 0
 
     def _spec(self, item: Item) -> TensorSpec | None:
         width = self._widths.get(item.modality)
@@ -336,13 +371,17 @@ class SchedulerSide:
         item = None if memo is None else memo.named.get(identifier)
         if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
             return False
-        place = memo.leases.get(identifier) or self.cache.book.live(identifier)
+        place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place
         self.counts["promises"] += 1
         return True
+
+    def _held(self, item: Item) -> Place | None:
+        places = (self.cache.book.live(name.text) for name in item.names)
+        return next((place for place in places if place is not None and self._fits(place, item)), None)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """vLLM has given the item room: to load if it was promised in this pass, to encode otherwise."""
@@ -370,9 +409,10 @@ class SchedulerSide:
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
-        if spec is None or item.durability is Durability.REFUSED:
+        if spec is None or not item.names:
             return
-        place = self.cache.book.reserve_save(item.identifier, spec, self._persists(item.durability))
+        name = item.names[0]
+        place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))
         if place is not None:
             self._saves[item.identifier] = (place, request_id, index)
 
@@ -419,7 +459,8 @@ class SchedulerSide:
             if identifier in self._allocated:
                 continue  # evicted early in this pass, and given room again later
             self._mirror.discard(identifier)
-            self.cache.book.unsaved.pop(identifier, None)
+            for name in names_of(identifier):
+                self.cache.book.unsaved.pop(name, None)
             place, _ = self._loads.pop(identifier, (None, None))
             if place is not None:
                 self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
@@ -436,9 +477,9 @@ class SchedulerSide:
         scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
         meta.namespace, meta.weights = self.cache.namespace, self.cache.held
-        for place, request_id, index in self._saves.values():
+        for identifier, (place, request_id, index) in self._saves.items():
             if index in encodes.get(request_id, ()):
-                meta.saves[place.identifier] = self._send_save(place)
+                meta.saves[identifier] = self._send_save(place)
             else:
                 book.drop(place)  # preempted in the step that had scheduled it: no encode follows
         meta.retries = [self._send_save(place) for place in retries]
@@ -447,7 +488,7 @@ class SchedulerSide:
             if promised is None:
                 meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
             elif promised.spec is not None:
-                offset = promised.offset + room(identifier)
+                offset = promised.offset + room(promised.identifier)
                 meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
                 book.send_load(promised, self._step)
         self._saves.clear()
@@ -488,24 +529,26 @@ class SchedulerSide:
         owed, in place until the store process gets to it."""
         self.cache.book.send_save(place, self._step, SAVING_RANK)
         spec = place.spec or TensorSpec(0, 0, self._policy.dtype)
-        return Save(place.id, place.offset, place.length, place.identifier, spec, place.dirty)
+        identifier = identifier_of(place.identifier)
+        return Save(place.id, place.offset, place.length, identifier, place.identifier, spec, place.dirty)
 
     def _retries(self) -> list[Place]:
         """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
         book, places = self.cache.book, []
-        for identifier, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+        for name, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+            identifier = identifier_of(name)
             if identifier in self._allocated:
                 continue  # not in the runner's cache before this step
             if identifier not in self._mirror:
-                del book.unsaved[identifier]
+                del book.unsaved[name]
                 continue
-            how = durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-            place = book.reserve_save(identifier, spec, self._persists(how), retry=True)
+            how = self._policy.naming.durability_of(name)
+            place = book.reserve_save(name, spec, self._persists(how), retry=True)
             if place is None:
-                if book.live(identifier) is None:
-                    book.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                if book.live(name) is None:
+                    book.unsaved.move_to_end(name)  # behind the others, one of which may fit
                 else:
-                    del book.unsaved[identifier]
+                    del book.unsaved[name]
                 break
             places.append(place)
         return places
@@ -564,4 +607,4 @@ def _refuse_ambiguous(items: list[Item]) -> None:
         looks.setdefault(item.identifier, set()).add((item.rows, item.modality))
     for item in items:
         if len(looks[item.identifier]) > 1:
-            item.durability = Durability.REFUSED
+            item.names = ()

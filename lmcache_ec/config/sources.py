@@ -12,6 +12,8 @@ from lmcache_ec.config.mask import shown_name, shown_path, shown_shape
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 ENV_PREFIX = "LMCACHE_EC_"
+NO_KEYS = frozenset({"LMCACHE_EC_FRONT_END_KEY"})
+"""Variables that begin so and configure nothing: see `adapters/vllm/identifiers.py`."""
 EXTRA = "ec_connector_extra_config"
 
 
@@ -59,7 +61,7 @@ class FileSettings:
 
 def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
     for name, value in environ.items():
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and name not in NO_KEYS:
             key = name.removeprefix(ENV_PREFIX).strip().lower()
             yield Setting(key, value, Origin(Source.ENVIRONMENT, shown_name(name)))
 

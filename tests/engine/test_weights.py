@@ -170,7 +170,7 @@ def test_a_version_names_the_weights_that_it_is_set_for_and_no_others(build: Bui
 
 
 def test_writers_past_all_calls_are_seen_before_an_entry_is_copied(build: Build) -> None:
-    """By `load_weights` of the model at once; by hand in the next step that copies, once the last look is old enough."""
+    """By the model's `load_weights` at once; by hand in the next step that copies, if the last look is old enough."""
     engine = build(weights_check_s=0.001)
     assert engine.ask(P1) == 1
     stored = engine.rig.files()

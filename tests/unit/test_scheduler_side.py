@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm import scheduler as module
+from lmcache_ec.adapters.vllm.identifiers import client_name, counter_name
 from tests.unit.fakes import PATIENCE_S, WIDTH, Feature, Position, Request, Served, digest, embedding, request, until
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")
-UUID, OTHER_UUID = "a client's own name", "another"
+UUID, OTHER_UUID = client_name("a client's own name"), client_name("another")
 
 Serve = Callable[..., Served]
 
@@ -369,7 +370,9 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
 
 
 @pytest.mark.parametrize(
-    "kind", [{"modality": "prompt_embeds"}, {"identifier": "renderer0-mm-1-image-0"}], ids=["prompt_embeds", "counter"]
+    "kind",
+    [{"modality": "prompt_embeds"}, {"identifier": counter_name("renderer0-mm-1-image-0")}],
+    ids=["prompt_embeds", "counter"],
 )
 def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
     served = serve()
