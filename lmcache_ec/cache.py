@@ -21,6 +21,7 @@ from lmcache_ec.channel import (
     Attached,
     Discard,
     Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
@@ -116,7 +117,8 @@ class EncoderCache:
         self.in_doubt = self.held is None
         """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
         self._home = Home(engine.namespace, True)
-        self._enters = False  # whether the store process has yet to be told the namespace
+        self._listed = engine.namespace  # what the store process lists
+        self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
@@ -191,7 +193,9 @@ class EncoderCache:
         home = self.weights.home(held)
         if home == self._home:
             return False
-        self._home, self._enters = home, home.persists
+        self._home = home
+        self._enters = home.persists and home.namespace != self._listed
+        self._enter()
         forgotten = self.book.forget_all()
         self._fetches.clear()
         self._put_off.clear()
@@ -224,7 +228,7 @@ class EncoderCache:
         if missed_until > now:
             return False
         key = EncoderCacheKey(self.namespace, identifier)
-        if presence.all_complete and not presence.may_contain(key.digest):
+        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
             self.counts["filtered"] += 1
             return False
         return self._ask(identifier, length, certain=False)
@@ -251,8 +255,7 @@ class EncoderCache:
         self._fetch_again(now)
         self._introduce_saver()
         self._grow()
-        if self._enters and self._tell(Enter(self.namespace)):
-            self._enters = False
+        self._enter()
         while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
             self.book.begin_write(place, self._store.number)
         self.book.evict_ahead()
@@ -312,6 +315,7 @@ class EncoderCache:
     def _begin_store(self) -> None:
         """The first words to a new store process, and its link for the saving rank."""
         self._revision = -1  # it has not been told the counts
+        self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
         self._tell(
             Start(
@@ -395,6 +399,8 @@ class EncoderCache:
                 self.book.sealed(place_id, self._store.number, ok)
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
+            case Entered(namespace=namespace) if namespace == self.namespace:
+                self._enters = False
             case Pong(number=number) if number == self._ping:
                 self._ping_answered = now
                 self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
@@ -540,6 +546,10 @@ class EncoderCache:
             return
         self._ping_sent = self._ping_answered = now
         self._begin_store()
+
+    def _enter(self) -> None:
+        if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
+            self._listed = self.namespace
 
     def _write(self, place: Place) -> Write:
         return Write(place.id, place.offset, place.length, self.namespace, place.identifier)

@@ -65,7 +65,8 @@ class Remote(Message, frozen=True):
 
 
 class Enter(Message, frozen=True):
-    """From now on the engine looks for entries of this namespace: what the tiers hold of it is to be listed."""
+    """From now on the engine looks for entries of this namespace: what the tiers hold of it is to be listed. The store
+    process answers `Entered`."""
 
     namespace: str
 
@@ -124,6 +125,12 @@ class Hello(Message, frozen=True):
     pid: int
     problem: str
     tiers: list[str]
+
+
+class Entered(Message, frozen=True):
+    """From now on the presence filter is not complete before it holds what the tiers have of this namespace."""
+
+    namespace: str
 
 
 class Filled(Message, frozen=True):
@@ -249,7 +256,18 @@ class WeightsReport(Message, frozen=True):
 
 ToStore = Start | Enter | Fill | Write | Discard | Ping | Ledger | Saved
 ToScheduler = (
-    Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report | WeightsReport
+    Hello
+    | Entered
+    | Filled
+    | NotFilled
+    | Sealed
+    | Written
+    | Pong
+    | Notice
+    | Attached
+    | SegmentReady
+    | Report
+    | WeightsReport
 )
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank

@@ -31,6 +31,7 @@ from lmcache_ec.channel import (
     Discard,
     Durable,
     Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
@@ -161,6 +162,7 @@ class Store:
                 self._namespace = namespace
                 for lane in self._lanes:
                     lane.relist()
+                self._post(Entered(namespace))
             case Start():
                 self._begin(message)
             case _:

@@ -140,7 +140,7 @@ class ECLMCacheConnector(ECConnectorBase):
         return None, None
 
     def watch_weights(self, model: Callable[[], torch.nn.Module]) -> None:
-        """The worker's model was loaded: this rank tells the scheduler side what weights its encoder has from now on."""
+        """The worker's model was loaded: this rank now tells the scheduler side what weights its encoder has."""
         side = self._worker
         if side is not None:
             self._guarded(lambda: side.watch_weights(model()), None)
