@@ -12,7 +12,8 @@ Who owns what, and when it may be freed:
 5. FILLING belongs to the store process in the same way.
 6. LIVE belongs to the index. Promises, leases, loads under way, a write-through under way and a store process that may
    still read it are pins; only an unpinned place is evicted. Forgotten while pinned: out of the index now, freed at the
-   last unpin.
+   last unpin. Forgotten while on its way: out of the index now, finished as it began, never live to anyone, and freed
+   when its write-through is over.
 7. A load holds its pin until every rank's report has covered its step.
 8. When a store process is lost, what it was filling and sealing is ORPHANED and what it was writing stays pinned, until
    that process is gone; then the bytes are free, and the writes are owed again.
@@ -261,6 +262,22 @@ class Book:
                 del self._evictable[place]
                 self._free(place)
 
+    def forget_all(self) -> int:
+        """Forget what is live, what is on its way and what is owed: it is of no use to whoever looks from now on.
+
+        Microseconds an entry, all at once. Returns how many there were.
+        """
+        places = list(self._index.values())
+        for place in places:
+            if place.state is State.LIVE:
+                self.forget(place)
+            else:
+                place.forgotten = True
+                del self._index[place.identifier]
+        self.unsaved.clear()
+        self.revision += 1
+        return len(places)
+
     # ---- saves
 
     def reserve_save(self, identifier: str, spec: TensorSpec, persist: bool, retry: bool = False) -> Place | None:
@@ -323,7 +340,7 @@ class Book:
         self._publish(place)
         if place.dirty:
             self._dirty[place.id] = place
-        elif place.persist:
+        elif place.persist and not place.forgotten:
             self._unwritten[place.id] = place
 
     def written(self, place_id: int, ok: bool) -> None:
@@ -435,7 +452,7 @@ class Book:
         if place is None:
             return None
         self._bytes["filling"] -= place.extent.length
-        if spec is None:
+        if spec is None or place.forgotten:
             self._leave_index(place)
             self._free(place)
             return None
@@ -506,7 +523,8 @@ class Book:
         for place in [p for p in self._filling.values() if p.incarnation == incarnation]:
             del self._filling[place.id]
             self._bytes["filling"] -= place.extent.length
-            missed.append(place.identifier)
+            if not place.forgotten:
+                missed.append(place.identifier)
             self._orphan(place)
         for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
             del self._saving[place.id]
@@ -657,11 +675,15 @@ class Book:
         self._bytes["live"] += place.length
         self._rewrites.published(place)
         self._touch(place)
-        if not place.pins:
+        if place.pins:
+            return
+        if place.forgotten:
+            self._free(place)
+        else:
             self._evictable[place] = None
 
     def _owe(self, place: Place) -> None:
-        if place.spec is not None:
+        if place.spec is not None and not place.forgotten:
             self.remember(place.identifier, place.spec)
 
     def _void(self, place: Place) -> None:

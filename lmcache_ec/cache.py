@@ -21,6 +21,8 @@ from lmcache_ec.channel import (
     Attached,
     Back,
     Born,
+    Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
@@ -42,6 +44,7 @@ from lmcache_ec.channel import (
     Start,
     StoreLink,
     ToStore,
+    WeightsReport,
     Write,
     Written,
     rank_address,
@@ -57,6 +60,7 @@ from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.recent import Recent
 from lmcache_ec.space import aligned
 from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
+from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
 
@@ -93,8 +97,9 @@ class Engine:
     """What the cache has to know of the engine that it serves.
 
     `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves). One that `saves` nothing, a consumer, never gives a
-    tier again what that has lost.
+    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
+    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
+    `saves` nothing, a consumer, never gives a tier again what that has lost.
     """
 
     name: str
@@ -103,6 +108,7 @@ class Engine:
     ranks: int
     largest_entry_bytes: int
     saves: bool = True
+    watched: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +130,15 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0}
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0, "weight_changes": 0}
+        self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
+        self.held: Held | None = self.weights.held
+        """The weights that everything here is of."""
+        self.in_doubt = self.held is None
+        """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
+        self._home = Home(engine.namespace, True)
+        self._listed = engine.namespace  # what the store process lists
+        self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
@@ -176,16 +190,49 @@ class EncoderCache:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has mapped the arena and the store process serves."""
-        return len(self._attached) == self._engine.ranks and self.book.opened and self._presence is not None
+        """Whether every rank has mapped the arena and told its weights, and the store process serves."""
+        attached = len(self._attached) == self._engine.ranks and self.weights.started
+        return attached and self.book.opened and self._presence is not None
 
     @property
     def namespace(self) -> str:
-        return self._engine.namespace
+        """Of the entries for the weights that the ranks have."""
+        return self._home.namespace
 
     @property
     def persists(self) -> bool:
-        return bool(self._config.local_disk or self._config.remotes)
+        """Whether these entries leave memory at all."""
+        return self._home.persists and bool(self._config.local_disk or self._config.remotes)
+
+    def follow_weights(self) -> bool:
+        """Act on what the ranks have reported of their weights. Between passes. True if all that was held is forgotten.
+
+        What is on its way is finished under the name that it began with, and is nobody's here (see `Book.forget_all`).
+        """
+        self.weights.moved = False
+        held = self.weights.held
+        self.in_doubt = held is None
+        if held is None:
+            return False
+        self.held = held
+        home = self.weights.home(held)
+        if home == self._home:
+            return False
+        self._home = home
+        self._enters = home.persists and home.namespace != self._listed
+        self._enter()
+        forgotten = self.book.forget_all()
+        self._fetches.clear()
+        self._put_off.clear()
+        self._misses.clear()
+        self._unusable.clear()
+        self._probes.clear()
+        self.counts["weight_changes"] += 1
+        kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
+        self._complaints.warn(
+            "weights", f"the encoder's weights have changed; {forgotten} entries are forgotten, new ones go to {kept}"
+        )
+        return True
 
     def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
@@ -208,8 +255,8 @@ class EncoderCache:
             return just_missed or self._ask(identifier, length, certain=False, insist=True)
         if self._misses.holds(identifier, now):
             return False
-        key = EncoderCacheKey(self._engine.namespace, identifier)
-        if presence.all_complete and not presence.may_contain(key.digest):
+        key = EncoderCacheKey(self.namespace, identifier)
+        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
             self.counts["filtered"] += 1
             return False
         return self._ask(identifier, length, certain=False)
@@ -221,12 +268,12 @@ class EncoderCache:
         presence = self._presence
         if spec is None or presence is None or not self.ready or not self.persists or not self._responsive(now):
             return self._located(identifier, probe, 0)
-        key = EncoderCacheKey(self._engine.namespace, identifier)
-        if presence.all_complete and not presence.may_contain(key.digest):
+        key = EncoderCacheKey(self.namespace, identifier)
+        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
             self.counts["filtered"] += 1
             return self._located(identifier, probe, 0)
         number = self._asked + 1
-        question = Locate(number, identifier, entry_length(identifier, spec), self._reached)
+        question = Locate(number, self.namespace, identifier, entry_length(identifier, spec), self._reached)
         if len(self._probes) >= _FETCHES_AT_ONCE or not self._tell(question):
             return self._located(identifier, probe, 0)
         self.counts["probes"] += 1
@@ -261,9 +308,10 @@ class EncoderCache:
         self._fetch_again(now)
         self._introduce_saver()
         self._grow()
-        while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
+        self._enter()
+        while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
             self.book.begin_write(place, self._store.number)
-        while (place := self.book.owed_rewrite()) is not None and self._tell(_write(place, place.owed)):
+        while (place := self.book.owed_rewrite()) is not None and self._tell(self._write(place, place.owed)):
             self.book.begin_rewrite(place, self._store.number)
         self.book.evict_ahead()
         self._complaints.tell_withheld()
@@ -287,9 +335,9 @@ class EncoderCache:
         if self._presence is not None and not self.inert:
             self._drain(self._store.link, self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
-            self._tell(_write(place))
+            self._tell(self._write(place))
         for place in self.book.owed_rewrites():
-            self._tell(_write(place, place.owed))
+            self._tell(self._write(place, place.owed))
         for link in self._ranks:
             link.close()
         for store in (self._store, *self._old):
@@ -326,12 +374,13 @@ class EncoderCache:
     def _begin_store(self) -> None:
         """The first words to a new store process, and its link for the saving rank."""
         self._revision = -1  # it has not been told the counts
+        self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
         self._tell(
             Start(
                 incarnation=self._store.number,
                 engine=self._engine.name,
-                namespace=self._engine.namespace,
+                namespace=self.namespace,
                 producer=self._engine.producer,
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
@@ -390,6 +439,8 @@ class EncoderCache:
                 self.book.report(rank, step, outcomes, self._alive())
             case Attached():
                 self._attached.add(rank)
+            case WeightsReport(calls=calls, digest=digest):
+                self.weights.report(rank, calls, digest)
             case SegmentReady(offset=offset) if self._segment is not None and offset == self._segment[0]:
                 self._segment_acks += 1
                 if self._segment_acks == self._engine.ranks:
@@ -417,6 +468,8 @@ class EncoderCache:
                 self._tier_back(tier)
             case Born(tier=tier, name=name):
                 self._tier_born(tier, name)
+            case Entered(namespace=namespace) if namespace == self.namespace:
+                self._enters = False
             case Pong(number=number) if number == self._ping:
                 self._ping_answered = now
                 self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
@@ -484,7 +537,7 @@ class EncoderCache:
     def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
         """Ask the store process for an entry, with a place for it where its length is known."""
         if not length:
-            asked = self._tell(Fill(0, 0, 0, identifier, insist))
+            asked = self._tell(Fill(0, 0, 0, self.namespace, identifier, insist))
         else:
             place = self.book.reserve_fill(identifier, length, self._store.number, certain)
             if place is None and certain:
@@ -493,7 +546,7 @@ class EncoderCache:
                 return self._ask(
                     identifier, 0, certain, insist
                 )  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, identifier, insist))
+            asked = self._tell(Fill(place.id, place.offset, place.length, self.namespace, identifier, insist))
             if not asked:
                 self.book.filled(place.id, None)
         if asked:
@@ -512,6 +565,8 @@ class EncoderCache:
         One that has no place here, or is of another version, has the name and keeps it: it may serve others.
         """
         self.book.filled(answer.place, None)
+        if answer.namespace != self.namespace:
+            return  # nobody waits for it any more
         plausible = 0 < answer.length <= self._largest
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
@@ -595,6 +650,13 @@ class EncoderCache:
         self._ping_sent = self._ping_answered = now
         self._begin_store()
 
+    def _enter(self) -> None:
+        if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
+            self._listed = self.namespace
+
+    def _write(self, place: Place, tiers: int = 0) -> Write:
+        return Write(place.id, place.offset, place.length, self.namespace, place.identifier, tiers)
+
     # ---- segments
 
     def _grow(self) -> None:
@@ -625,7 +687,3 @@ def _remotes(config: EncoderCacheConfig) -> list[Remote]:
         )
         for url in config.remotes
     ]
-
-
-def _write(place: Place, tiers: int = 0) -> Write:
-    return Write(place.id, place.offset, place.length, place.identifier, tiers)

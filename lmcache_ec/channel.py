@@ -24,7 +24,10 @@ _FDS = 4
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes."""
+    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes.
+
+    What is about an entry carries its namespace, so that it says the same after the engine has moved to another one.
+    """
 
 
 # ---- scheduler side -> store process
@@ -33,8 +36,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `remotes` may hold credentials: it is for opening them, and for nothing else. For an engine that `saves`, the tiers
-    are looked at every `look_s` seconds, to see whether one was emptied.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials: it is for opening them, and for
+    nothing else. For an engine that `saves`, the tiers are looked at every `look_s` seconds, to see whether one was
+    emptied.
     """
 
     incarnation: int
@@ -63,6 +67,13 @@ class Remote(Message, frozen=True):
     refresh_s: float
 
 
+class Enter(Message, frozen=True):
+    """From now on the engine looks for entries of this namespace: what the tiers hold of it is to be listed. The store
+    process answers `Entered`."""
+
+    namespace: str
+
+
 class Fill(Message, frozen=True):
     """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
 
@@ -72,6 +83,7 @@ class Fill(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     insist: bool = False
 
@@ -82,6 +94,7 @@ class Write(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     tiers: int = 0
 
@@ -90,6 +103,7 @@ class Locate(Message, frozen=True):
     """Find out which of `tiers` (a bit each, in their order) hold an entry of this length. Nothing is moved."""
 
     number: int
+    namespace: str
     identifier: str
     length: int
     tiers: int
@@ -120,6 +134,12 @@ class Hello(Message, frozen=True):
     tiers: list[str]
 
 
+class Entered(Message, frozen=True):
+    """From now on the presence filter is not complete before it holds what the tiers have of this namespace."""
+
+    namespace: str
+
+
 class Filled(Message, frozen=True):
     """The place holds the verified entry of shape (rows, width), read from `tier`."""
 
@@ -137,6 +157,7 @@ class NotFilled(Message, frozen=True):
     """
 
     place: int
+    namespace: str
     identifier: str
     length: int
     kept: bool = False
@@ -206,6 +227,7 @@ class Saved(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     rows: int
     width: int
@@ -264,9 +286,19 @@ class Report(Message, frozen=True):
     outcomes: list[tuple[int, int, int]]
 
 
-ToStore = Start | Fill | Write | Locate | Ping | Ledger | Saved
-FromStore = Hello | Filled | NotFilled | Sealed | Written | Landed | Located | Back | Born | Pong | Notice
-ToScheduler = FromStore | Attached | SegmentReady | Report
+class WeightsReport(Message, frozen=True):
+    """The digest of the encoder's weights on this rank after so many `calls` that may have changed them.
+
+    No digest: they cannot be told at the moment. Sent before a call begins and once it is over.
+    """
+
+    calls: int
+    digest: str
+
+
+ToStore = Start | Enter | Fill | Write | Locate | Ping | Ledger | Saved
+FromStore = Hello | Entered | Filled | NotFilled | Sealed | Written | Landed | Located | Back | Born | Pong | Notice
+ToScheduler = FromStore | Attached | SegmentReady | Report | WeightsReport
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 

@@ -12,8 +12,6 @@ from lmcache_ec.channel import Locate, Located, Notice
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Lane
 
-KeyOf = Callable[[str], EncoderCacheKey]
-
 
 @dataclass(slots=True)
 class _Question:
@@ -23,6 +21,10 @@ class _Question:
     outstanding: int
     held: int = 0
 
+    @property
+    def key(self) -> EncoderCacheKey:
+        return EncoderCacheKey(self.asked.namespace, self.asked.identifier)
+
 
 class Locator:
     """Answers `Locate`. `ask` runs on the store process's main thread, the rest on the lanes' own threads.
@@ -31,9 +33,8 @@ class Locator:
     that was asked for: another's under the same name, or another version's, is none.
     """
 
-    def __init__(self, lanes: Sequence[Lane], key_of: KeyOf, post: Callable[[Located | Notice], None]) -> None:
+    def __init__(self, lanes: Sequence[Lane], post: Callable[[Located | Notice], None]) -> None:
         self._lanes = lanes
-        self._key_of = key_of
         self._post = post
         self._lock = threading.Lock()  # of the questions' numbers; never held across I/O
 
@@ -42,7 +43,7 @@ class Locator:
         questions = [_Question(one, one.tiers.bit_count()) for one in asked]
         for number, lane in enumerate(self._lanes):
             here = [one for one in questions if one.asked.tiers >> number & 1]
-            worth = [one for one in here if lane.asks(self._key_of(one.asked.identifier).digest)]
+            worth = [one for one in here if lane.asks(one.key.digest)]
             for share in lane.shares(worth):
                 lane.reads.submit(self._look, number, share)
             for one in here:
@@ -51,7 +52,7 @@ class Locator:
 
     def _look(self, number: int, questions: Sequence[_Question]) -> None:
         lane, began = self._lanes[number], time.monotonic()
-        keys = [self._key_of(one.asked.identifier) for one in questions]
+        keys = [one.key for one in questions]
         lengths: Sequence[int | Exception | None]
         try:
             lengths = lane.tier.contains_each(keys)

@@ -32,6 +32,8 @@ from lmcache_ec.channel import (
     Back,
     Born,
     Durable,
+    Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
@@ -101,6 +103,7 @@ class Store:
         self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
+        self._namespace = ""  # what is listed
         self._presence: PresenceWriter | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -170,13 +173,18 @@ class Store:
                 self._post(Pong(number))
             case Ledger(counts=counts):
                 self._ledger = counts
+            case Enter(namespace=namespace):
+                self._namespace = namespace
+                for lane in self._lanes:
+                    lane.relist()
+                self._post(Entered(namespace))
             case Start():
                 self._begin(message)
             case _:
                 self._post(Notice("message", f"the store process cannot act on {type(message).__name__}"))
 
     def _begin(self, start: Start) -> None:
-        self._start = start
+        self._start, self._namespace = start, start.namespace
         openings: list[tuple[str, Opener, Habits]] = []
         if start.disk:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
@@ -192,8 +200,8 @@ class Store:
             if isinstance(lane.tier, AwaitedTier):
                 lane.failed()
             if lane.habits.local:
-                threading.Thread(target=self._follow, args=(lane, start.namespace), daemon=True).start()
-        self._locator = Locator(self._lanes, self._key, self._post)
+                threading.Thread(target=self._follow, args=(lane,), daemon=True).start()
+        self._locator = Locator(self._lanes, self._post)
         self._looks = [_Look(number, _look_s(lane.habits, start)) for number, lane in enumerate(self._lanes)]
         self._looks *= start.saves
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
@@ -262,7 +270,7 @@ class Store:
         return {
             "pid": os.getpid(),
             "engine": start.engine,
-            "namespace": start.namespace,
+            "namespace": self._namespace,
             "engine_pid": self._engine_pid,
             "since": self._since,
             "state": "serving" if self._link in self._links else "finishing",
@@ -328,7 +336,7 @@ class Store:
             self._counts[name] += number
 
     def _seal(self, saved: Saved) -> None:
-        key = self._key(saved.identifier)
+        key = _key(saved)
         try:
             spec = entry.TensorSpec(saved.rows, saved.width, saved.dtype)
             entry.seal(self._at(saved.offset, saved.length), key, spec, self._start.producer if self._start else "")
@@ -346,7 +354,7 @@ class Store:
             with self._lock:
                 self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:
-            self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
+            self._write(Write(saved.place, saved.offset, saved.length, saved.namespace, saved.identifier))
 
     def _write(self, write: Write, index: int = 0, stored: bool = False) -> None:
         """Write a place to the tiers from `index` on, one after another. It stays its entry's until the answer."""
@@ -358,7 +366,7 @@ class Store:
 
     def _write_place(self, index: int, write: Write, stored: bool) -> None:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
-        lane, key = self._lanes[index], self._key(write.identifier)
+        lane, key = self._lanes[index], _key(write)
         landing = self._put(lane, key, self._at(write.offset, write.length))
         took = landing is Landing.TOOK
         self._landed(write, index, landing)
@@ -378,7 +386,7 @@ class Store:
 
     def _copy(self, source: Lane, number: int, write: Write) -> None:
         """From one tier to another. What is gone meanwhile, or does not verify, is not."""
-        landing, key = Landing.FAILED, self._key(write.identifier)
+        landing, key = Landing.FAILED, _key(write)
         try:
             data = memoryview(bytearray(source.tier.contains(key) or 0))
             if data and source.tier.get_into(key, data) == len(data):
@@ -419,7 +427,7 @@ class Store:
                     self._promoted_bytes -= len(data) * room
 
     def _put_copy(self, number: int, fill: Fill, copy: bytes) -> None:
-        landing = self._put(self._lanes[number], self._key(fill.identifier), memoryview(copy))
+        landing = self._put(self._lanes[number], _key(fill), memoryview(copy))
         self._post(Landed(fill.place, fill.identifier, number, landing))
         with self._lock:
             self._promoted_bytes -= len(copy)
@@ -452,14 +460,14 @@ class Store:
                 waiting.setdefault(number, []).append(one)
                 continue
             self._count("fill_misses")
-            self._post(NotFilled(one.fill.place, one.fill.identifier, 0, one.kept))
+            self._post(_not_filled(one.fill, kept=one.kept))
         for number, together in waiting.items():
             for share in self._lanes[number].shares(together):
                 self._lanes[number].reads.submit(self._read, number, share)
 
     def _who_may_have(self, fill: Fill, index: int) -> int | None:
         """The next lane from `index` on that is worth asking."""
-        digest = self._key(fill.identifier).digest
+        digest = _key(fill).digest
         later = range(index, len(self._lanes))
         return next((number for number in later if self._lanes[number].asks(digest, fill.insist)), None)
 
@@ -469,7 +477,7 @@ class Store:
         for one in asked:
             if one not in awaited:
                 self._count("fills_late")  # it stood in a queue until nobody waited for it any more
-                self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+                self._post(_not_filled(one.fill))
         answers = self._answers(self._lanes[number], awaited)
         told = zip(awaited, answers, strict=True)
         unsettled = [self._unsettled(number, one, answer) for one, answer in told]
@@ -479,8 +487,8 @@ class Store:
         """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
         expected is in its place now."""
         fills = [one.fill for one in asked]
-        reads = [(self._key(fill.identifier), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
-        probes = [self._key(fill.identifier) for fill in fills if not fill.place]
+        reads = [(_key(fill), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
+        probes = [_key(fill) for fill in fills if not fill.place]
         began = time.monotonic()
         try:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
@@ -503,9 +511,9 @@ class Store:
             if isinstance(answer, Exception):
                 raise answer
             if answer < entry.room(fill.identifier):
-                self._judge(lane, fill.identifier, answer)
+                self._judge(lane, _key(fill), answer)
             if answer != fill.length or not fill.place:
-                self._post(NotFilled(fill.place, fill.identifier, answer))
+                self._post(_not_filled(fill, answer))
                 return None
             self._take_in(number, fill)
             return None
@@ -517,15 +525,15 @@ class Store:
             lane.failed()
         return asked
 
-    def _judge(self, lane: Lane, identifier: str, length: int) -> None:
+    def _judge(self, lane: Lane, key: EncoderCacheKey, length: int) -> None:
         """Raise EntryError for what is too short to be an entry of this version; it may be one of another."""
-        key, data = self._key(identifier), memoryview(bytearray(length))
+        data = memoryview(bytearray(length))
         if lane.tier.get_into(key, data) == length:
             entry.verify(data, key)
 
     def _take_in(self, number: int, fill: Fill) -> None:
         """Verify what a lane has put into the place, and tell the scheduler side. EntryError for no entry of its."""
-        lane, key, data = self._lanes[number], self._key(fill.identifier), self._at(fill.offset, fill.length)
+        lane, key, data = self._lanes[number], _key(fill), self._at(fill.offset, fill.length)
         spec = entry.verify(data, key)
         self._count(f"{lane.name}_hits")
         self._count(f"{lane.name}_read_bytes", len(data))
@@ -535,7 +543,7 @@ class Store:
     def _refused(self, lane: Lane, asked: _Asked, error: entry.EntryError) -> _Asked:
         """What does not verify against itself is deleted, and made good by the next encode. What another version of
         the format may verify is nobody's to delete."""
-        key = self._key(asked.fill.identifier)
+        key = _key(asked.fill)
         if isinstance(error, entry.OtherVersion):
             self._count(f"{lane.name}_other_version")
             self._post(
@@ -562,19 +570,22 @@ class Store:
 
     def _survey_one(self, number: int, lane: Lane) -> None:
         try:
-            if away := lane.survey(self._start.namespace if self._start else ""):
+            namespace = self._namespace
+            if away := lane.survey(namespace):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
                 self._post(Back(number))
+            if namespace != self._namespace:
+                lane.relist()
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
         os.eventfd_write(self._wake, 1)
 
-    def _follow(self, lane: Lane, namespace: str) -> None:
+    def _follow(self, lane: Lane) -> None:
         """Know of what neighbours write long before it is listed. A thread of its own: a listing takes its time."""
         while True:
             time.sleep(_NEWS_S)
-            lane.follow(namespace)
+            lane.follow(self._namespace)
 
     def _look(self) -> None:
         """Have the tiers looked at that may have been emptied, where that is due."""
@@ -606,9 +617,6 @@ class Store:
             return
         if held is not None:
             self._held[lane.name] = held
-
-    def _key(self, identifier: str) -> EncoderCacheKey:
-        return EncoderCacheKey(self._start.namespace if self._start else "", identifier)
 
     def _owns(self, offset: int, length: int) -> bool:
         return arena.within(offset, length, len(self._memory))
@@ -647,6 +655,14 @@ class _Delivery:
 def _look_s(habits: Habits, start: Start) -> float:
     """How often a tier is looked at: where a request costs something, as often as it is listed."""
     return habits.refresh_s if habits.lookup is Lookup.CATALOG and not habits.local else start.look_s
+
+
+def _key(message: Fill | Write | Saved) -> EncoderCacheKey:
+    return EncoderCacheKey(message.namespace, message.identifier)
+
+
+def _not_filled(fill: Fill, length: int = 0, kept: bool = False) -> NotFilled:
+    return NotFilled(fill.place, fill.namespace, fill.identifier, length, kept)
 
 
 def _disk(start: Start) -> Tier:

@@ -7,9 +7,10 @@ NAME = "ECLMCacheConnector"
 
 
 def register() -> None:
-    """Make `ECLMCacheConnector` known by its name, and have the front end say who named what. May run twice."""
+    """Make `ECLMCacheConnector` known, have the front end say who named what, and watch weights. May run twice."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
+    from . import worker_calls
     from .front_end import install as install_front_end
     from .start import install as install_start
 
@@ -17,3 +18,4 @@ def register() -> None:
         ECConnectorFactory.register_connector(NAME, "lmcache_ec.adapters.vllm.connector", NAME)
     install_front_end()
     install_start()
+    worker_calls.install()

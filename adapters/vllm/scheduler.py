@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from .media import EncodableMedia
 
 _RETRIES_A_PASS = 8
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at weights that stay in doubt."""
+
+_NOTHING = TensorSpec(0, 0, "U8")
 _UNSIGNED = (
     "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
     'content: such items stay in memory. See docs/security.md, "Front ends"'
@@ -131,6 +135,8 @@ class Policy:
     wait_for_producer_s: float = 0.0
     encoder_budget: int = 0
     """Rows that vLLM lets the encoder compute in a pass."""
+    weights_check_s: float = 0.0
+    follows_weight_versions: bool = False
 
 
 class SchedulerSide:
@@ -168,13 +174,14 @@ class SchedulerSide:
         self._drained = False
         self._now = 0.0
         self._start_deadline: float | None = None
+        self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
+        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the weights that the ranks have
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
+        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -204,6 +211,25 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
+        if self.cache.weights.moved and self.cache.follow_weights():
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
+        though no step has loaded it, is encoded. What its own cache holds is no output of these weights: nothing of it
+        is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
+        self._mirror.clear()
+        for memo in self._memos.values():
+            self._release(memo)
+            for item in memo.items:
+                item.announced = item.rewritten = False
+                item.probe = None
+        if self._producer is not None:
+            self._producer.follow(self._mirror)
+        for identifier, (place, item_of) in self._loads.items():
+            if place is not None:
+                self.cache.book.unpin(place)
+            self._loads[identifier] = (None, item_of)
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -250,7 +276,7 @@ class SchedulerSide:
         """The items that a producer has stored where this engine can find them."""
         told = announced(request)
         others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
-        if others:
+        if others and self.cache.persists:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
                 "namespace",
@@ -323,7 +349,7 @@ class SchedulerSide:
 
     def _usable(self, item: Item) -> bool:
         """Whether an entry may stand for the item at all."""
-        return self.cache.ready and not self.cache.inert and bool(item.names)
+        return self._records and bool(item.names)
 
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be loaded for the item."""
@@ -415,14 +441,19 @@ class SchedulerSide:
         if place is not None:
             put_off = self._loads.get(identifier)
             self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None:
+            if put_off is not None and put_off[0] is not None:
                 self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif self._producer is not None and self._producer.skips(identifier):
             pass
-        elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
+        elif memo is not None and self._policy.producer and self._records:
             self._reserve(memo.items[index], request.request_id, index)
+
+    @property
+    def _records(self) -> bool:
+        """Whether entries may be used in this pass, and outputs of a step that goes out now may be kept."""
+        return self.cache.ready and not self.cache.inert and not self.cache.in_doubt
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
@@ -482,21 +513,25 @@ class SchedulerSide:
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            if identifier in self._loads:
-                self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
+            place, _ = self._loads.pop(identifier, (None, None))
+            if place is not None:
+                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
-        retries = self._retries() if book.unsaved and not self.cache.inert else []
+        retries = self._retries() if book.unsaved and self._records else []
         again = self._reserve_again(scheduler_output)
-        if not (self._loads or self._saves or retries or book.outstanding()):
+        copies = bool(self._loads or self._saves or retries)
+        look = self._looks(copies)
+        if not (copies or look or book.outstanding()):
             return StepMetadata()
         self._step += 1
         encodes = scheduler_output.scheduled_encoder_inputs
         scheduled = scheduler_output.num_scheduled_tokens
-        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
+        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
+        meta.namespace, meta.weights = self.cache.namespace, self.cache.held
         for identifier, (place, request_id, index) in self._saves.items():
             if identifier in again and self._producer is not None:
                 self._producer.encoded_again(identifier)
@@ -506,18 +541,20 @@ class SchedulerSide:
                 continue
             meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (place, item) in self._loads.items():
-            if place.spec is not None:
-                offset = place.offset + room(place.identifier)
-                scheduled_item = item if item[0] in scheduled else None
-                meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
-                book.send_load(place, self._step)
+        for identifier, (promised, item) in self._loads.items():
+            scheduled_item = item if item[0] in scheduled else None
+            if promised is None:
+                meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
+            elif promised.spec is not None:
+                offset = promised.offset + room(promised.identifier)
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                book.send_load(promised, self._step)
         self._saves.clear()
         return meta
 
     def _reserve_again(self, scheduler_output: SchedulerOutput) -> set[str]:
         """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
-        if self._producer is None or not self._producer.again or self.cache.inert:
+        if self._producer is None or not self._producer.again or not self._records:
             return set()
         encodes = scheduler_output.scheduled_encoder_inputs
         memos = ((self._memos.get(name), indices) for name, indices in encodes.items())
@@ -542,6 +579,15 @@ class SchedulerSide:
         if self._producer is not None:
             self._producer.not_encoded(identifier_of(place.identifier))
 
+    def _looks(self, copies: bool) -> bool:
+        """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
+        step that copies, for those who write past all calls."""
+        due_s = _LOOK_AGAIN_S if self.cache.in_doubt else self._policy.weights_check_s if copies else 0.0
+        if not due_s or not self.cache.weights.started or self.cache.inert or self._now - self._looked < due_s:
+            return False
+        self._looked = self._now
+        return True
+
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
         identifier = request.mm_features[index].identifier
@@ -556,10 +602,10 @@ class SchedulerSide:
         if not self._loads or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
-        scheduled, nothing = scheduler_output.num_scheduled_tokens, TensorSpec(0, 0, self._policy.dtype)
+        scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
         for identifier, (_, item) in self._loads.items():
-            meta.loads.append(Load(0, 0, identifier, nothing, item if item[0] in scheduled else None))
+            meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta
 
@@ -601,7 +647,7 @@ class SchedulerSide:
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        return self._announcer.announce(request, partial(self._is_stored, memo))
+        return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
     def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
         item = None if memo is None else memo.named.get(identifier)
@@ -619,6 +665,18 @@ class SchedulerSide:
         for place in memo.leases.values():
             self.cache.book.release(place)
         memo.leases.clear()
+
+    # ---- weights
+
+    @property
+    def follows_weight_versions(self) -> bool:
+        return self._policy.follows_weight_versions
+
+    def set_weight_version(self, version: str) -> None:
+        """vLLM was told the version of the weights that its workers have. Between passes, after a look at these."""
+        self.cache.drain(time.monotonic())
+        if problem := self.cache.weights.set_version(version):
+            self._complaints.warn("version", f"{problem}: entries are kept in memory only")
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""

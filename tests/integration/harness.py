@@ -262,7 +262,7 @@ class Scheduler:
 
 def _order(place: Place) -> Saved:
     shape = place.spec or spec(0)
-    fields = (place.id, place.offset, place.length, place.identifier, shape.rows, shape.width, shape.dtype)
+    fields = (place.id, place.offset, place.length, NAMESPACE, place.identifier, shape.rows, shape.width, shape.dtype)
     return Saved(*fields, place.dirty)  # over the budget of unwritten entries it is not written now
 
 
