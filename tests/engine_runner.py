@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol, Self
@@ -90,9 +90,12 @@ class Begin(Protocol):
     def __call__(self, environment: Mapping[str, str], log: int, link: int) -> Process: ...
 
 
-def new_interpreter(environment: Mapping[str, str], log: int, link: int, **popen: Any) -> Process:
+def new_interpreter(
+    environment: Mapping[str, str], log: int, link: int, *, inside: Sequence[str] = (), **popen: Any
+) -> Process:
+    """`inside` is the beginning of a command that runs the process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.engine_runner", str(link)],
+        [*inside, sys.executable, "-m", "tests.engine_runner", str(link)],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
