@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm_start
 from tests.engine import weights
 from tests.engine.rig import Reference, Rig
 from tests.engine_env import Layout
@@ -22,7 +23,7 @@ LAYOUTS = [Layout.ONE_PROCESS, Layout.MULTI_PROCESS, pytest.param(Layout.TP2, ma
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """The engine without a cache. Who changes its weights changes them back."""
-    twin = EngineProcess(MODEL, Layout.ONE_PROCESS, folder=tmp_path_factory.mktemp("twin"))
+    twin = EngineProcess(MODEL, Layout.ONE_PROCESS, folder=tmp_path_factory.mktemp("twin"), begin=warm_start.begin)
     yield twin
     twin.kill()
 
