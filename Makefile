@@ -6,7 +6,7 @@ PYTHON ?= python3
 # of CPU wheels that PyTorch's installation page shows under "CPU" (https://pytorch.org/get-started/locally/):
 #   make demo TORCH_INDEX=<that address>
 TORCH_INDEX ?=
-# Of the demo: a name in tests/models.py, or the folder of a checkpoint.
+# Of the demo: a name in benchmarks/testbed/models.py, or the folder of a checkpoint.
 MODEL ?= gemma3
 # Of the tests: more arguments for pytest, for example ARGS="-k whisper"; of benchmark and soak: ARGS=--help shows them.
 ARGS ?=

@@ -8,7 +8,7 @@ cold     a new engine with an empty cache: shared memory, and a folder on disk
 repeat   the same engine, after its own encoder cache was emptied; then its processes are killed
 restart  a new engine over the folder that is left
 
-Encodes are counted by a vLLM plugin outside the package (tests/engine_plugin), loads by the cache. The time to the
+Encodes are counted by a vLLM plugin outside the package (benchmarks/testbed/engine_plugin), loads by the cache. The time to the
 first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one JSON object;
 the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without the cache,
 and 2 if there was nothing to run or an engine did not run.
@@ -29,9 +29,9 @@ from typing import Any
 
 import msgspec
 
-from tests.engine_env import Engine, Layout, Output, greedy, said
-from tests.engine_runner import Call, EngineFailed, EngineProcess, Forget
-from tests.models import MODELS, ROOT, model_path
+from benchmarks.testbed.engine_env import Engine, Layout, Output, greedy, said
+from benchmarks.testbed.engine_runner import Call, EngineFailed, EngineProcess, Forget
+from benchmarks.testbed.models import MODELS, ROOT, model_path
 
 FOLDER = ROOT / ".demo"
 ENTRIES = FOLDER / "entries"
@@ -65,7 +65,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="make demo", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="gemma3", help="a name in tests/models.py, or the folder of a checkpoint")
+    parser.add_argument(
+        "--model", default="gemma3", help="a name in benchmarks/testbed/models.py, or the folder of a checkpoint"
+    )
     model = os.path.expanduser(parser.parse_args().model)
     if problem := what_is_wrong(model):
         print(f"make demo: {problem}", file=sys.stderr)

@@ -3,7 +3,7 @@
 
 import gc
 
-from tests.engine_env import apply_environment
+from benchmarks.testbed.engine_env import apply_environment
 
 apply_environment()
 

@@ -21,7 +21,7 @@ from benchmarks.bench.machine import header
 from benchmarks.bench.result import BUSY, Collected, bars
 from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
 from benchmarks.bench.table import RESULTS, show
-from tests.engine_env import Layout, engine_environment
+from benchmarks.testbed.engine_env import Layout, engine_environment
 
 _ENVIRONMENT = engine_environment(
     Layout.ONE_PROCESS,

@@ -13,8 +13,8 @@ import torch
 from benchmarks.bench.example import Example
 from benchmarks.bench.sample import BACK_TO_BACK_S, WIDTH, Samples, rows_of
 from benchmarks.bench.served import Engine, new_identifier
+from benchmarks.testbed.stand_ins import Request, VllmScheduler, request, scheduler_output
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
-from tests.unit.fakes import Request, VllmScheduler, request, scheduler_output
 
 _REQUESTS, _IMAGES = 256, 4
 _HELD_REQUESTS = 64

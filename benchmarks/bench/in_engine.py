@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.bench.copies import copy_bytes
 from benchmarks.bench.sample import WIDTH, Samples, in_any_order, timed, times_of
+from benchmarks.testbed.engine_env import Engine, greedy
+from benchmarks.testbed.media import WORDINGS, Prompt
 from lmcache_ec.adapters.vllm.tensors import view
 from lmcache_ec.entry import TensorSpec, room
-from tests.engine_env import Engine, greedy
-from tests.media import WORDINGS, Prompt
 
 _MODEL = "qwen2vl"
 _WIDTH = WIDTH // 2  # of float32: as many bytes a row

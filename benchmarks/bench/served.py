@@ -12,11 +12,11 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 from benchmarks.bench.sample import Pause
+from benchmarks.testbed.stand_ins import Request, Served, request
 from lmcache_ec.adapters.vllm import build
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.entry import TensorSpec, room
-from tests.unit.fakes import Request, Served, request
 
 _numbers = itertools.count(1)
 _DEADLINE_S = 60.0

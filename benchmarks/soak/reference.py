@@ -59,7 +59,7 @@ class Found(msgspec.Struct):
 
 
 def answer(engine: Engine, plan: str, into: str) -> None:
-    """Called through `tests.engine_runner`: answers the `Plan` in the file `plan` into the file `into`."""
+    """Called through `benchmarks.testbed.engine_runner`: answers the `Plan` in the file `plan` into the file `into`."""
     given = msgspec.json.decode(Path(plan).read_bytes(), type=Plan)
     first, *others = map(Path, given.checkpoints)
     write_checkpoints(first, others)

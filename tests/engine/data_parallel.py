@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from benchmarks.testbed.engine_env import greedy, hide_llvmlite_from_kernel_binding, said
+from benchmarks.testbed.media import WORDINGS, Prompt
+from benchmarks.testbed.models import model_path
 from lmcache_ec.cli.status import engines
-from tests.engine_env import greedy, hide_llvmlite_from_kernel_binding, said
-from tests.media import WORDINGS, Prompt
-from tests.models import model_path
 
 MODEL = "gemma3"
 NAME = "data-parallel"

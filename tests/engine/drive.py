@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from tests.engine_env import Engine, Output, greedy, said
-from tests.media import Prompt
+from benchmarks.testbed.engine_env import Engine, Output, greedy, said
+from benchmarks.testbed.media import Prompt
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -164,7 +164,7 @@ def chat_with_embeddings(engine: Engine, seed: int) -> Any:
 
     import torch
 
-    from tests.media import picture
+    from benchmarks.testbed.media import picture
 
     width = engine.llm.llm_engine.model_config.get_hidden_size()
     tensor = torch.randn(6, width, generator=torch.Generator().manual_seed(seed))

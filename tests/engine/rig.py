@@ -10,12 +10,12 @@ from typing import Any, Self
 
 import msgspec
 
+from benchmarks.testbed.engine_env import Layout, Output
+from benchmarks.testbed.engine_runner import Call, EngineProcess, Forget, Generate
+from benchmarks.testbed.media import Prompt
 from lmcache_ec.cli.status import engines
 from tests import warm_start
 from tests.engine.drive import Played, Request
-from tests.engine_env import Layout, Output
-from tests.engine_runner import Call, EngineProcess, Forget, Generate
-from tests.media import Prompt
 
 DEADLINE_S = 60.0
 """By when what happens beside the engine has happened, on a busy machine: a hang is a failure that says so."""

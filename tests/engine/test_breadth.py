@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Call, EngineProcess
+from benchmarks.testbed.media import WORDINGS, Prompt
 from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
-from tests.engine_runner import Call, EngineProcess
-from tests.media import WORDINGS, Prompt
 
 CASES = [
     ("qwen2vl", "float32"),

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.testbed.models import ROOT
+from benchmarks.testbed.servers.epd_proxy import Proxy
+from benchmarks.testbed.servers.openai import Json, OpenAIServer, Refused, ask, chat, png, post, shown
+from benchmarks.testbed.servers.pictures import Pictures
+from benchmarks.testbed.servers.redis import redis_server
+from benchmarks.testbed.servers.seaweed import seaweed
 from lmcache_ec.adapters.vllm.identifiers import CLIENT, hashed_name
-from tests.models import ROOT
-from tests.seaweed import seaweed
-from tests.servers.epd_proxy import Proxy
-from tests.servers.openai import Json, OpenAIServer, Refused, ask, chat, png, post, shown
-from tests.servers.pictures import Pictures
-from tests.servers.redis import redis_server
 from tests.unit.test_announcement import announcement
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # up to three servers start within a test's time

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.models import ROOT
+from benchmarks.testbed.servers.openai import Headless, Json, OpenAIServer, Refused, shown
+from benchmarks.testbed.servers.redis import free_port
 from tests.engine import data_parallel
 from tests.engine.data_parallel import Ask
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig, wait_until
-from tests.engine_env import Layout, Output, engine_environment, read_encodes
-from tests.media import Prompt
-from tests.models import ROOT
-from tests.servers.openai import Headless, Json, OpenAIServer, Refused, shown
-from tests.servers.redis import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # a test starts up to four servers
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Generate
+from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig, described, socket_kinds, wait_until
-from tests.engine_env import Layout
-from tests.engine_runner import Generate
-from tests.media import Prompt
 
 PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 3)), Prompt(images=(2,), text="once more"))
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
-from tests.media import Prompt
 
 MODEL = "gemma3"
 PICTURE = Prompt(images=(1,))

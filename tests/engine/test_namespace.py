@@ -4,11 +4,11 @@
 import shutil
 from pathlib import Path
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Generate
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.models import model_path
 from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
-from tests.engine_runner import Generate
-from tests.media import Prompt
-from tests.models import model_path
 
 MODEL = "gemma3"
 PROMPT = Prompt(images=(1,))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig
 from tests.engine.test_layouts import KEYS, LARGE, MODEL, TIGHT, images
-from tests.engine_env import Layout
-from tests.media import Prompt
 
 OLDER = Request(Prompt(text="c" * 24), max_tokens=30)
 """Two blocks of 11, to the end."""

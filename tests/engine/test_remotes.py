@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Generate
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.servers.redis import redis_server
+from benchmarks.testbed.servers.seaweed import seaweed
 from tests.engine.rig import Reference, Rig, wait_until
-from tests.engine_env import Layout
-from tests.engine_runner import Generate
-from tests.media import Prompt
-from tests.seaweed import seaweed
-from tests.servers.redis import redis_server
 
 pytestmark = pytest.mark.slow
 

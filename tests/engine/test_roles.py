@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Generate
+from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
-from tests.engine_runner import Generate
-from tests.media import Prompt
 
 pytestmark = pytest.mark.slow
 

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
+from benchmarks.testbed.engine_runner import Generate
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.models import ROOT
 from tests.engine import data_parallel
 from tests.engine.rig import Reference, Rig, wait_until
-from tests.engine_env import Layout, Output, engine_environment, read_encodes
-from tests.engine_runner import Generate
-from tests.media import Prompt
-from tests.models import ROOT
 
 MODEL = "gemma3"
 SOON_S = 5.0

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.servers.redis import redis_server
+from benchmarks.testbed.servers.relay import Relay, relay
+from benchmarks.testbed.servers.seaweed import seaweed
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig, wait_until
-from tests.engine_env import Layout
-from tests.media import Prompt
-from tests.seaweed import seaweed
-from tests.servers.redis import redis_server
-from tests.servers.relay import Relay, relay
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.media import Prompt
 from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
-from tests.media import Prompt
 
 MODEL = "gemma3"
 PROMPTS = (Prompt(images=(1,)), Prompt(images=(2, 1), text="both"))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Call, EngineProcess, Forget, Generate
+from benchmarks.testbed.media import Prompt
 from tests import warm_start
 from tests.engine import weights
 from tests.engine.rig import Reference, Rig
-from tests.engine_env import Layout
-from tests.engine_runner import Call, EngineProcess, Forget, Generate
-from tests.media import Prompt
 
 MODEL = "gemma3"
 P1, P2, P3, P4, P5, P6 = (Prompt(images=(number,)) for number in range(101, 107))

@@ -4,7 +4,7 @@
 from functools import partial
 from typing import Any
 
-from tests.engine_env import Engine
+from benchmarks.testbed.engine_env import Engine
 
 INSECURE = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 """Lets a function through to the workers of an engine with more than one process."""

@@ -4,9 +4,9 @@
 import msgspec
 import pytest
 
+from benchmarks.testbed.engine_env import Layout, Output
+from benchmarks.testbed.engine_runner import Call, EngineProcess
 from tests import warm_start
-from tests.engine_env import Layout, Output
-from tests.engine_runner import Call, EngineProcess
 from tests.faults.harness import MAX_TOKENS, MODEL, Truth
 
 PICTURES = 90

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Self
 
 import safetensors
 
+from benchmarks.testbed.core import process_state, stopped, temporaries
+from benchmarks.testbed.engine_env import Layout, Output
+from benchmarks.testbed.engine_runner import Begin, EngineProcess, Forget, Generate, descendants
+from benchmarks.testbed.media import Prompt
 from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli.status import engines
 from lmcache_ec.entry import TensorSpec, entry_length, room, seal, verify
 from lmcache_ec.key import EncoderCacheKey
 from tests import warm_start
-from tests.engine_env import Layout, Output
-from tests.engine_runner import Begin, EngineProcess, Forget, Generate, descendants
-from tests.integration.harness import process_state, stopped, temporaries
-from tests.media import Prompt
 
 if TYPE_CHECKING:
     import numpy as np

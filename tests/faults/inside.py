@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tests.media import Prompt
+from benchmarks.testbed.media import Prompt
 
 if TYPE_CHECKING:
-    from tests.engine_env import Engine
+    from benchmarks.testbed.engine_env import Engine
 
 
 def reveal(engine: Engine, first: int, last: int, max_tokens: int, folder: str) -> list[list[Any]]:
@@ -33,7 +33,7 @@ def reveal(engine: Engine, first: int, last: int, max_tokens: int, folder: str) 
 
 def abort_after_first_token(engine: Engine, seed: int) -> int:
     """Ask for a long answer about a picture and abort it once the first token is there. Returns how many were."""
-    from tests.engine_env import greedy
+    from benchmarks.testbed.engine_env import greedy
 
     assert engine.wording is not None
     inner = engine.llm.llm_engine
@@ -49,7 +49,7 @@ def metadata_only(engine: Engine, identifier: str) -> list[Any]:
     """A request that carries placeholder metadata and an identifier: its finish reason and number of tokens."""
     import torch
 
-    from tests.engine_env import greedy
+    from benchmarks.testbed.engine_env import greedy
 
     assert engine.wording is not None
     prompt = engine.wording.render(Prompt(images=(1,)))

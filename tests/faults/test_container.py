@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import EngineProcess, Generate, descendants, new_interpreter
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.servers.redis import redis_server
+from benchmarks.testbed.servers.relay import relay
 from lmcache_ec.cli.status import engines
 from lmcache_ec.incarnation import PROCESS_NAME
 from tests.engine.rig import NOTHING, PATIENCE, wait_until
-from tests.engine_env import Layout
-from tests.engine_runner import EngineProcess, Generate, descendants, new_interpreter
-from tests.media import Prompt
-from tests.servers.redis import redis_server
-from tests.servers.relay import relay
 
 pytestmark = pytest.mark.slow
 

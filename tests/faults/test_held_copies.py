@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_runner import Call, Forget
+from benchmarks.testbed.core import stopped, stuck
+from benchmarks.testbed.engine_runner import Call, Forget
 from tests.faults.harness import NAMESPACE, Served, Truth
-from tests.integration.harness import stopped, stuck
 
 ROOM = 4
 """Entries that fit the arena."""

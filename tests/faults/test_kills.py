@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_env import Layout
-from tests.engine_runner import Call, new_interpreter
+from benchmarks.testbed.core import process_state, stopped
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Call, new_interpreter
 from tests.faults.harness import NAMESPACE, Served, Traces, Truth, eventually
-from tests.integration.harness import process_state, stopped
 
 
 @pytest.fixture(scope="module")

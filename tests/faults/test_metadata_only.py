@@ -5,10 +5,10 @@ import os
 import signal
 from pathlib import Path
 
-from tests.engine_runner import Call, Generate
+from benchmarks.testbed.core import stopped
+from benchmarks.testbed.engine_runner import Call, Generate
+from benchmarks.testbed.media import Prompt
 from tests.faults.harness import Served, Truth
-from tests.integration.harness import stopped
-from tests.media import Prompt
 
 
 def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp_path: Path) -> None:

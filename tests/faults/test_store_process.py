@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.core import process_state, stopped, stuck, temporaries
 from tests.faults.harness import NAMESPACE, Served, Truth, eventually
-from tests.integration.harness import process_state, stopped, stuck, temporaries
 
 KNOWN = range(1, 7)
 """Pictures that an earlier engine left on disk."""

@@ -11,10 +11,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from benchmarks.testbed.stand_ins import WIDTH, sent
 from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
-from tests.unit.fakes import WIDTH, sent
 
 
 class EngineDied(Exception):

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ec.channel import Attach, Attached, Link, Message, Segment, SegmentReady, StoreLink, rank_address
-from lmcache_ec.entry import room
-from lmcache_ec.rank import Rank
-from tests.integration.harness import (
+from benchmarks.testbed.core import (
     MIB,
     Bench,
     Remote,
@@ -34,6 +31,9 @@ from tests.integration.harness import (
     temporaries,
     wait_until,
 )
+from lmcache_ec.channel import Attach, Attached, Link, Message, Segment, SegmentReady, StoreLink, rank_address
+from lmcache_ec.entry import room
+from lmcache_ec.rank import Rank
 
 IMAGES = names("image", 10)
 DRAIN_S = 5.0

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from lmcache_ec.config import ConfigError
-from tests.integration import harness
-from tests.integration.harness import (
+from benchmarks.testbed import core
+from benchmarks.testbed.core import (
     DEADLINE_S,
     LARGEST,
     MIB,
@@ -33,6 +32,7 @@ from tests.integration.harness import (
     stuck,
     temporaries,
 )
+from lmcache_ec.config import ConfigError
 
 IMAGES = names("image", 8)
 
@@ -137,7 +137,7 @@ def test_an_entry_that_finds_no_place_here_is_left_to_those_that_have_one(
     with Bench(tmp_path) as bench:
         bench.encode(["long"], rows)
         bench.settle()
-    monkeypatch.setattr(harness, "LARGEST", MIB // 2)
+    monkeypatch.setattr(core, "LARGEST", MIB // 2)
     with Bench(tmp_path, arena_bytes=MIB // 4) as small:
         assert not small.fetch("long", rows)
         small.encode(IMAGES[:1])

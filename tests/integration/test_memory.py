@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_ec.channel import rank_address
-from tests.integration.harness import (
+from benchmarks.testbed.core import (
     MIB,
     Bench,
     abstract_sockets,
@@ -21,6 +20,7 @@ from tests.integration.harness import (
     store_processes,
     wait_until,
 )
+from lmcache_ec.channel import rank_address
 
 
 def mappings() -> list[str]:

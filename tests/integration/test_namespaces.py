@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from benchmarks.testbed.core import NAMESPACE, Bench, names, stored
+from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec.channel import status_address
 from lmcache_ec.cli import app
 from lmcache_ec.cli import namespaces as module
@@ -21,9 +24,6 @@ from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.redis import open_redis
 from lmcache_ec.tiers.s3 import open_s3
-from tests.integration.harness import NAMESPACE, Bench, names, stored
-from tests.seaweed import Seaweed, seaweed
-from tests.servers.redis import RedisServer, free_port, redis_server
 
 IMAGES = names("image", 4)
 CANARY = "hunter2-canary"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Bench, names, path_of, stopped, stored, wait_until
+from benchmarks.testbed.core import Bench, names, path_of, stopped, stored, wait_until
 
 SOON_S = 1.0
 IMAGES = names("image", 8)

@@ -33,10 +33,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from benchmarks.testbed.models import model_path
+from benchmarks.testbed.stand_ins import WIDTH, digest
 from lmcache_ec.adapters.vllm.scheduler import SchedulerSide
 from tests.integration.runner import V1Runner
-from tests.models import model_path
-from tests.unit.fakes import WIDTH, digest
 from tests.unit.test_namespace import vllm_config
 
 SEEDS = 10

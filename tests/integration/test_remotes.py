@@ -14,10 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from lmcache_ec.cli.doctor import Report, examine, render
-from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
-from lmcache_ec.key import EncoderCacheKey
-from tests.integration.harness import (
+from benchmarks.testbed.core import (
     NAMESPACE,
     Bench,
     length,
@@ -29,10 +26,13 @@ from tests.integration.harness import (
     stored,
     wait_until,
 )
-from tests.seaweed import Seaweed, seaweed
-from tests.servers.lmcache_server import lmcache_server
-from tests.servers.redis import RedisServer, redis_server
-from tests.servers.relay import relay
+from benchmarks.testbed.servers.lmcache_server import lmcache_server
+from benchmarks.testbed.servers.redis import RedisServer, redis_server
+from benchmarks.testbed.servers.relay import relay
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from lmcache_ec.cli.doctor import Report, examine, render
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
+from lmcache_ec.key import EncoderCacheKey
 
 IMAGES = names("image", 6)
 

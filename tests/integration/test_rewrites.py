@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.testbed.core import MIB, NAMESPACE, Bench, names
+from benchmarks.testbed.servers.redis import RedisServer, redis_server
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec.cli import app
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.redis import open_redis
 from lmcache_ec.tiers.s3 import open_s3
-from tests.integration.harness import MIB, NAMESPACE, Bench, names
-from tests.seaweed import Seaweed, seaweed
-from tests.servers.redis import RedisServer, redis_server
 
 IMAGES = names("image", 6)
 QUICK = {"catalog_refresh_s": 0.2}

@@ -17,9 +17,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from benchmarks.testbed.core import NAMESPACE, Bench, Worker, names, path_of, stuck, wait_until
 from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli import app
-from tests.integration.harness import NAMESPACE, Bench, Worker, names, path_of, stuck, wait_until
 
 KEYS = {"pid", "engine", "namespace", "incarnation", "scan_complete", "jobs", "store", "book"}
 """What scripts read."""

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from lmcache_ec.channel import AnyMessage, Link, StoreLink
-from tests.integration.harness import (
+from benchmarks.testbed.core import (
     DEADLINE_S,
     MIB,
     NAMESPACE,
@@ -35,6 +34,7 @@ from tests.integration.harness import (
     temporaries,
     wait_until,
 )
+from lmcache_ec.channel import AnyMessage, Link, StoreLink
 
 
 def places(*steps: Step) -> list[tuple[int, int]]:

@@ -15,10 +15,10 @@ import pytest
 import safetensors
 import yaml
 
-from tests.integration.harness import of_another_version
+from benchmarks.testbed.core import of_another_version
+from benchmarks.testbed.servers.redis import RedisServer, redis_server
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
-from tests.seaweed import Seaweed, seaweed
-from tests.servers.redis import RedisServer, redis_server
 
 CANARY = "canary-5f0c-in-the-mine"
 POOL_BYTES = 32 << 20

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.servers.redis import RedisServer, cluster, redis_server
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers import s3 as s3_module
 from lmcache_ec.tiers.base import Tier
@@ -15,8 +17,6 @@ from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.redis import open_redis
 from lmcache_ec.tiers.redis_counts import Counts
 from lmcache_ec.tiers.s3 import open_s3
-from tests.seaweed import Seaweed, seaweed
-from tests.servers.redis import RedisServer, cluster, redis_server
 from tests.tiers.conformance import MIB, value
 
 NAMESPACE = "ns"

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.core import Bench, names, path_of, stored
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
-from tests.integration.harness import Bench, names, path_of, stored
 from tests.tiers.conformance import fetch, value
 
 LIMIT = 1000

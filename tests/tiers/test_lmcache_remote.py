@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.servers.lmcache_server import LMCacheServer, lmcache_server
+from benchmarks.testbed.servers.relay import Then, relay
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Listed, Tier, TierAway, TierError
 from lmcache_ec.tiers.lmcache_remote import LMCacheRemoteTier, open_lmcache_remote
 from lmcache_ec.tiers.remote import REFUSED, SCHEMES, RemoteOptions, check_url, is_remote_key, open_remote
-from tests.servers.lmcache_server import LMCacheServer, lmcache_server
-from tests.servers.relay import Then, relay
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 

@@ -18,14 +18,8 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Tier, TierError
-from lmcache_ec.tiers.redis import RedisTier, open_redis
-from lmcache_ec.tiers.redis_client import connect
-from lmcache_ec.tiers.redis_url import Layout, RedisOptions, parse_redis_url
-from lmcache_ec.tiers.resp import PayloadParser
-from tests.servers.authority import Authority, Identity
-from tests.servers.redis import (
+from benchmarks.testbed.servers.authority import Authority, Identity
+from benchmarks.testbed.servers.redis import (
     SERVICE,
     RedisServer,
     SentinelProcess,
@@ -35,7 +29,13 @@ from tests.servers.redis import (
     wait_for,
     watched_pair,
 )
-from tests.servers.relay import Then, relay
+from benchmarks.testbed.servers.relay import Then, relay
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import Tier, TierError
+from lmcache_ec.tiers.redis import RedisTier, open_redis
+from lmcache_ec.tiers.redis_client import connect
+from lmcache_ec.tiers.redis_url import Layout, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.resp import PayloadParser
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceWriter
@@ -29,7 +30,6 @@ from lmcache_ec.tiers import s3, s3_access
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.s3 import S3Tier, open_s3
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
-from tests.seaweed import Seaweed, seaweed
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 

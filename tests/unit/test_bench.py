@@ -11,7 +11,7 @@ import pytest
 from benchmarks.bench.churn import Utilisation, churn
 from benchmarks.bench.result import Bar, Collected, bars
 from benchmarks.bench.table import RESULTS, excerpt
-from tests.models import ROOT
+from benchmarks.testbed.models import ROOT
 
 FULL = Utilisation(least=0.9, mean=0.95)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.testbed.models import ROOT
 from lmcache_ec.config import resolve
-from tests.models import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.yaml"))
 

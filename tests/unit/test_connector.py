@@ -15,6 +15,8 @@ import pytest
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
+from benchmarks.testbed.models import model_path
+from benchmarks.testbed.stand_ins import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from lmcache_ec.adapters.vllm import connector as connector_module
 from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
@@ -23,8 +25,6 @@ from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
 from lmcache_ec.config.host import memory
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
-from tests.models import model_path
-from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
 
 Build = Callable[..., ECLMCacheConnector]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.testbed.stand_ins import PATIENCE_S, Cuda, OnDevice, Stream, collected
 from lmcache_ec.adapters.vllm.copier import DeviceCopier, HostCopier, copier_for
-from tests.unit.fakes import PATIENCE_S, Cuda, OnDevice, Stream, collected
 
 DEVICE = torch.device("cuda", 0)
 

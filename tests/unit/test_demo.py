@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import MODELS, ROOT
+from benchmarks.testbed.models import MODELS, ROOT
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_env import engine_environment
-from tests.models import ROOT
+from benchmarks.testbed.engine_env import engine_environment
+from benchmarks.testbed.models import ROOT
 
 LOAD_PLUGINS = "from importlib.metadata import entry_points as e; [p.load()() for p in e(name='ec_guard_tiers')]"
 CALLS = {

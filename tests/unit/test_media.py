@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.media import WORDINGS, Prompt
+from benchmarks.testbed.models import model_path
 from lmcache_ec.adapters.vllm.media import EncodableMedia
-from tests.media import WORDINGS, Prompt
-from tests.models import model_path
 from tests.unit.test_namespace import connector, vllm_config
 
 MODEL = "qwen3vl"

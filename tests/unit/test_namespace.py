@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.models import ROOT, model_path
 from lmcache_ec.adapters.vllm.namespace import NamespaceUnknown, canonical, engine_namespace
 from lmcache_ec.config import EncoderCacheConfig
-from tests.models import ROOT, model_path
 
 MODEL = "qwen3vl"
 COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.testbed.core import stopped
+from benchmarks.testbed.stand_ins import SILENT, Request, Served, digest, request, until
 from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.identifiers import Naming, client_name
 from lmcache_ec.cli.status import engines
-from tests.integration.harness import stopped
-from tests.unit.fakes import SILENT, Request, Served, digest, request, until
 
 X, Y, Z = digest("x"), digest("y"), digest("z")
 UUID, OTHER_UUID = client_name("a client's own name"), client_name("another")

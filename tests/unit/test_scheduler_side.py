@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_ec.adapters.vllm import scheduler as module
-from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
-from tests.unit.fakes import (
+from benchmarks.testbed.stand_ins import (
     PATIENCE_S,
     WIDTH,
     Feature,
@@ -26,6 +24,8 @@ from tests.unit.fakes import (
     request,
     until,
 )
+from lmcache_ec.adapters.vllm import scheduler as module
+from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")

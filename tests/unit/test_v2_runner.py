@@ -17,10 +17,10 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
+from benchmarks.testbed.models import model_path
+from benchmarks.testbed.stand_ins import WIDTH, PreallocatedCache, Request, Served, digest, embedding, request, sent
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
-from tests.models import model_path
-from tests.unit.fakes import WIDTH, PreallocatedCache, Request, Served, digest, embedding, request, sent
 from tests.unit.test_namespace import vllm_config
 
 X, Y, Z = digest("x"), digest("y"), digest("z")

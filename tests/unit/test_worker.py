@@ -12,6 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.testbed.stand_ins import (
+    PATIENCE_S,
+    SILENT,
+    WIDTH,
+    PreallocatedCache,
+    SchedulerEnd,
+    embedding,
+    sent,
+    until,
+)
 from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
@@ -19,7 +29,6 @@ from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
 from lmcache_ec.book import Outcome
 from lmcache_ec.channel import LinkClosed, Report, Saved, Segment
 from lmcache_ec.entry import TensorSpec, entry_length, room
-from tests.unit.fakes import PATIENCE_S, SILENT, WIDTH, PreallocatedCache, SchedulerEnd, embedding, sent, until
 
 SPEC = TensorSpec(4, WIDTH, "F32")
 COPIED, ABSENT, FAILED = (int(outcome) for outcome in Outcome)

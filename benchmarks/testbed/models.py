@@ -2,7 +2,7 @@
 """Tiny multimodal checkpoints with random weights: real safetensors, real processors, outputs that depend on the image.
 
 `model_path("gemma3")` builds the checkpoint once, into `.models/` of the repository, and returns its folder.
-`python -m tests.models [--folder FOLDER] NAME...` does the same by hand. Building needs torch and transformers; it
+`python -m benchmarks.testbed.models [--folder FOLDER] NAME...` does the same by hand. Building needs torch and transformers; it
 happens in a child process, so importing this module costs nothing and needs neither.
 
 Three things that vLLM asks of a tiny checkpoint: a head dimension of 32 or more in the language model, a width it can
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 Json = dict[str, Any]
 Builder = Callable[[Path], None]
@@ -38,7 +38,7 @@ def model_path(name: str) -> Path:
     folder.parent.mkdir(exist_ok=True)
     built = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder.parent))
     try:
-        child = [sys.executable, "-m", "tests.models", "--folder", str(built), name]
+        child = [sys.executable, "-m", "benchmarks.testbed.models", "--folder", str(built), name]
         done = subprocess.run(child, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"building the test model {name!r} failed:\n{done.stderr}")
@@ -523,7 +523,9 @@ def whisper(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.models", description="Build tiny test checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.testbed.models", description="Build tiny test checkpoints."
+    )
     parser.add_argument("names", nargs="+", choices=sorted(MODELS), metavar="NAME", help=", ".join(sorted(MODELS)))
     parser.add_argument("--folder", type=Path, help="build one model into this folder, in this process")
     arguments = parser.parse_args()

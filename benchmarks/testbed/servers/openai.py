@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
+from benchmarks.testbed.engine_runner import descendants
+from benchmarks.testbed.media import WORDINGS, picture
+from benchmarks.testbed.models import ROOT, model_path
+from benchmarks.testbed.servers.redis import free_port
 from lmcache_ec.cli.status import engines
-from tests.engine_env import Layout, Output, engine_environment, read_encodes
-from tests.engine_runner import descendants
-from tests.media import WORDINGS, picture
-from tests.models import ROOT, model_path
-from tests.servers.redis import free_port
 
 START_S = 240.0
 _ANSWER_S = 90.0
@@ -96,7 +96,7 @@ class OpenAIServer:
         environment |= {"VLLM_SERVER_DEV_MODE": "1", **self._environment}  # for /reset_encoder_cache
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.servers.vllm_serve", *self._options()],
+                [sys.executable, "-m", "benchmarks.testbed.servers.vllm_serve", *self._options()],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,

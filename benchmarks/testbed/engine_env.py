@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine on CPU within seconds: environment, process layouts, and the engine itself.
 
-`Engine` runs in the calling process; `tests.engine_runner` runs one in a process of its own, which any layout but
+`Engine` runs in the calling process; `benchmarks.testbed.engine_runner` runs one in a process of its own, which any layout but
 ONE_PROCESS should use (spawned workers import `__main__` again). Importing this module does not import vLLM.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from tests.media import WORDINGS, Prompt
-from tests.models import MODELS, ROOT, model_path
+from benchmarks.testbed.media import WORDINGS, Prompt
+from benchmarks.testbed.models import MODELS, ROOT, model_path
 
-PLUGIN = ROOT / "tests" / "engine_plugin"
+PLUGIN = Path(__file__).with_name("engine_plugin")
 ENCODE_LOG = "EC_TEST_ENCODE_LOG"
 GUARD_LOG = "EC_TEST_GUARD_LOG"
 EXACT = 1e-4
@@ -100,7 +100,7 @@ class Output(msgspec.Struct, frozen=True):
 class Engine:
     """A vLLM engine, owned by the thread that made it. After an exception it is of no further use.
 
-    `model` is a name in `tests.models` or the folder of a checkpoint. Prefix caching is off, because its hits would
+    `model` is a name in `benchmarks.testbed.models` or the folder of a checkpoint. Prefix caching is off, because its hits would
     hide those of the encoder cache; the processor cache is on, because with both off identifiers are counters.
     """
 
@@ -138,9 +138,9 @@ class Engine:
         self.llm = LLM(**{**arguments, **changes})
 
     def generate(self, prompts: Sequence[Prompt], max_tokens: int = 8) -> list[Output]:
-        """All prompts at once, greedily. The model, or its folder, has to be named like one of `tests.models`."""
+        """All prompts at once, greedily. The model, or its folder, has to be named like one of `benchmarks.testbed.models`."""
         if self.wording is None:
-            raise ValueError("only the models of tests.models have a wording; use .llm for others")
+            raise ValueError("only the models of benchmarks.testbed.models have a wording; use .llm for others")
         outputs = self.llm.generate(
             [self.wording.render(prompt) for prompt in prompts], greedy(max_tokens), use_tqdm=False
         )

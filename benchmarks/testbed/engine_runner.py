@@ -5,7 +5,7 @@
         report = engine.do(Generate((Prompt(images=(1,)),)))
         engine.kill()
 
-The process is `python -m tests.engine_runner`, or one that `tests.warm_start` forks; steps and reports travel as JSON
+The process is `python -m benchmarks.testbed.engine_runner`, or one that `tests.warm_start` forks; steps and reports travel as JSON
 lines over a socket pair, so that what vLLM prints is only a log (`folder/engine.log`).
 """
 
@@ -23,9 +23,9 @@ from typing import IO, Any, Protocol, Self
 
 import msgspec
 
-from tests.engine_env import Layout, Output, engine_environment, read_encodes
-from tests.media import Prompt
-from tests.models import ROOT
+from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.models import ROOT
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +95,7 @@ def new_interpreter(
 ) -> Process:
     """`inside` is the beginning of a command that runs the process."""
     return subprocess.Popen(
-        [*inside, sys.executable, "-m", "tests.engine_runner", str(link)],
+        [*inside, sys.executable, "-m", "benchmarks.testbed.engine_runner", str(link)],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -261,7 +261,7 @@ def descendants(pid: int) -> list[int]:
 
 def serve(lines: IO[bytes], answers: IO[bytes]) -> None:
     """The engine's side, on the main thread of its process, until the other end hangs up."""
-    from tests.engine_env import Engine
+    from benchmarks.testbed.engine_env import Engine
 
     def answer(report: Report) -> None:
         answers.write(msgspec.json.encode(report) + b"\n")
@@ -292,7 +292,9 @@ def carry_out(engine: Any, step: Step) -> Report:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.engine_runner", description="Run an engine for a test.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.testbed.engine_runner", description="Run an engine for a test."
+    )
     parser.add_argument("descriptor", type=int, help="of the socket that the test speaks through")
     serve_on(socket.socket(fileno=parser.parse_args().descriptor))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own encode-prefill-decode proxy, unchanged: an example in its source archive that no wheel contains.
 
-`python -m tests.servers.epd_proxy FOLDER` fetches the archive as `pip download` finds it: by whatever index, proxy,
+`python -m benchmarks.testbed.servers.epd_proxy FOLDER` fetches the archive as `pip download` finds it: by whatever index, proxy,
 certificates and credentials pip is configured with. pip itself would then build the archive to learn what it needs, so
 this stops at the file.
 """
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from tests.models import ROOT
-from tests.servers.redis import free_port
+from benchmarks.testbed.models import ROOT
+from benchmarks.testbed.servers.redis import free_port
 
 VERSION = "0.32.0"
 ARCHIVE = f"vllm-{VERSION}.tar.gz"
@@ -36,7 +36,7 @@ def proxy_script(folder: Path = ROOT / ".models") -> str:
     archive = folder / ARCHIVE
     if not archive.exists():
         folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "tests.servers.epd_proxy", str(folder)]
+        command = [sys.executable, "-m", "benchmarks.testbed.servers.epd_proxy", str(folder)]
         fetch = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         if fetch.returncode:
             said = (fetch.stdout + fetch.stderr)[-2000:]

