@@ -8,10 +8,10 @@ cold     a new engine with an empty cache: shared memory, and a folder on disk
 repeat   the same engine, after its own encoder cache was emptied; then its processes are killed
 restart  a new engine over the folder that is left
 
-Encodes are counted by a vLLM plugin outside the package (benchmarks/testbed/engine_plugin), loads by the cache. The time to the
-first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one JSON object;
-the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without the cache,
-and 2 if there was nothing to run or an engine did not run.
+Encodes are counted by a vLLM plugin outside the package (benchmarks/testbed/engine_plugin), loads by the cache. The
+time to the first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one
+JSON object; the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without
+the cache, and 2 if there was nothing to run or an engine did not run.
 """
 
 import argparse

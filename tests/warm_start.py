@@ -2,10 +2,10 @@
 """Engines' processes, forked from one that has imported vLLM: the import is three quarters of an engine's start.
 
 `WarmStart` is the test's side. The process behind it imports what any engine needs, starts no thread and no engine, and
-forks: the child has its own environment, log and link, goes on as `python -m benchmarks.testbed.engine_runner` does, and ends as an
-interpreter ends. EngineCore and the workers are forked in turn, which is vLLM's default except on CPU, where it starts
-new interpreters for them (`VLLM_WORKER_MULTIPROC_METHOD` in vllm/envs.py, vllm/platforms/cpu.py). An engine that begins
-as `new_interpreter` is started by vLLM's rule for CPU.
+forks: the child has its own environment, log and link, goes on as a new interpreter would, and ends as one. EngineCore
+and the workers are forked in turn, which is vLLM's default except on CPU, where it starts new interpreters for them
+(`VLLM_WORKER_MULTIPROC_METHOD` in vllm/envs.py, vllm/platforms/cpu.py). An engine that begins as `new_interpreter` is
+started by vLLM's rule for CPU.
 """
 
 from __future__ import annotations

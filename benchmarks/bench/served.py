@@ -17,6 +17,7 @@ from lmcache_ec.adapters.vllm import build
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.entry import TensorSpec, room
+from lmcache_ec.key import EncoderCacheKey
 
 _numbers = itertools.count(1)
 _DEADLINE_S = 60.0
@@ -39,6 +40,7 @@ class Engine(Served):
     def __init__(self, folder: Path, arena_bytes: int, output: torch.Tensor) -> None:
         shape = {"dtype": dtype_name(output.dtype), "widths": {"image": output.shape[1]}}
         super().__init__(folder, arena_bytes, deadline_s=_DEADLINE_S, **shape)
+        self._folder = folder
         self.output = output
         self.runner.encode = lambda identifier, rows: output[:rows]
         self.ready()
@@ -105,13 +107,13 @@ class Engine(Served):
         return live - began, passes
 
     def forget(self, identifier: str, everywhere: bool = False) -> None:
-        """Evict an entry from the arena, or delete it from the disk as well."""
+        """Evict an entry from the arena, and with `everywhere` delete its file: nothing asks for it again."""
         self.settle()
         place = self.cache.book.live(identifier)
-        if place is not None and everywhere:
-            self.cache.discard(place, time.monotonic())
-        elif place is not None:
+        if place is not None:
             self.cache.book.forget(place)
+        if everywhere:
+            (self._folder / EncoderCacheKey(self.cache.namespace, identifier).object_name).unlink()
 
     def _next_pass(self, began: float, pause: Pause, pass_s: float) -> None:
         if time.perf_counter() - began > _DEADLINE_S:

@@ -23,6 +23,7 @@ from typing import Any, Self
 import safetensors
 import xxhash
 
+from benchmarks.testbed.waiting import DEADLINE_S, wait_until
 from lmcache_ec.book import Outcome, Place
 from lmcache_ec.cache import EncoderCache, Engine
 from lmcache_ec.channel import Saved
@@ -33,9 +34,6 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.rank import Rank
 
 NAMESPACE = "bench-0123456789abcdef"
-DEADLINE_S = 8.0
-"""By when a condition has to hold that should hold at once: a hang is a failure that says what it waited for."""
-
 WIDTH = 64
 ROWS = 16
 MIB = 1 << 20
@@ -60,13 +58,6 @@ def length(identifier: str, rows: int = ROWS) -> int:
 
 def names(prefix: str, number: int) -> list[str]:
     return [f"{prefix}-{index}" for index in range(number)]
-
-
-def wait_until(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {deadline_s} s until {what}"
-        time.sleep(0.001)
 
 
 # ---- the two sides

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine on CPU within seconds: environment, process layouts, and the engine itself.
 
-`Engine` runs in the calling process; `benchmarks.testbed.engine_runner` runs one in a process of its own, which any layout but
-ONE_PROCESS should use (spawned workers import `__main__` again). Importing this module does not import vLLM.
+`Engine` runs in the calling process; `engine_runner` runs one in a process of its own, which any layout but ONE_PROCESS
+should use (spawned workers import `__main__` again). Importing this module does not import vLLM.
 """
 
 import enum
@@ -100,8 +100,8 @@ class Output(msgspec.Struct, frozen=True):
 class Engine:
     """A vLLM engine, owned by the thread that made it. After an exception it is of no further use.
 
-    `model` is a name in `benchmarks.testbed.models` or the folder of a checkpoint. Prefix caching is off, because its hits would
-    hide those of the encoder cache; the processor cache is on, because with both off identifiers are counters.
+    `model` is a name in `models.py` or the folder of a checkpoint. Prefix caching is off, because its hits would hide
+    those of the encoder cache; the processor cache is on, because with both off identifiers are counters.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class Engine:
         self.llm = LLM(**{**arguments, **changes})
 
     def generate(self, prompts: Sequence[Prompt], max_tokens: int = 8) -> list[Output]:
-        """All prompts at once, greedily. The model, or its folder, has to be named like one of `benchmarks.testbed.models`."""
+        """All prompts at once, greedily. The model, or its folder, has to be named like one of `models.py`."""
         if self.wording is None:
-            raise ValueError("only the models of benchmarks.testbed.models have a wording; use .llm for others")
+            raise ValueError("only the models of benchmarks/testbed/models.py have a wording; use .llm for others")
         outputs = self.llm.generate(
             [self.wording.render(prompt) for prompt in prompts], greedy(max_tokens), use_tqdm=False
         )

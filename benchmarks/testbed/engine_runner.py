@@ -5,8 +5,8 @@
         report = engine.do(Generate((Prompt(images=(1,)),)))
         engine.kill()
 
-The process is `python -m benchmarks.testbed.engine_runner`, or one that `tests.warm_start` forks; steps and reports travel as JSON
-lines over a socket pair, so that what vLLM prints is only a log (`folder/engine.log`).
+The process is `python -m benchmarks.testbed.engine_runner`, or whatever else calls `serve_on`; steps and reports travel
+as JSON lines over a socket pair, so that what vLLM prints is only a log (`folder/engine.log`).
 """
 
 import argparse

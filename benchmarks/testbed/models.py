@@ -2,8 +2,8 @@
 """Tiny multimodal checkpoints with random weights: real safetensors, real processors, outputs that depend on the image.
 
 `model_path("gemma3")` builds the checkpoint once, into `.models/` of the repository, and returns its folder.
-`python -m benchmarks.testbed.models [--folder FOLDER] NAME...` does the same by hand. Building needs torch and transformers; it
-happens in a child process, so importing this module costs nothing and needs neither.
+`python -m benchmarks.testbed.models [--folder FOLDER] NAME...` does the same by hand. Building needs torch and
+transformers; it happens in a child process, so importing this module costs nothing and needs neither.
 
 Three things that vLLM asks of a tiny checkpoint: a head dimension of 32 or more in the language model, a width it can
 split by 2 (tensor parallel tests), and weight names as the published checkpoints spell them.

@@ -1,32 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for what surrounds the connector's delegates: vLLM's scheduler and runner, the scheduler's end of a rank's
-link, and CUDA's streams."""
+"""Stand-ins for what surrounds the connector's delegates, vLLM's scheduler and runner, and an engine of both sides."""
 
-import gc
 import pickle
-import select
-import socket
-import threading
-import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from lmcache_ec import arena
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.identifiers import Naming, ensure_key, signed
 from lmcache_ec.adapters.vllm.scheduler import Policy, SchedulerSide
 from lmcache_ec.adapters.vllm.worker import WorkerSide
 from lmcache_ec.cache import EncoderCache, Engine
-from lmcache_ec.channel import Attach, Link, Segment, SegmentReady, StoreLink, rank_address
 from lmcache_ec.config import EncoderCacheConfig
 
 ensure_key()
@@ -35,14 +25,6 @@ WIDTH = 8
 PATIENCE_S = 20.0
 SILENT = SimpleNamespace(warning=lambda *_: None)
 """A logger that says nothing."""
-
-
-def until(condition: Callable[[], Any], what: str = "") -> None:
-    """Wait for what another thread or process has to do first."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what or "it never came"
-        time.sleep(0.001)
 
 
 # ---- what vLLM hands to a connector
@@ -157,7 +139,7 @@ class VllmScheduler:
 
 
 def embedding(identifier: str, rows: int = 4) -> torch.Tensor:
-    """What the encoder of these tests makes of an item: always the same, and another for each item."""
+    """What the stand-in for an encoder makes of an item: always the same, and another for each item."""
     generator = torch.Generator().manual_seed(sum(identifier.encode()) * 1000 + rows)
     return torch.randn(rows, WIDTH, generator=generator)
 
@@ -215,7 +197,8 @@ class Served:
         name = name or uuid.uuid4().hex
         self.name = name
         self.runner = runner or Runner(name)
-        config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
+        keys: dict[str, Any] = {"local_disk": folder, "max_local_cpu_size": arena_bytes / (1 << 30), "drain_s": 5}
+        config = EncoderCacheConfig(**keys)
         try:
             self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, policy.get("producer", True)))
         except BaseException:
@@ -236,12 +219,21 @@ class Served:
         self.vllm = VllmScheduler(self.side)
 
     def ready(self) -> "Served":
-        until(lambda: (self.step(), self.cache.ready and self._scanned())[1], "the cache never became ready")
+        self.until("the cache is ready", lambda: self.cache.ready and self._scanned())
         return self
 
     def _scanned(self) -> bool:
         presence = self.cache._presence
         return presence is not None and presence.all_complete
+
+    def until(self, what: str, condition: Callable[[], object]) -> None:
+        """Passes with text alone until `condition` holds."""
+
+        def met() -> object:
+            self.step()
+            return condition()
+
+        wait_until(what, met, PATIENCE_S)
 
     def step(self, *requests: Request, text: int = 1) -> None:
         """Close the pass and run it."""
@@ -256,7 +248,7 @@ class Served:
             self.step(request)
             return answers[-1] is not None
 
-        until(offered, f"{request.request_id} is never scheduled")
+        wait_until(f"{request.request_id} is scheduled", offered, PATIENCE_S)
         return str(answers[-1])
 
     def store(self, *identifiers: str, rows: int = 4) -> None:
@@ -270,8 +262,9 @@ class Served:
 
     def settle(self) -> dict[str, int]:
         """Passes with text alone until nothing is on its way. Returns the counts."""
-        until(lambda: (self.step(), self.cache.book.settled)[1], str(self.side.snapshot()))
-        return self.side.snapshot()
+        self.until("nothing is on its way", lambda: self.cache.book.settled)
+        counts: dict[str, int] = self.side.snapshot()
+        return counts
 
     def held(self) -> dict[str, int]:
         """What is still held once nothing is on its way: empty, or a leak."""
@@ -282,195 +275,3 @@ class Served:
     def close(self) -> None:
         self.side.shutdown()
         self.runner.worker.shutdown()
-
-
-class SchedulerEnd:
-    """The scheduler's end of the links to an engine's ranks, and the store's end of the saving rank's link."""
-
-    def __init__(self, engine: str, ranks: int = 1, arena_id: str = "arena", capacity: int = 1 << 20) -> None:
-        fd = arena.create(capacity)
-        self.memory = arena.attach(fd)
-        store_end, saver_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.store = Link(store_end)
-        self.links: list[Link] = []
-        for rank in range(ranks):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            sock.connect(rank_address(engine, rank))
-            self.links.append(Link(sock))
-            self.links[rank].send(Attach(arena_id), [fd])
-            if rank == 0:
-                self.links[rank].send(StoreLink(7), [saver_end.fileno()])
-            self.links[rank].send(Segment(0, capacity))
-            self.take(self.links[rank])
-            assert self.take(self.links[rank]) == SegmentReady(0)
-        saver_end.close()
-        arena.os.close(fd)
-
-    @staticmethod
-    def take(link: Link) -> Any:
-        """The next message; waits for it."""
-        poller = select.poll()
-        poller.register(link, select.POLLIN)
-        assert poller.poll(PATIENCE_S * 1000), "no message"
-        received = link.receive()
-        assert received is not None
-        return received[0]
-
-    def report(self, rank: int = 0) -> Any:
-        return self.take(self.links[rank])
-
-    def saved(self) -> Any:
-        return self.take(self.store)
-
-    def silent(self) -> bool:
-        """Whether neither a report nor a save waits here."""
-        return all(link.receive() is None for link in (*self.links, self.store))
-
-    def close(self) -> None:
-        for link in (*self.links, self.store):
-            link.close()
-
-
-class PreallocatedCache(MutableMapping[str, torch.Tensor]):
-    """An encoder cache that copies what it is given into rows of one buffer."""
-
-    def __init__(self, rows: int, width: int) -> None:
-        self.buffer = torch.zeros(rows, width)
-        self._rows: dict[str, slice] = {}
-
-    def __setitem__(self, identifier: str, tensor: torch.Tensor) -> None:
-        start = max((rows.stop for rows in self._rows.values()), default=0)
-        if start + len(tensor) > len(self.buffer):
-            raise MemoryError("the encoder cache is full")
-        self._rows[identifier] = slice(start, start + len(tensor))
-        self.buffer[start : start + len(tensor)] = tensor
-
-    def __getitem__(self, identifier: str) -> torch.Tensor:
-        return self.buffer[self._rows[identifier]]
-
-    def __delitem__(self, identifier: str) -> None:
-        del self._rows[identifier]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-
-# ---- CUDA
-
-
-class Event:
-    """Passes when its stream gets to it. `awaited` is set while a thread waits in `synchronize`."""
-
-    def __init__(self) -> None:
-        self.passed = threading.Event()
-        self.awaited = threading.Event()
-        self.error: Exception | None = None
-
-    def synchronize(self) -> None:
-        self.awaited.set()
-        assert self.passed.wait(PATIENCE_S), "the stream was never run"
-        if self.error is not None:
-            raise self.error
-
-
-class Stream:
-    """Work in order, done only when the test runs it."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._work: deque[Callable[[], object] | Event] = deque()
-        self.events: list[Event] = []
-
-    def submit(self, work: Callable[[], object]) -> None:
-        self._work.append(work)
-
-    def record_event(self) -> Event:
-        event = Event()
-        self.events.append(event)
-        self._work.append(event.passed.set)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        self._work.append(event)
-
-    def run(self) -> bool:
-        """Do all that waits for no other stream. Whether nothing is left."""
-        while self._work:
-            work = self._work[0]
-            if isinstance(work, Event):
-                if not work.passed.is_set():
-                    return False
-            else:
-                work()
-            self._work.popleft()
-        return True
-
-
-@dataclass
-class Cuda:
-    """What the copier uses of torch.cuda, over host memory. `model` is the forward pass's stream."""
-
-    model: Stream = field(default_factory=Stream)
-    side: list[Stream] = field(default_factory=list)
-    recorded: list[tuple[int, Stream]] = field(default_factory=list)
-    registered: list[tuple[int, int]] = field(default_factory=list)
-    registered_on: list[torch.device | None] = field(default_factory=list)
-    register_status: int = 0
-    _current: Stream | None = None
-    _device: torch.device | None = None
-
-    def Stream(self, device: torch.device) -> Stream:
-        self.side.append(Stream(device))
-        return self.side[-1]
-
-    def current_stream(self, device: torch.device | None = None) -> Stream:
-        return self._current or self.model
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self._current, before = stream, self._current
-        try:
-            yield
-        finally:
-            self._current = before
-
-    @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        self._device, before = device, self._device
-        try:
-            yield
-        finally:
-            self._device = before
-
-    def cudart(self) -> Any:
-        return SimpleNamespace(cudaHostRegister=self._register)
-
-    def _register(self, address: int, length: int, flags: int) -> int:
-        self.registered.append((address, length))
-        self.registered_on.append(self._device)
-        return self.register_status
-
-
-class OnDevice(TorchFunctionMode):
-    """Device tensors are host tensors here; an asynchronous copy is work for the current stream of `cuda`."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if getattr(kwargs.get("device"), "type", "cpu") == "cuda":
-            kwargs["device"] = "cpu"
-        if function is torch.Tensor.copy_ and kwargs.get("non_blocking"):
-            destination, source = args
-            self._cuda.current_stream().submit(lambda: destination.copy_(source))
-            return destination
-        return function(*args, **kwargs)
-
-
-def collected(*references: Callable[[], Any]) -> list[bool]:
-    """For each object whether nobody holds it any more."""
-    gc.collect()
-    return [reference() is None for reference in references]

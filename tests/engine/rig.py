@@ -2,14 +2,15 @@
 """The test's side of a real engine: it asks, compares with an engine that has no cache, and looks at what is left."""
 
 import os
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
+from benchmarks.testbed import waiting
 from benchmarks.testbed.engine_env import Layout, Output
 from benchmarks.testbed.engine_runner import Call, EngineProcess, Forget, Generate
 from benchmarks.testbed.media import Prompt
@@ -17,8 +18,8 @@ from lmcache_ec.cli.status import engines
 from tests import warm_start
 from tests.engine.drive import Played, Request
 
-DEADLINE_S = 60.0
-"""By when what happens beside the engine has happened, on a busy machine: a hang is a failure that says so."""
+wait_until = partial(waiting.wait_until, deadline_s=60.0, pause_s=0.01)
+"""For what happens beside an engine, on a busy machine. A look at it takes time from those who do it."""
 
 PATIENCE = {"load_deadline_ms": 30_000, "start_timeout_s": 60.0}
 """Two workers that spin leave the store process no core for a second and more, where there are only two: a request then
@@ -272,10 +273,3 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
-
-
-def wait_until(what: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s until {what}"
-        time.sleep(0.01)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,18 +24,16 @@ from lmcache_ec.cli.status import engines
 from lmcache_ec.entry import TensorSpec, entry_length, room, seal, verify
 from lmcache_ec.key import EncoderCacheKey
 from tests import warm_start
+from tests.engine.rig import wait_until
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Served", "Traces", "Truth", "eventually", "process_state", "stopped", "temporaries"]
+__all__ = ["Served", "Traces", "Truth", "process_state", "stopped", "temporaries", "wait_until"]
 
 MODEL = "gemma3"
 NAMESPACE = "faults-0123456789abcdef"
 MAX_TOKENS = 4
-DEADLINE_S = 60.0
-"""By when a condition has to hold that should hold within a second or two: the machine may be busy."""
-
 PATIENCE = {"load_deadline_ms": 60_000, "start_timeout_s": 60}
 """On a busy machine a load has to be a load all the same."""
 
@@ -44,13 +41,6 @@ NEAR = 1e-4
 """How far two runs of the encoder may be apart: batches change the order of sums."""
 
 _QUIET = Prompt(text="nothing to see")
-
-
-def eventually(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {deadline_s:.0f} s until {what}"
-        time.sleep(0.01)
 
 
 @dataclass(frozen=True)
@@ -190,7 +180,7 @@ class Served:
             return status is not None and status["book"] and condition(status["book"], status["store"])
 
         try:
-            eventually(what, met)
+            wait_until(what, met)
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.status()}") from None
 
@@ -203,11 +193,11 @@ class Served:
 
     def ready(self) -> Self:
         """Serving, and the folder scanned."""
-        eventually("the folder is scanned", lambda: (self.status() or {}).get("scan_complete"))
+        wait_until("the folder is scanned", lambda: (self.status() or {}).get("scan_complete"))
         return self
 
     def store_pid(self) -> int:
-        eventually("a store process answers", self.status)
+        wait_until("a store process answers", self.status)
         status = self.status()
         assert status is not None
         return int(status["pid"])
@@ -265,7 +255,7 @@ class Traces:
 
     def __init__(self, served: Served) -> None:
         self.disk = served.disk
-        eventually("a store process answers", served.status)
+        wait_until("a store process answers", served.status)
         status = served.status()
         assert status is not None
         self.store = int(status["pid"])
@@ -291,9 +281,9 @@ class Traces:
 
     def assert_gone(self) -> None:
         """Every process has ended by itself; no socket, no memory, no temporary is left."""
-        eventually(f"{self.running()} have ended", lambda: not self.running())
+        wait_until(f"{self.running()} have ended", lambda: not self.running())
         # A process counts as ended once its first thread has; what it held goes with its last one.
-        eventually("sockets and memory are gone", lambda: not self.sockets() and not self.holders())
+        wait_until("sockets and memory are gone", lambda: not self.sockets() and not self.holders())
         assert not list(Path("/dev/shm").glob("lmcache*"))
         assert not temporaries(self.disk)
 

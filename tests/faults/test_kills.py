@@ -15,7 +15,7 @@ import pytest
 from benchmarks.testbed.core import process_state, stopped
 from benchmarks.testbed.engine_env import Layout
 from benchmarks.testbed.engine_runner import Call, new_interpreter
-from tests.faults.harness import NAMESPACE, Served, Traces, Truth, eventually
+from tests.faults.harness import NAMESPACE, Served, Traces, Truth, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,9 @@ def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
     with stopped(traces.store):
         assert served.ask(seed) == {seed}
         os.kill(victim, signal.SIGKILL)
-        eventually("the others have ended", lambda: all(process_state(pid) == "Z" for pid in others.values()))
+        wait_until("the others have ended", lambda: all(process_state(pid) == "Z" for pid in others.values()))
         served.engine.close()
-        eventually("the engine has ended", lambda: traces.running() == [traces.store])
+        wait_until("the engine has ended", lambda: traces.running() == [traces.store])
     traces.assert_gone()
     assert served.truth.names([seed]) <= served.stored()
 
@@ -77,7 +77,7 @@ def test_all_are_killed_at_once_then_with_the_store_process_too(truth: Truth, tm
         with stopped(traces.store):
             assert served.ask(1, 2) == {1, 2}
             served.engine.kill()
-            eventually("the engine has ended", lambda: traces.running() == [traces.store])
+            wait_until("the engine has ended", lambda: traces.running() == [traces.store])
         traces.assert_gone()
     assert truth.stored(disk) == truth.names([1, 2])
     half_written(truth, disk)
@@ -117,8 +117,8 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
         with stopped(traces.store):
             assert served.ask(1) == {1}
             os.killpg(group, signal.SIGINT)
-            eventually("the engine has ended", lambda: served.engine.process.poll() is not None)
-            eventually("all of it", lambda: traces.running() == [traces.store])
+            wait_until("the engine has ended", lambda: served.engine.process.poll() is not None)
+            wait_until("all of it", lambda: traces.running() == [traces.store])
         traces.assert_gone()
     assert served.stored() == truth.names([1])
 
@@ -137,6 +137,6 @@ def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Tru
         with stopped(traces.store):
             assert served.ask(3) == {3}
             served.engine.close()
-            eventually("the engine has ended", lambda: traces.running() == [traces.store])
+            wait_until("the engine has ended", lambda: traces.running() == [traces.store])
         traces.assert_gone()
     assert truth.stored(disk) == truth.names([1, 2, 3])

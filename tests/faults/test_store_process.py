@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.core import process_state, stopped, stuck, temporaries
-from tests.faults.harness import NAMESPACE, Served, Truth, eventually
+from tests.faults.harness import NAMESPACE, Served, Truth, wait_until
 
 KNOWN = range(1, 7)
 """Pictures that an earlier engine left on disk."""
@@ -111,7 +111,7 @@ def test_a_store_process_killed_or_left_stopped_is_replaced_and_what_is_owed_is_
             assert not served.stored()
             first = served.store_pid()
             os.kill(first, signal.SIGKILL)
-            eventually("it is gone", lambda: process_state(first) == "Z")
+            wait_until("it is gone", lambda: process_state(first) == "Z")
         assert served.ask(2, forget=False) == {2}
         served.until("its loss is counted", lambda book, _: book["store_losses"])
         eventually_stored(served, {1, 2})

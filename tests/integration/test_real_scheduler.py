@@ -35,6 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from benchmarks.testbed.models import model_path
 from benchmarks.testbed.stand_ins import WIDTH, digest
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.scheduler import SchedulerSide
 from tests.integration.runner import V1Runner
 from tests.unit.test_namespace import vllm_config
@@ -245,19 +246,29 @@ class Engine:
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
         """Passes, with a text-only request in each of them that would be empty, until `condition` holds."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"waited {PATIENCE_S} s until {what}"
+
+        def met() -> object:
+            if found := condition():
+                return found
             if not self.scheduler.has_requests():
                 self.ask(self.prompts.request(4, []))
-            self.step()
+            return self.step()
+
+        wait_until(what, met, PATIENCE_S, pause_s=0)
 
     def end_all(self) -> None:
         """Until every request has ended: by itself, or with the deadline of what it waits for."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.scheduler.has_requests() or self._steps:
-            assert time.monotonic() < deadline, f"never end: {sorted(self.scheduler.requests)}"
-            self.step()
+
+        def ended() -> bool:
+            if self.scheduler.has_requests() or self._steps:
+                self.step()
+                return False
+            return True
+
+        try:
+            wait_until("all requests have ended", ended, PATIENCE_S, pause_s=0)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {sorted(self.scheduler.requests)}") from None
 
     # ---- what happens to an engine
 

@@ -15,14 +15,15 @@ import re
 import selectors
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+
+from benchmarks.testbed.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
@@ -187,7 +188,7 @@ class _Session:
 
     def wait(self, names: list[str]) -> None:
         """Until none of these is on its way into a tier any more."""
-        self._until(lambda: not any(map(self.pending, names)))
+        wait_until(f"{names} are written", lambda: not any(map(self.pending, names)), PATIENCE_S)
 
     def pending(self, name: str) -> bool:
         return bool(self._plugin.exists_in_put_tasks(self._key(name)))
@@ -251,7 +252,7 @@ class _Session:
         """Remove on a thread of its own, which may have to wait; True once what is being written is marked."""
         Thread(target=self.remove, args=(name,), daemon=True).start()
         pending = self._plugin._writes._pending[self._plugin._name(self._key(name))]
-        return self._until(lambda: pending.removed)
+        return wait_until(f"{name} is marked", lambda: bool(pending.removed), PATIENCE_S)
 
     def until_counted(self, count: str, names: list[str]) -> bool:
         """Put one after another until this count is no longer 0."""
@@ -261,7 +262,7 @@ class _Session:
             self.put([next(rest)])
             return bool(self._plugin.counts[count])
 
-        return self._until(counted, pause_s=0.1)
+        return wait_until(f"{count} is counted", counted, PATIENCE_S, pause_s=0.1)
 
     def file_name(self, name: str) -> str:
         return str(self._plugin._name(self._key(name)).object_name.rpartition("/")[2])
@@ -285,7 +286,8 @@ class _Session:
     def encoder_put(self, picture: str, rows: int, width: int) -> bool:
         tensor = self._tensor(picture, rows, width)
         stored = bool(self.engine.put(picture, tensor))
-        self._until(lambda: not self._plugin.exists_in_put_tasks(self.engine._make_cache_key(picture)))
+        key = self.engine._make_cache_key(picture)
+        wait_until(f"{picture} is written", lambda: not self._plugin.exists_in_put_tasks(key), PATIENCE_S)
         return stored
 
     def encoder_get(self, picture: str, rows: int, width: int) -> bool | None:
@@ -295,15 +297,6 @@ class _Session:
 
     def encoder_contains(self, picture: str) -> bool:
         return bool(self.engine.contains(picture))
-
-    @staticmethod
-    def _until(holds: Callable[[], bool], pause_s: float = 0.005) -> bool:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not within {PATIENCE_S} s")
-            time.sleep(pause_s)
-        return True
 
     @property
     def _plugin(self) -> Any:

@@ -26,7 +26,7 @@ from benchmarks.testbed.servers.redis import (
     cluster,
     free_port,
     redis_server,
-    wait_for,
+    wait_until,
     watched_pair,
 )
 from benchmarks.testbed.servers.relay import Then, relay
@@ -468,11 +468,11 @@ def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_p
         present = [key for key in keys if fetch(tier, key) is not None]
         assert 0 < len(present) < len(keys)
         client, idle = server.client(), ("OBJECT", "IDLETIME", f"lmcache-ec/{present[0].object_name}")
-        wait_for("a second without use", lambda: client.execute_command(*idle) >= 1)
+        wait_until("a second has passed without use", lambda: client.execute_command(*idle) >= 1)
         (listed,) = [found for found in tier.list("ns") if found.digest == present[0].digest]
         assert client.execute_command(*idle) >= 1
         assert listed.modified <= client.time()[0]
-        wait_for("another", lambda: client.execute_command(*idle) >= 2)
+        wait_until("another has", lambda: client.execute_command(*idle) >= 2)
         (use,) = tier.namespaces()
         assert client.execute_command(*idle) >= 2
         assert (use.namespace, use.entries, use.bytes) == ("ns", len(present), len(present) * MIB)
@@ -513,7 +513,7 @@ def test_an_entry_lives_as_long_as_is_configured_whoever_reads_it(server: RedisS
         eternal.put(other, value("a", 100))
         assert server.client().pttl(f"lmcache-ec/{other.object_name}") == -1
         assert 0 < server.client().pttl(f"lmcache-ec/{key.object_name}") <= 500
-        wait_for("the end of an entry", lambda: fetch(tier, key) is None)
+        wait_until("the entry has expired", lambda: fetch(tier, key) is None)
         assert tier.put(key, value("b", 100)) is True
 
 
@@ -550,7 +550,7 @@ def test_connections_are_bounded_and_given_back(tmp_path: Path) -> None:
             with ThreadPoolExecutor(12) as threads:
                 assert all(threads.map(use, keys))
             assert watcher.info("clients")["connected_clients"] <= 1 + 2
-        wait_for("closed connections", lambda: watcher.info("clients")["connected_clients"] == 1)
+        wait_until("connections are closed", lambda: watcher.info("clients")["connected_clients"] == 1)
 
 
 def test_a_call_that_finds_no_connection_free_is_an_error_in_time(server: RedisServer) -> None:
@@ -632,7 +632,7 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
             finally:
                 heal()
             back = [100 if keeps or not gone else None for gone in lost]
-            wait_for("the server back", lambda back=back: tier.contains_each(keys) == back)
+            wait_until("the server is back", lambda back=back: tier.contains_each(keys) == back)
             assert tier.get_each_into(wanted) == back
         wait_until_whole(masters)
 
@@ -652,7 +652,7 @@ def test_on_a_cluster_what_a_silent_server_had_is_asked_of_its_successor(masters
                 (answer,) = tier.contains_each([key])
                 return answer is None
 
-            wait_for("an answer of the successor", answered)
+            wait_until("the successor answers", answered)
         finally:
             victim.thaw()
     wait_until_whole(masters)
@@ -665,7 +665,7 @@ def wait_until_whole(masters: Sequence[RedisServer]) -> None:
         infos = [server.client().execute_command("CLUSTER INFO") for server in masters]
         return all(info["cluster_state"] == "ok" and info["cluster_slots_fail"] == "0" for info in infos)
 
-    wait_for("a Cluster that is whole again", whole)
+    wait_until("the Cluster is whole again", whole)
 
 
 def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_given_back(
@@ -679,7 +679,7 @@ def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_gi
         for watcher, idle in zip(watchers, before, strict=True):
             assert watcher.info("clients")["connected_clients"] > idle
     for watcher, idle in zip(watchers, before, strict=True):
-        wait_for("closed connections", lambda w=watcher, n=idle: w.info("clients")["connected_clients"] == n)
+        wait_until("connections are closed", lambda w=watcher, n=idle: w.info("clients")["connected_clients"] == n)
 
 
 def test_behind_sentinels_an_answer_that_came_too_late_is_nobodys(
@@ -710,7 +710,7 @@ def test_behind_sentinels_an_answer_that_came_too_late_is_nobodys(
         finally:
             master.thaw()
         late.result()
-        wait_for("an answer", second_is_right)
+        wait_until("there is an answer", second_is_right)
 
 
 def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_over(
@@ -725,11 +725,11 @@ def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_ove
         master.kill()
         with pytest.raises(TierError):
             tier.get_into(key, buffer)
-        wait_for("a new master", lambda: tier.get_into(key, buffer) == 100)
+        wait_until("there is a new master", lambda: tier.get_into(key, buffer) == 100)
         assert buffer == value("a", 100)
         assert tier.put(new_key(), value("b", 100)) is True
         master.start()
-        wait_for("the old master in its new place", lambda: master.client().role()[0] == b"slave")
+        wait_until("the old master is in its new place", lambda: master.client().role()[0] == b"slave")
         sentinels[0].freeze()
         try:
             with opened(sentinel_url(sentinels), RedisOptions(timeout_s=1, connect_timeout_s=0.3)) as another:
@@ -747,11 +747,13 @@ def test_a_master_that_was_replaced_is_left(
     with opened(sentinel_url([sentinel])) as tier:
         tier.put(new_key(), value("a", 100))
         master, replica = servers if servers[0].client().role()[0] == b"master" else servers[::-1]
-        wait_for("a replica in step", lambda: replica.client().info("replication")["master_link_status"] == "up")
+        wait_until("the replica is in step", lambda: replica.client().info("replication")["master_link_status"] == "up")
         client = sentinel.client()
-        wait_for("a failover", lambda: client.sentinel_failover(SERVICE))
-        wait_for("the old master as a replica", lambda: master.client().role()[0] == b"slave")
-        wait_for("the new master known", lambda: client.sentinel_get_master_addr_by_name(SERVICE)[1] == replica.port)
+        wait_until("there is a failover", lambda: client.sentinel_failover(SERVICE))
+        wait_until("the old master is a replica", lambda: master.client().role()[0] == b"slave")
+        wait_until(
+            "the new master is known", lambda: client.sentinel_get_master_addr_by_name(SERVICE)[1] == replica.port
+        )
         assert tier.put(new_key(), value("b", 100)) is True
 
 

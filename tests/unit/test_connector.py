@@ -16,7 +16,8 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 from benchmarks.testbed.models import model_path
-from benchmarks.testbed.stand_ins import WIDTH, VllmScheduler, request, scheduler_output, sent, until
+from benchmarks.testbed.stand_ins import PATIENCE_S, WIDTH, VllmScheduler, request, scheduler_output, sent
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import connector as connector_module
 from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
@@ -72,7 +73,11 @@ def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConne
     scheduler = build(ECConnectorRole.SCHEDULER, **extra)
     side = scheduler._scheduler
     assert side is not None
-    until(lambda: (scheduler.build_connector_meta(scheduler_output()), side.cache.ready)[1])
+    wait_until(
+        "the cache is ready",
+        lambda: (scheduler.build_connector_meta(scheduler_output()), side.cache.ready)[1],
+        PATIENCE_S,
+    )
     return worker, scheduler
 
 
@@ -216,7 +221,7 @@ def test_a_worker_hook_that_fails_says_so_once_and_leaves_the_cache(
         for _ in range(3):
             hook(worker)
         assert len(errors) == 1, name
-        until(partial(sees_the_end, scheduler, side), name)
+        wait_until(f"{name} sees the end", partial(sees_the_end, scheduler, side), PATIENCE_S)
         for each in (worker, scheduler):
             each.shutdown()
         errors.clear()

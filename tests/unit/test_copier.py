@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.testbed.stand_ins import PATIENCE_S, Cuda, OnDevice, Stream, collected
+from benchmarks.testbed.stand_ins import PATIENCE_S
 from lmcache_ec.adapters.vllm.copier import DeviceCopier, HostCopier, copier_for
+from tests.unit.cuda import Cuda, OnDevice, Stream, collected
 
 DEVICE = torch.device("cuda", 0)
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import presence as module
 from lmcache_ec.presence import PresenceFilter, PresenceWriter
 
@@ -253,10 +253,12 @@ def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_deni
         reader = PresenceFilter.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), ["disk"])
         counter = threading.Thread(target=lambda: seen.extend(lister.stdout or ()))
         counter.start()
-        deadline = time.monotonic() + 60
-        while len(seen) < 9:
+
+        def listed_often_and_nothing_denied() -> bool:
             assert all(map(reader.may_contain, stored))
-            assert time.monotonic() < deadline
+            return len(seen) >= 9
+
+        wait_until("it has listed often", listed_often_and_nothing_denied, 60, pause_s=0)
         lister.kill()
         counter.join()
         reader.close()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.core import stopped
-from benchmarks.testbed.stand_ins import SILENT, Request, Served, digest, request, until
+from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Request, Served, digest, request
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.identifiers import Naming, client_name
 from lmcache_ec.cli.status import engines
@@ -179,7 +180,7 @@ def test_what_goes_while_its_request_runs_on_is_not_announced(
     passed_s[0] = 2.0
     assert producer.side.ensure_cache_available(long, 2)
     producer.step(long)
-    until(lambda: (producer.settle(), not producer.cache._probes)[1])
+    wait_until("its probes are answered", lambda: (producer.settle(), not producer.cache._probes)[1], PATIENCE_S)
     assert producer.side.request_finished(long) == {X: False, Y: False}
 
 

@@ -22,8 +22,8 @@ from benchmarks.testbed.stand_ins import (
     digest,
     embedding,
     request,
-    until,
 )
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
 
@@ -68,7 +68,11 @@ def forget(served: Served, identifier: str) -> None:
 
 def refused(served: Served, asking: Request) -> None:
     """Pass after pass until the request fails."""
-    until(lambda: (served.vllm.offer(asking), served.step(), served.side.take_unavailable_requests())[2])
+    wait_until(
+        "its request fails",
+        lambda: (served.vllm.offer(asking), served.step(), served.side.take_unavailable_requests())[2],
+        PATIENCE_S,
+    )
 
 
 def count(served: Served, name: str) -> int:
@@ -365,7 +369,7 @@ def test_a_save_that_found_no_room_is_made_up_for_while_vllm_holds_the_item(serv
     assert count(served, "unsaved") == 1
     for output in outputs:
         served.runner.run(output, *requests)
-    until(lambda: (served.settle(), count(served, "unsaved") == 0)[1])
+    wait_until("nothing is owed", lambda: (served.settle(), count(served, "unsaved") == 0)[1], PATIENCE_S)
     finish(served, *requests)
     next_engine = serve()
     restarted = request("restarted", *(digest(name) for name in ("a", "b", "late")))
@@ -419,7 +423,9 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
         output = served.vllm.end_pass(text=1)
         steps.append(len(output.ec_connector_metadata.retries))
         served.runner.run(output)
-        until(lambda: (served.cache.drain(0.0), not served.cache.book.outstanding())[1])
+        wait_until(
+            "all is reported", lambda: (served.cache.drain(0.0), not served.cache.book.outstanding())[1], PATIENCE_S
+        )
     finish(served, odd)
     assert sum(steps) <= 1
     served.vllm.evict(X)
@@ -474,7 +480,11 @@ def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve
     assert consumer.vllm.offer(asking) is None
     assert consumer.schedule(unannounced) == "encode"
     finish(consumer, unannounced)
-    until(lambda: (consumer.vllm.offer(asking), consumer.step(), count(consumer, "fetch_misses") >= 3)[2])
+    wait_until(
+        "it was asked for again and again",
+        lambda: (consumer.vllm.offer(asking), consumer.step(), count(consumer, "fetch_misses") >= 3)[2],
+        PATIENCE_S,
+    )
     assert consumer.vllm.offer(asking) is None
     neighbour = serve()
     neighbour.store(X)
@@ -489,7 +499,11 @@ def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alo
     assert count(consumer, "deferred_passes") > 0
     finish(consumer, asking)
     empty = told("empty", Y, data=None)
-    until(lambda: (consumer.vllm.offer(empty), consumer.step(), consumer.side.take_unavailable_requests())[2])
+    wait_until(
+        "its request fails",
+        lambda: (consumer.vllm.offer(empty), consumer.step(), consumer.side.take_unavailable_requests())[2],
+        PATIENCE_S,
+    )
     finish(consumer, empty)
 
 
@@ -556,7 +570,7 @@ def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
     served.step()
     assert count(served, "leases") == 2
     served.runner.worker.abandon()
-    until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+    wait_until("the cache is inert", lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1], PATIENCE_S)
     assert served.vllm.offer(waiting) is None
     assert served.side.take_unavailable_requests() == {"waiting"}
     assert served.vllm.offer(other) == "encode"
@@ -575,7 +589,7 @@ def test_a_running_request_is_never_failed_over_an_item_that_vllm_holds_for_it(s
     served.vllm.evict()
     if inert:
         served.runner.worker.abandon()
-        until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+        wait_until("the cache is inert", lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1], PATIENCE_S)
     for computed in (2, 4, 5):  # within the item, and past it
         assert served.vllm.offer(running, computed) == ""
         served.vllm.end_pass()
@@ -643,7 +657,7 @@ def test_a_request_waits_for_its_deadline_in_total_and_no_longer(serve: Serve, c
     assert not offer(0, 0.0)
     assert not offer(0, 0.6)
     served.runner.run(steps[0], *writers)
-    until(lambda: offer(0, 0.0), "the first item never arrived")
+    wait_until("the first item has arrived", lambda: offer(0, 0.0), PATIENCE_S)
     assert not offer(8, 10.0)  # time between its waits does not count
     assert not offer(8, 0.3)
     assert offer(8, 0.2)
@@ -702,7 +716,7 @@ def test_without_its_rank_the_cache_is_inert_and_everything_is_encoded(serve: Se
     served.vllm.offer(leased, blocks=False)
     served.vllm.end_pass()
     served.runner.worker.abandon()
-    until(lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1])
+    wait_until("the cache is inert", lambda: (served.vllm.end_pass(text=1), served.cache.inert)[1], PATIENCE_S)
     asking = request("asking", X, Y)
     assert served.vllm.offer(asking) == "encode encode"
     output = served.vllm.end_pass()
@@ -721,7 +735,9 @@ def test_what_was_promised_before_the_cache_became_inert_is_encoded_after_all(se
     served.vllm.preempt(stored)
     served.runner.run(served.vllm.end_pass())  # put off
     served.runner.worker.abandon()
-    until(lambda: (served.cache.drain(module.time.monotonic()), served.cache.inert)[1])
+    wait_until(
+        "the cache is inert", lambda: (served.cache.drain(module.time.monotonic()), served.cache.inert)[1], PATIENCE_S
+    )
     assert served.vllm.offer(stored) == ""
     served.runner.run(served.vllm.end_pass(), stored)
     assert torch.equal(served.runner.cache[X], embedding(X))

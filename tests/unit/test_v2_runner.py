@@ -18,9 +18,10 @@ from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunne
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
 
 from benchmarks.testbed.models import model_path
-from benchmarks.testbed.stand_ins import WIDTH, PreallocatedCache, Request, Served, digest, embedding, request, sent
+from benchmarks.testbed.stand_ins import WIDTH, Request, Served, digest, embedding, request, sent
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
+from tests.unit.preallocated import PreallocatedCache
 from tests.unit.test_namespace import vllm_config
 
 X, Y, Z = digest("x"), digest("y"), digest("z")

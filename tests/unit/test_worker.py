@@ -12,16 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.testbed.stand_ins import (
-    PATIENCE_S,
-    SILENT,
-    WIDTH,
-    PreallocatedCache,
-    SchedulerEnd,
-    embedding,
-    sent,
-    until,
-)
+from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, WIDTH, embedding, sent
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
@@ -29,6 +21,8 @@ from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
 from lmcache_ec.book import Outcome
 from lmcache_ec.channel import LinkClosed, Report, Saved, Segment
 from lmcache_ec.entry import TensorSpec, entry_length, room
+from tests.unit.preallocated import PreallocatedCache
+from tests.unit.scheduler_end import SchedulerEnd
 
 SPEC = TensorSpec(4, WIDTH, "F32")
 COPIED, ABSENT, FAILED = (int(outcome) for outcome in Outcome)
@@ -363,7 +357,7 @@ def test_a_segment_that_the_device_refuses_ends_the_rank_and_not_its_worker(capl
     rig = Rig()
     rig.workers[0]._rank._register = Refusing().register  # type: ignore[union-attr]
     rig.end.links[0].send(Segment(1 << 19, 4096))
-    until(lambda: closed(rig.end), "the link to the rank stays open")
+    wait_until("the link to the rank is closed", lambda: closed(rig.end), PATIENCE_S)
     meta, cache = loads(load_of("x")), {}
     step(rig.workers[0], meta, cache, {"y": embedding("y")})
     assert meta.encoder_inputs == {"request": [0]}
@@ -374,7 +368,7 @@ def test_a_segment_that_the_device_refuses_ends_the_rank_and_not_its_worker(capl
 def test_a_rank_that_gives_up_ends_its_link_and_has_promised_items_encoded(rig: Rig) -> None:
     worker, meta = rig.workers[0], loads(load_of("x"))
     worker.abandon()
-    until(lambda: closed(rig.end), "the link to the rank stays open")
+    wait_until("the link to the rank is closed", lambda: closed(rig.end), PATIENCE_S)
     step(worker, meta, {}, {"y": embedding("y")})
     assert meta.encoder_inputs == {"request": [0]}
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own encode-prefill-decode proxy, unchanged: an example in its source archive that no wheel contains.
 
-`python -m benchmarks.testbed.servers.epd_proxy FOLDER` fetches the archive as `pip download` finds it: by whatever index, proxy,
-certificates and credentials pip is configured with. pip itself would then build the archive to learn what it needs, so
-this stops at the file.
+`python -m benchmarks.testbed.servers.epd_proxy FOLDER` fetches the archive as `pip download` finds it: by whatever
+index, proxy, certificates and credentials pip is configured with. pip itself would then build the archive to learn what
+it needs, so this stops at the file.
 """
 
 import hashlib
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from typing import Any, Self
 
 from benchmarks.testbed.models import ROOT
 from benchmarks.testbed.servers.redis import free_port
+from benchmarks.testbed.waiting import wait_for_server
 
 VERSION = "0.32.0"
 ARCHIVE = f"vllm-{VERSION}.tar.gz"
 SHA256 = "d2c957d5eee3d0985012151315ddc62cbe0cd368fc96a5fc3510438d9dddf2ad"
 SCRIPT = f"vllm-{VERSION}/examples/disaggregated/disaggregated_encoder/disagg_epd_proxy.py"
-_START_S = 60.0
 
 
 class NotFetched(Exception):
@@ -90,12 +89,7 @@ class Proxy:
         ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        deadline = time.monotonic() + _START_S
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"the proxy did not start:\n{self.log.read_text()[-2000:]}")
-            time.sleep(0.1)
+        wait_for_server("vLLM's proxy", self._process, self._answers, self.log, self.kill)
 
     def _answers(self) -> bool:
         try:

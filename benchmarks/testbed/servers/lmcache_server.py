@@ -6,12 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-READY_S = 60.0  # it imports torch
+from benchmarks.testbed.waiting import wait_for_server
+
 _RUN = """
 import runpy, socket
 
@@ -48,19 +48,14 @@ class LMCacheServer:
                 stderr=log,
                 env={**os.environ, "LMCACHE_LOG_LEVEL": "INFO"},
             )
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"LMCache's server ended at once (pip install 'lmcache-ec[cpu]'?): {self.words()}")
-            try:
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return
-            except ConnectionRefusedError:
-                time.sleep(0.05)
-        raise TimeoutError(f"LMCache's server does not listen after {READY_S} s: {self.words()}")
+        wait_for_server("LMCache's server", self._process, self._listens, self.log, self.kill)
 
-    def words(self) -> str:
-        return self.log.read_text(errors="replace")[-2000:]
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except ConnectionRefusedError:
+            return False  # it imports torch first
+        return True
 
     def freeze(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)

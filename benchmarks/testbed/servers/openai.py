@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import uuid
@@ -21,6 +20,7 @@ from benchmarks.testbed.engine_runner import descendants
 from benchmarks.testbed.media import WORDINGS, picture
 from benchmarks.testbed.models import ROOT, model_path
 from benchmarks.testbed.servers.redis import free_port
+from benchmarks.testbed.waiting import wait_for_server
 from lmcache_ec.cli.status import engines
 
 START_S = 240.0
@@ -119,12 +119,7 @@ class OpenAIServer:
         return options
 
     def _await_health(self) -> None:
-        deadline = time.monotonic() + START_S
-        while not self.healthy():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"the server did not start:\n{self.last_words()}")
-            time.sleep(0.1)
+        wait_for_server("vLLM's API server", self.process, self.healthy, self.log, self.kill, START_S)
 
     def healthy(self) -> bool:
         try:

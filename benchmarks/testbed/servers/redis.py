@@ -5,9 +5,9 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-READY_S = 60.0
+from benchmarks.testbed import waiting
+
+wait_until = partial(waiting.wait_until, deadline_s=60.0, pause_s=0.02, despite=(redis.RedisError, OSError))
+"""For servers that may not be there yet."""
+
 SERVICE = "pictures"
 _SLOTS = 16384
 
@@ -38,19 +42,6 @@ def free_port() -> int:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return int(taken.getsockname()[1])
-
-
-def wait_for(what: str, holds: Callable[[], Any], seconds: float = READY_S) -> Any:
-    """What `holds` returns, once that is true. Errors of a server that is not there yet count as not true."""
-    deadline, said = time.monotonic() + seconds, None
-    while time.monotonic() < deadline:
-        try:
-            if result := holds():
-                return result
-        except (redis.RedisError, OSError) as error:
-            said = error
-        time.sleep(0.02)
-    raise TimeoutError(f"{what}: not within {seconds} s ({said})")
 
 
 class RedisServer:
@@ -85,7 +76,7 @@ class RedisServer:
 
     def start(self) -> None:
         self._process = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL)
-        wait_for(f"a Redis server on port {self.port}, see {self.log}", self._answers)
+        wait_until(f"a Redis server answers on port {self.port}, see {self.log}", self._answers)
 
     def _answers(self) -> bool:
         assert self._process is not None
@@ -148,7 +139,7 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
             states = [server.client().execute_command("CLUSTER INFO")["cluster_state"] for server in servers]
             return all(len(view) == masters for view in views) and states == ["ok"] * masters
 
-        wait_for(f"a Cluster of {masters}", agreed)
+        wait_until(f"{masters} servers are a Cluster", agreed)
         yield servers
 
 
@@ -180,7 +171,7 @@ def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence
         replica = stack.enter_context(
             redis_server(folder / "replica", *at_once, "--replicaof", f"127.0.0.1 {master.port}")
         )
-        wait_for("a replica in step", lambda: replica.client().info("replication")["master_link_status"] == "up")
+        wait_until("the replica is in step", lambda: replica.client().info("replication")["master_link_status"] == "up")
         sentinels = []
         for number in range(2):
             sentinels.append(SentinelProcess(folder / f"sentinel-{number}", master))
@@ -193,5 +184,5 @@ def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence
             states = [sentinel.client().sentinel_masters()[SERVICE] for sentinel in sentinels]
             return all(state["num-slaves"] == 1 and state["num-other-sentinels"] == 1 for state in states)
 
-        wait_for("Sentinels that know each other and the replica", known)
+        wait_until("the Sentinels know each other and the replica", known)
         yield (master, replica), sentinels

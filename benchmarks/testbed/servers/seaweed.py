@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-_START_S = 60.0
+from benchmarks.testbed.waiting import wait_for_server
+
 _SERVICES = ("s3", "master", "volume", "filer", "admin")
 _PORTS = (*(f"{name}.port" for name in _SERVICES), *(f"{name}.port.grpc" for name in _SERVICES), "s3.port.https")
 
@@ -74,14 +74,8 @@ class Seaweed:
                 env={**os.environ, **self.environment},
                 cwd=self.folder,
             )
-        deadline = time.monotonic() + _START_S
         client = self.client()
-        while not self._takes_an_object(client):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                tail = log.read_bytes()[-2000:].decode(errors="replace")
-                self.kill()
-                raise RuntimeError(f"SeaweedFS did not come up; the end of its log:\n{tail}")
-            time.sleep(0.05)
+        wait_for_server("SeaweedFS", self._process, lambda: self._takes_an_object(client), log, self.kill)
 
     def kill(self) -> None:
         """SIGKILL; the data stay."""

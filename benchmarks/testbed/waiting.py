@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tests, and what they run on, wait for what other threads and processes do."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+DEADLINE_S = 8.0
+"""By when a condition has to hold that should hold at once: a hang is a failure that says what it waited for."""
+
+T = TypeVar("T")
+
+
+def wait_until(
+    what: str,
+    condition: Callable[[], T],
+    deadline_s: float = DEADLINE_S,
+    *,
+    pause_s: float = 0.001,
+    despite: type[Exception] | tuple[type[Exception], ...] = (),
+) -> T:
+    """What `condition` returns, once that is true: it is called again and again, with a pause between. AssertionError
+    at the deadline. Where it raises one of `despite`, it does not hold yet.
+    """
+    deadline, raised = time.monotonic() + deadline_s, ""
+    while True:
+        try:
+            if met := condition():
+                return met
+        except despite as error:
+            raised = f"; last: {error!r}"
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {deadline_s:g} s until {what}{raised}")
+        time.sleep(pause_s)
+
+
+def wait_for_server(
+    name: str,
+    process: subprocess.Popen[bytes],
+    answers: Callable[[], object],
+    log: Path,
+    kill: Callable[[], object],
+    deadline_s: float = 60.0,
+) -> None:
+    """Until it answers. If it ends, or at the deadline, it is killed: RuntimeError with the end of what it printed."""
+    try:
+        wait_until(f"{name} answers", lambda: process.poll() is not None or answers(), deadline_s, pause_s=0.05)
+        if process.poll() is not None:
+            raise RuntimeError(f"{name} has ended with status {process.returncode}")
+    except BaseException as error:
+        kill()
+        raise RuntimeError(f"{error}; the end of its log:\n{log.read_text(errors='replace')[-2000:]}") from error
