@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
-from lmcache_ec.book import Book, Place
+from lmcache_ec.book import Book
 from lmcache_ec.channel import (
     Attach,
     Attached,
@@ -49,8 +49,8 @@ from lmcache_ec.entry import TensorSpec
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Lookup
+from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.space import aligned
 from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
 
 _logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ a send never waits. File descriptors travel beside a message.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import os
 import secrets
@@ -207,6 +208,17 @@ class Segment(Message, frozen=True):
 # ---- rank -> scheduler side
 
 
+class Outcome(enum.IntEnum):
+    """What a rank reports of a place that a step sent it.
+
+    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
+    """
+
+    COPIED = 0
+    ABSENT = 1
+    FAILED = 2
+
+
 class Attached(Message, frozen=True):
     rank: int
 
@@ -219,7 +231,7 @@ class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
 
     step: int
-    outcomes: list[tuple[int, int, int]]
+    outcomes: list[tuple[int, Outcome, int]]
 
 
 ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved

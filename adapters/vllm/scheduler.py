@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lmcache_ec.book import Place
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, Durability, durability
+from lmcache_ec.place import Place
 
 from .announcement import Announcer, announced
 from .layout import SAVING_RANK
