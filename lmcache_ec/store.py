@@ -52,8 +52,9 @@ from lmcache_ec.channel import (
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier, TierAway
-from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, lane_names, open_remote, tier_name
+from lmcache_ec.tiers.remote import RemoteOptions, lane_names, open_remote, tier_name
 
 Opener = Callable[[], Tier]
 
