@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
-from lmcache_ec.config.host import memory_warning
+from lmcache_ec.host import memory_warning
 
 from .layout import engine_name, loading_ranks, why_inert
 

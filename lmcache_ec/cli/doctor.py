@@ -20,11 +20,11 @@ from typing import Any
 
 from lmcache_ec.cli.named_tiers import named_tiers, words
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
-from lmcache_ec.config.host import GIB, Disk, amount, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.config.keys import accepts, told
 from lmcache_ec.config.lmcache_keys import is_off
-from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, from_file
+from lmcache_ec.host import GIB, Disk, amount, disk, memory, memory_warning, stored_bytes
+from lmcache_ec.mask import HIDDEN, shown, shown_name, shown_shape
 from lmcache_ec.tiers.base import TierAway
 
 _CONNECTOR = "ECLMCacheConnector"

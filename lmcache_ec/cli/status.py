@@ -24,7 +24,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lmcache_ec.channel import STATUS_PREFIX, rank_address, same_user
-from lmcache_ec.config.host import amount
+from lmcache_ec.host import amount
 
 _TIMEOUT_S = 2.0
 _WIDEST = 120

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from lmcache_ec.config.mask import HIDDEN, shown
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
+from lmcache_ec.mask import HIDDEN, shown
 from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, place_of, tier_name
 
 _GIB = 1 << 30

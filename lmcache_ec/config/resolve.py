@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from lmcache_ec.config.keys import EncoderCacheConfig, accepts, check_remote, default, told
 from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
-from lmcache_ec.config.mask import HIDDEN, holds_credential, shown, shown_name, shown_shape, sounds_secret
 from lmcache_ec.config.sources import (
     FILE_VARIABLE,
     ConfigError,
@@ -25,6 +24,7 @@ from lmcache_ec.config.sources import (
     from_file,
 )
 from lmcache_ec.config.variables import filled
+from lmcache_ec.mask import HIDDEN, holds_credential, shown, shown_name, shown_shape, sounds_secret
 from lmcache_ec.tiers.remote import is_remote_key
 
 _KEYS = EncoderCacheConfig.model_fields

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from lmcache_ec.config.mask import shown_name, shown_path, shown_shape
+from lmcache_ec.mask import shown_name, shown_path, shown_shape
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 ENV_PREFIX = "LMCACHE_EC_"

@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Origin, Source, load_config, resolve, summary
-from lmcache_ec.config.host import memory, memory_warning
 from lmcache_ec.config.keys import accepts, default
+from lmcache_ec.host import memory, memory_warning
 
 CANARY = "hunter2"
 EXTRA = "ec_connector_extra_config"

@@ -18,8 +18,8 @@ from lmcache_ec.adapters.vllm import connector as connector_module
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
-from lmcache_ec.config.host import memory
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
+from lmcache_ec.host import memory
 from tests.models import model_path
 from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
