@@ -53,7 +53,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.tiers.awaited import AwaitedTier
-from lmcache_ec.tiers.base import Tier, TierAway
+from lmcache_ec.tiers.base import Tier, TierAway, message
 from lmcache_ec.tiers.remote import RemoteOptions, lane_names, open_remote, tier_name
 
 Opener = Callable[[], Tier]
@@ -196,9 +196,9 @@ class Store:
                 if notice := future.result().notice:
                     self._post(Notice(f"{what}-open", notice))
             elif not self._is_successor and (habits.local or not isinstance(error, TierAway)):
-                self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
+                self._link.send(Hello(os.getpid(), f"{what}: {message(error)}", []), [os.pidfd_open(os.getpid())])
             else:
-                self._post(Notice(f"{what}-open", f"{_words(error)}; tried again in the background"))
+                self._post(Notice(f"{what}-open", f"{message(error)}; tried again in the background"))
                 name = "disk" if habits.local else what
                 tiers.append((AwaitedTier(name, opener, None if future.done() else future), habits))
         pool.shutdown(wait=False)
@@ -565,10 +565,6 @@ def _creator(link: Link) -> int:
     with socket.socket(fileno=os.dup(link.fileno())) as sock:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[0])
-
-
-def _words(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def main() -> None:

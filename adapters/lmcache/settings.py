@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_ec.config.keys import Folder, Gibibytes, Namespace, Remotes, Seconds
 from lmcache_ec.config.variables import filled, without_variables
+from lmcache_ec.sizes import GIB
 from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, is_remote_key
 
 PREFIX = "lmcache_ec."
-GIB = 1 << 30
 
 
 class PluginSettings(BaseModel):

@@ -16,12 +16,13 @@ from lmcache_ec.complaints import Complaints
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.sizes import GIB
 from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier, TierAway
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.remote import lane_names, open_remote, tier_name
 
-from .settings import GIB, PluginSettings, remote_options
+from .settings import PluginSettings, remote_options
 
 _KNOWN_LENGTHS = 8192
 _DISK_RESCAN_S = 600.0

@@ -95,9 +95,3 @@ def _remote(url: str, config: EncoderCacheConfig) -> NamedTier:
     listed = is_listed(url) and name != "lmcache"  # a connector of LMCache makes folders, and knows no times
     silent = "" if listed else "cannot be listed through LMCache's connector, nor anything removed by its namespace"
     return NamedTier(name, f"{url.partition('://')[0]}://{place_of(url)}", partial(open_remote, url, options), silent)
-
-
-def words(error: OSError | ValueError) -> str:
-    """What an error of a tier says, in one line."""
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return " ".join(text.split())

@@ -13,17 +13,16 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
-from lmcache_ec.mask import HIDDEN, shown
-from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, place_of, tier_name
-
-_GIB = 1 << 30
+from lmcache_ec.mask import HIDDEN, masked, masked_address
+from lmcache_ec.sizes import GIB
+from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, tier_name
 
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """What a key accepts, in the words of an error; `unit` is empty where the number or text has none.
+    """What a key accepts, as an error puts it; `unit` is empty where the number or text has none.
 
-    A validator that knows better raises a ValueError with words of its own, which show no credential.
+    A validator that knows better raises a ValueError with a text of its own, which holds no credential.
     """
 
     text: str
@@ -58,7 +57,9 @@ def _folder(value: object) -> object:
 def _absolute(path: Path | None) -> Path | None:
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))
-        raise ValueError(f"an absolute path is accepted, such as {example}") if shown(example) != HIDDEN else ValueError
+        if masked(example) == HIDDEN:
+            raise ValueError
+        raise ValueError(f"an absolute path is accepted, such as {example}")
     return path
 
 
@@ -78,7 +79,7 @@ def _map(value: object) -> object:
 
 
 def check_remote(url: str, extra_config: Mapping[str, object]) -> None:
-    """ValueError, which shows no credential, for a URL that no remote tier serves. Asks nobody."""
+    """ValueError, which holds no credential, for a URL that no remote tier serves. Makes no request."""
     try:
         urlsplit(url)
     except ValueError:
@@ -249,24 +250,24 @@ class EncoderCacheConfig(BaseModel):
         return urls
 
     def __repr_args__(self) -> Sequence[tuple[str | None, object]]:
-        """Whatever shows a configuration shows no credential. (Pydantic puts this into `repr` and `str`.)"""
-        return [(name, _Verbatim(told(self, name))) for name in type(self).model_fields]
+        """However a configuration is printed, no credential is. (Pydantic puts this into `repr` and `str`.)"""
+        return [(name, _Verbatim(describe(self, name))) for name in type(self).model_fields]
 
     @property
     def max_local_cpu_bytes(self) -> int:
-        return int(self.max_local_cpu_size * _GIB)
+        return int(self.max_local_cpu_size * GIB)
 
     @property
     def max_local_disk_bytes(self) -> int:
-        return int(self.max_local_disk_size * _GIB)
+        return int(self.max_local_disk_size * GIB)
 
     @property
     def min_free_disk_bytes(self) -> int:
-        return int(self.min_free_disk_size * _GIB)
+        return int(self.min_free_disk_size * GIB)
 
     @property
     def max_remote_entry_bytes(self) -> int:
-        return int(self.max_remote_entry_size * _GIB)
+        return int(self.max_remote_entry_size * GIB)
 
 
 class _Verbatim(str):
@@ -286,8 +287,8 @@ def default(key: str) -> object:
     return value
 
 
-def told(config: EncoderCacheConfig, key: str) -> str:
-    """What may be said of a value in force: of a remote its tier and place, of LMCache's map nothing."""
+def describe(config: EncoderCacheConfig, key: str) -> str:
+    """A value in force without its credentials: of a remote its tier and address, of LMCache's map nothing."""
     if key == "remotes":
-        return f"[{', '.join(f'{tier_name(url)} {place_of(url)}' for url in config.remotes)}]"
-    return shown(getattr(config, key))
+        return f"[{', '.join(f'{tier_name(url)} {masked_address(url)}' for url in config.remotes)}]"
+    return masked(getattr(config, key))

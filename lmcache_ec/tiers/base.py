@@ -14,6 +14,12 @@ class TierError(OSError):
     """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
 
 
+def message(error: BaseException) -> str:
+    """What a tier's error says, in one line."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
 class TierAway(TierError, ValueError):
     """Raised by what opens a tier, where its store does not answer: a wrong address, or an outage that may pass."""
 

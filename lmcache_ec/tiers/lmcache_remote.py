@@ -48,6 +48,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.mask import masked_url, without_secrets
 from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
 from lmcache_ec.tiers.remote import REFUSED
 
@@ -159,7 +160,7 @@ def open_lmcache_remote(
     keep a value as it is and gave back another one. Takes seconds where LMCache is not imported yet.
     """
     if timeout_s <= 0:
-        raise ValueError(f"{_said(url)}: timeout_s={timeout_s} must be above 0")
+        raise ValueError(f"{masked_url(url)}: timeout_s={timeout_s} must be above 0")
     check_lmcache_url(url, extra_config or {})
     tier = LMCacheRemoteTier(url, extra_config or {}, ttl_s, timeout_s, max_entry_bytes)
     try:
@@ -335,6 +336,7 @@ class LMCacheRemoteTier(Tier):
     ) -> None:
         """Use `open_lmcache_remote`."""
         self._url = url
+        self._address = masked_url(url)
         self._extra_config = extra_config
         self._timeout_s = timeout_s
         self._kind = _kind_of(url)
@@ -348,7 +350,7 @@ class LMCacheRemoteTier(Tier):
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"LMCacheRemoteTier({_said(self._url)})"
+        return f"LMCacheRemoteTier({self._address})"
 
     def check(self) -> None:
         """Ask for an entry that nobody has; where the connector is not proven, have it keep and give back a small one.
@@ -363,7 +365,7 @@ class LMCacheRemoteTier(Tier):
             raise ValueError(error.strerror) from None
         if not kept:
             raise ValueError(
-                f"{_said(self._url)} cannot keep encoder outputs: it gave back another value than it was given, "
+                f"{self._address} cannot keep encoder outputs: it gave back another value than it was given, "
                 f"as a connector does that takes each for a KV chunk of one size"
             )
 
@@ -393,7 +395,7 @@ class LMCacheRemoteTier(Tier):
                 self._count_as_absent(entry)
             await there.put(entry, carried)
             if not await there.exists(entry):  # no connector says what came of a put
-                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was written, and is not there")
+                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was written, and is not there")
             self._void.pop(entry, None)
             return True
 
@@ -416,7 +418,7 @@ class LMCacheRemoteTier(Tier):
                 self._count_as_absent(entry)
                 return
             if not gone and await there.exists(entry):
-                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was deleted, and is still there")
+                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was deleted, and is still there")
             self._void.pop(entry, None)
 
         self._ask(entry, self._timeout_s, f"delete {key.object_name}", remove)
@@ -444,9 +446,7 @@ class LMCacheRemoteTier(Tier):
 
     def _unlisted(self) -> TierError:
         """Not `fs://` either: its connector knows no times, and makes folders wherever it is opened."""
-        return TierError(
-            errno.EOPNOTSUPP, f"{_said(self._url)}: namespaces cannot be listed through LMCache's connector"
-        )
+        return TierError(errno.EOPNOTSUPP, f"{self._address}: namespaces cannot be listed through LMCache's connector")
 
     def close(self) -> None:
         async def end() -> None:
@@ -477,29 +477,27 @@ class LMCacheRemoteTier(Tier):
             if (connection := call.connection) is not None:
                 connection.sever()
                 self._loop.call_soon_threadsafe(self._forget, connection)
-            raise TierError(errno.ETIMEDOUT, f"{_said(self._url)}: {what}: no answer in time") from None
+            raise TierError(errno.ETIMEDOUT, f"{self._address}: {what}: no answer in time") from None
         except Exception as error:
             if isinstance(error, struct.error):  # LMCache takes apart what it got of an answer
                 error = ConnectionResetError(errno.ECONNRESET, "the connection broke")
             number = getattr(error, "errno", None) or errno.EIO
-            raise TierError(number, f"{_said(self._url)}: {what}: {self._told(error)}") from None
+            raise TierError(number, f"{self._address}: {what}: {self._explained(error)}") from None
 
-    def _told(self, error: Exception) -> str:
+    def _explained(self, error: Exception) -> str:
         """What an error says, with the name of a key in place of each value of `extra_config`: one may be a secret."""
+        values = {key: value for key, value in self._extra_config.items() if isinstance(value, str) and len(value) > 3}
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        for key, value in self._extra_config.items():
-            if isinstance(value, str) and len(value) > 3:
-                text = text.replace(value, f"<{key}>")
-        return text
+        return without_secrets(text, values)
 
     def _limits(self, ttl_s: float | None) -> str:
         """What a user has to know who reads no source."""
-        said = ["nothing removes what is there"]
+        limits = ["nothing removes what is there"]
         if ttl_s is not None:
-            said.append("ec.ttl_s has no effect")
+            limits.append("ec.ttl_s has no effect")
         if not self._kind.lists:
-            said.append("it cannot be listed, so it is asked about every item, and not to be used as a catalog")
-        return f"{_said(self._url)}, through LMCache's own connector: {'; '.join(said)}"
+            limits.append("it cannot be listed, so it is asked about every item, and not to be used as a catalog")
+        return f"{self._address}, through LMCache's own connector: {'; '.join(limits)}"
 
     # ---- on the loop's thread
 
@@ -620,9 +618,3 @@ def _model_name(namespace: str) -> str:
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 17]}~{hashlib.sha256(namespace.encode()).hexdigest()[:16]}"
-
-
-def _said(url: str) -> str:
-    """What an error may show of a URL."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

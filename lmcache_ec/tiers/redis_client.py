@@ -24,6 +24,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
+from lmcache_ec.mask import without_secrets
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, host_and_port
 from lmcache_ec.tiers.resp import (
     CLOSED,
@@ -148,24 +149,23 @@ def probe(client: Any, place: Place, options: RedisOptions) -> None:
 
 
 def explain(error: BaseException, place: Place, options: RedisOptions) -> tuple[int, str]:
-    """What went wrong: a number of `errno`, and words that show no credentials."""
-    said = str(error) or type(error).__name__
+    """What went wrong: a number of `errno`, and a text that holds no credentials."""
+    text = str(error) or type(error).__name__
     link: BaseException | None = error
     while link is not None:  # the outermost that says something; further in is what was tried before
         if isinstance(link, ssl.SSLError) or "handshake" in str(link):
             return _explain_tls(link)
         if isinstance(link, ConnectionResetError | BrokenPipeError) or CLOSED in str(link):
             return _explain_end("a client certificate" if place.tls else "TLS, rediss://")
-        for kinds, number, words in _EXPLANATIONS:
+        for kinds, number, reason in _EXPLANATIONS:
             if isinstance(link, kinds):
-                return number, words
-        said = f"{said} {link}" if link is not error else said
+                return number, reason
+        text = f"{text} {link}" if link is not error else text
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    if "Cluster mode is not enabled" in said:
+    if "Cluster mode is not enabled" in text:
         return errno.EPROTO, "this is no Cluster: a single server is redis://"
-    for secret in options.secrets:  # a server may answer an AUTH that it does not know with what it was sent
-        said = said.replace(secret, "***")
-    return errno.EIO, said
+    # A server may answer an AUTH that it does not know with what it was sent.
+    return errno.EIO, without_secrets(text, options.secrets)
 
 
 _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-_MIB = 1 << 20
+from lmcache_ec.sizes import MIB
 
 
 class Layout(enum.Enum):
@@ -37,7 +37,7 @@ class RedisOptions:
     """Of each key."""
     ttl_s: float | None = None
     """How long an entry lives from its write on; None: as long as the server keeps it."""
-    max_entry_bytes: int = 512 * _MIB
+    max_entry_bytes: int = 512 * MIB
     """Larger ones are not sent (a server's own limit, `proto-max-bulk-len`, is 512 MiB)."""
     timeout_s: float = 2.0
     """The longest silence of a server. A whole call takes at most twice as long, retries and all."""
@@ -45,7 +45,7 @@ class RedisOptions:
     """For one address. A Sentinel that is silent for so long is passed over."""
     connections: int = 16
     """Calls that may be under way at once; more wait."""
-    batch_bytes: int = 64 * _MIB
+    batch_bytes: int = 64 * MIB
     """Of replies that one server is asked for in one go."""
     database: int = 0
     service: str = "mymaster"
@@ -76,10 +76,10 @@ class RedisOptions:
             raise ValueError(f"database of a Redis tier: {self.database} given, 0 or more is accepted")
 
     @property
-    def secrets(self) -> list[str]:
-        """What no text may show."""
-        given = (self.username, self.password, self.sentinel_username, self.sentinel_password, self.key_password)
-        return [secret for secret in given if secret]
+    def secrets(self) -> dict[str, str]:
+        """Name to value of what no text may contain."""
+        names = ("username", "password", "sentinel_username", "sentinel_password", "key_password")
+        return {name: secret for name in names if (secret := getattr(self, name))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
 from lmcache_ec.tiers.s3_access import S3Access
-from lmcache_ec.tiers.s3_faults import Fault, told
+from lmcache_ec.tiers.s3_faults import Fault, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ def _reported(action: str) -> Iterator[None]:
     except TierError:
         raise
     except (BotoCoreError, ClientError) as error:
-        raise TierError(errno.EIO, f"s3 tier could not {action}: {told(error)}") from None
+        raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
     except (BaseError, OSError) as error:
         fault = Fault.of(error)
         raise TierError(fault.number, f"s3 tier could not {action}: {fault}") from None
