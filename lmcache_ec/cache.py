@@ -30,7 +30,6 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
-    Remote,
     Report,
     Sealed,
     Segment,
@@ -48,10 +47,9 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Lookup
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
+from lmcache_ec.tiers.kinds import environment_of
 
 _logger = logging.getLogger(__name__)
 
@@ -247,8 +245,7 @@ class EncoderCache:
     # ---- starting
 
     def _incarnation(self, number: int) -> Incarnation:
-        asks_aws = any(tier_name(url) == "s3" for url in self._config.remotes)
-        return Incarnation(number, self._arena_fd, S3_ENVIRONMENT if asks_aws else ())
+        return Incarnation(number, self._arena_fd, environment_of(self._config.remotes))
 
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
@@ -281,7 +278,7 @@ class EncoderCache:
                 disk_free_bytes=self._config.min_free_disk_bytes,
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
-                remotes=_remotes(self._config),
+                remotes=self._config.remote_tiers,
             )
         )
         self._introduce_saver()
@@ -505,23 +502,6 @@ class EncoderCache:
                 self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
             except LinkClosed:
                 pass  # found and answered by the next drain
-
-
-def _remotes(config: EncoderCacheConfig) -> list[Remote]:
-    """The remotes as the store process is told of them. S3 has a catalog unless something else is asked for."""
-    lookups = {"s3": Lookup.CATALOG} if config.remote_lookup == "auto" else {}
-    return [
-        Remote(
-            url=url,
-            extra_config={key: value for key, value in config.extra_config.items() if is_remote_key(key)},
-            ttl_s=config.ttl_s,
-            timeout_s=config.blocking_timeout_secs,
-            max_entry_bytes=config.max_remote_entry_bytes,
-            lookup=lookups.get(tier_name(url), config.remote_lookup),
-            refresh_s=config.catalog_refresh_s,
-        )
-        for url in config.remotes
-    ]
 
 
 def _write(place: Place) -> Write:

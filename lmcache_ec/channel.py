@@ -14,9 +14,10 @@ import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+
+from lmcache_ec.tiers.remote import Remote
 
 _MESSAGE_BYTES = 128 * 1024
 """The longest message. A kernel's default send buffer (208 KiB) holds it."""
@@ -34,7 +35,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `remotes` may hold credentials: it is for opening them, and for nothing else.
+    `remotes` may hold credentials.
     """
 
     incarnation: int
@@ -47,18 +48,6 @@ class Start(Message, frozen=True):
     drain_s: float
     deadline_s: float
     remotes: list[Remote]
-
-
-class Remote(Message, frozen=True):
-    """A remote tier: its URL (see `tiers.remote`), and how it is treated (see `lane.Habits`)."""
-
-    url: str
-    extra_config: dict[str, Any]
-    ttl_s: float | None
-    timeout_s: float
-    max_entry_bytes: int
-    lookup: str
-    refresh_s: float
 
 
 class Fill(Message, frozen=True):

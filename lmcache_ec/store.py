@@ -40,7 +40,6 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
-    Remote,
     Saved,
     Sealed,
     Start,
@@ -50,11 +49,12 @@ from lmcache_ec.channel import (
     status_address,
 )
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
+from lmcache_ec.lane import NEVER, Habits, Lane, lane_names
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.tiers.awaited import AwaitedTier
-from lmcache_ec.tiers.base import Tier, TierAway, message
-from lmcache_ec.tiers.remote import RemoteOptions, lane_names, open_remote, tier_name
+from lmcache_ec.tiers.base import Tier, TierUnreachable, message
+from lmcache_ec.tiers.kinds import kind_of, open_remote
+from lmcache_ec.tiers.remote import Lookup
 
 Opener = Callable[[], Tier]
 
@@ -168,8 +168,8 @@ class Store:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
             openings.append((f"local_disk {start.disk}", partial(_disk, start), habits))
         for remote in start.remotes:
-            habits = Habits(Lookup(remote.lookup), remote.refresh_s)
-            openings.append((tier_name(remote.url), partial(_remote, remote), habits))
+            habits = Habits(remote.lookup, remote.refresh_s)
+            openings.append((kind_of(remote.url).name, partial(open_remote, remote), habits))
         tiers = self._opened(openings)
         names = lane_names([tier.name for tier, _ in tiers])
         presence = self._presence = PresenceFilter.create(names)
@@ -190,12 +190,12 @@ class Store:
         wait(futures, _OPEN_TIMEOUT_S)
         tiers: list[tuple[Tier, Habits]] = []
         for (what, opener, habits), future in zip(openings, futures, strict=True):
-            error = future.exception() if future.done() else TierAway(errno.ETIMEDOUT, "no answer")
+            error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, "no answer")
             if error is None:
                 tiers.append((future.result(), habits))
                 if notice := future.result().notice:
                     self._post(Notice(f"{what}-open", notice))
-            elif not self._is_successor and (habits.local or not isinstance(error, TierAway)):
+            elif not self._is_successor and (habits.local or not isinstance(error, TierUnreachable)):
                 self._link.send(Hello(os.getpid(), f"{what}: {message(error)}", []), [os.pidfd_open(os.getpid())])
             else:
                 self._post(Notice(f"{what}-open", f"{message(error)}; tried again in the background"))
@@ -553,11 +553,6 @@ def _disk(start: Start) -> Tier:
     from lmcache_ec.tiers.disk import DiskTier
 
     return DiskTier(Path(start.disk), start.disk_bytes, start.disk_free_bytes)
-
-
-def _remote(remote: Remote) -> Tier:
-    options = RemoteOptions(remote.ttl_s, remote.timeout_s, remote.max_entry_bytes, remote.extra_config)
-    return open_remote(remote.url, options)
 
 
 def _creator(link: Link) -> int:

@@ -26,7 +26,7 @@ from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, from_fil
 from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
 from lmcache_ec.sizes import GIB, rounded_size
-from lmcache_ec.tiers.base import TierAway, message
+from lmcache_ec.tiers.base import TierUnreachable, message
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -99,13 +99,13 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
     """Ask each as an engine does at its start. One that is away keeps no engine from starting; a wrong one does."""
     for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
-        if tier.silent:
-            report.remotes[tier.name] = f"{tier.where}, not asked: LMCache's connector may change what is there"
+        if tier.kind is not None and tier.kind.no_probe:
+            report.remotes[tier.name] = f"{tier.where}, not asked: {tier.kind.no_probe}"
             continue
         try:
             with tier.opened():
                 report.remotes[tier.name] = f"{tier.where}, answers"
-        except TierAway as error:
+        except TierUnreachable as error:
             report.remotes[tier.name] = f"{tier.where}, is away"
             report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
         except (OSError, ValueError) as error:

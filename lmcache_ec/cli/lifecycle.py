@@ -12,6 +12,7 @@ import typer
 from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
 from lmcache_ec.tiers.base import message
 from lmcache_ec.tiers.s3 import S3Tier
+from lmcache_ec.tiers.s3_kind import S3
 
 _DAY_S = 86_400
 
@@ -43,7 +44,7 @@ def check_and_set(
     config = configured(extra)
     if apply and config.ttl_s is None:
         raise typer.BadParameter("ec.ttl_s is not set: there is no age to delete at", param_hint="--set")
-    tiers = [tier for tier in named_tiers(config) if tier.where.startswith("s3://")]
+    tiers = [tier for tier in named_tiers(config) if tier.kind is S3]
     rules = [_rule(tier, config.ttl_s, apply) for tier in tiers]
     if as_json:
         typer.echo(json.dumps([asdict(rule) for rule in rules], indent=2))

@@ -139,8 +139,8 @@ def _in_use() -> tuple[dict[str, list[int]], list[int]]:
 def _looked(tiers: Sequence[NamedTier], using: Mapping[str, Sequence[int]]) -> Report:
     report = Report()
     for tier in tiers:
-        if tier.silent:
-            report.notes[tier.name] = f"{tier.where}: {tier.silent}"
+        if tier.unlisted:
+            report.notes[tier.name] = f"{tier.where}: {tier.unlisted}"
             continue
         try:
             with tier.opened() as opened:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from lmcache_ec.config.keys import EncoderCacheConfig, accepts, check_remote, default, describe
+from lmcache_ec.config.keys import EncoderCacheConfig, accepts, default, describe
 from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
 from lmcache_ec.config.sources import (
     FILE_VARIABLE,
@@ -25,7 +25,7 @@ from lmcache_ec.config.sources import (
 )
 from lmcache_ec.config.variables import filled
 from lmcache_ec.mask import HIDDEN, holds_credential, masked, masked_name, masked_unknown, sounds_secret
-from lmcache_ec.tiers.remote import is_remote_key
+from lmcache_ec.tiers.kinds import check_remote, configured, is_remote_key
 
 _KEYS = EncoderCacheConfig.model_fields
 SHARED = (
@@ -219,7 +219,7 @@ def _inherited(
     url, location = kv.get("remote_url", (None, ""))
     if url and "remotes" not in written:
         try:
-            check_remote(str(url), extra_config)
+            check_remote(configured(str(url), extra_config))
             inherit("remotes", [url], "remote_url")
         except ValueError as error:
             notes.append(f"remote_url of the KV part, {location}, does not serve here: {error}")

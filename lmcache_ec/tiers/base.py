@@ -20,11 +20,11 @@ def message(error: BaseException) -> str:
     return " ".join(text.split())
 
 
-class TierAway(TierError, ValueError):
+class TierUnreachable(TierError, ValueError):
     """Raised by what opens a tier, where its store does not answer: a wrong address, or an outage that may pass."""
 
 
-AWAY = frozenset(
+UNREACHABLE = frozenset(
     {
         *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT),
         *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH),

@@ -27,9 +27,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Answer, Answers, Listed, NamespaceUse, Tier, TierAway, TierError
+from lmcache_ec.tiers.base import UNREACHABLE, Answer, Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
-from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
 
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
@@ -72,8 +72,8 @@ class RedisTier(Tier):
     name = "redis"
     batches = True
 
-    def __init__(self, client: Any, place: Place, options: RedisOptions) -> None:
-        self.place = place
+    def __init__(self, client: Any, address: RedisAddress, options: RedisOptions) -> None:
+        self.address = address
         self.options = options
         self._client = client
         self._entry_name = re.compile(re.escape(options.prefix.encode()) + _OBJECT)
@@ -81,7 +81,7 @@ class RedisTier(Tier):
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
     def __repr__(self) -> str:
-        return f"RedisTier({self.place.layout.value}, {self.place})"
+        return f"RedisTier({self.address.deployment.value}, {self.address})"
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         with self._call(f"read {key.object_name}"):
@@ -184,8 +184,8 @@ class RedisTier(Tier):
                 self._slots.release()
 
     def _failure(self, action: str, error: Exception) -> TierError:
-        number, reason = explain(error, self.place, self.options)
-        return TierError(number, f"Redis tier at {self.place} could not {action}: {reason}")
+        number, reason = explain(error, self.address, self.options)
+        return TierError(number, f"Redis tier at {self.address} could not {action}: {reason}")
 
     def _answer(self, action: str, reply: object) -> Answer:
         return self._failure(action, reply) if isinstance(reply, Exception) else self._length(reply)
@@ -257,7 +257,7 @@ class RedisTier(Tier):
 
     def _ask_again(self, commands: Sequence[_Command], replies: _Replies) -> _Replies:
         """The replies, after one more try, one by one, for what another server has or a broken connection cost."""
-        clustered = self.place.layout is Layout.CLUSTER
+        clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
         if clustered and isinstance(replies[-1], lost):
             self._learn_topology()
@@ -280,7 +280,7 @@ class RedisTier(Tier):
 
     def _pool_of(self, name: bytes) -> Any:
         """The connections to the server that has this key; None if a Cluster's slot is nobody's, as far as is known."""
-        if self.place.layout is not Layout.CLUSTER:
+        if self.address.deployment is not Deployment.CLUSTER:
             return self._client.connection_pool
         try:
             node = self._client.get_node_from_key(name)
@@ -290,7 +290,7 @@ class RedisTier(Tier):
 
     def _masters(self) -> Sequence[Any]:
         """The connections to each server that has entries of its own."""
-        if self.place.layout is not Layout.CLUSTER:
+        if self.address.deployment is not Deployment.CLUSTER:
             return [self._client.connection_pool]
         self._client.nodes_manager.initialize()
         return [self._client.get_redis_connection(node).connection_pool for node in self._client.get_primaries()]
@@ -363,17 +363,17 @@ def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:
     ValueError says which it is: the URL, the address, the credentials, the rights, TLS, or what kind of store it is;
     it shows no credentials. Takes at most a little more than twice `timeout_s`.
     """
-    place, options = parse_redis_url(url, options or RedisOptions())
+    address, options = parse_redis_url(url, options or RedisOptions())
     try:
         with until(time.monotonic() + 2 * options.timeout_s):
-            client = connect(place, options)
+            client = connect(address, options)
             try:
-                probe(client, place, options)
+                probe(client, address, options)
             except BaseException:
                 disconnect(client)
                 raise
     except Exception as error:
-        number, reason = explain(error, place, options)
-        text = f"Redis tier at {place}: {reason}"
-        raise (TierAway(number, text) if number in AWAY else ValueError(text)) from None
-    return RedisTier(client, place, options)
+        number, reason = explain(error, address, options)
+        text = f"Redis tier at {address}: {reason}"
+        raise (TierUnreachable(number, text) if number in UNREACHABLE else ValueError(text)) from None
+    return RedisTier(client, address, options)

@@ -28,7 +28,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
+from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_faults import Fault, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
@@ -55,7 +56,7 @@ def open_s3(
     extra_config: Mapping[str, object] | None = None,
     *,
     ttl_s: float | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> S3Tier:
     """The tier at an S3 URL (see `s3_options`), after one request that shows that it can be read.
 
@@ -96,7 +97,7 @@ class S3Tier(Tier):
         return f"S3Tier({self._access.where})"
 
     def check(self) -> None:
-        """Ask for an object that is not there. ValueError for any other answer than that, TierAway for none at all."""
+        """Ask for an object that is not there. ValueError for any other answer than that, TierUnreachable for none."""
         from obstore.exceptions import BaseError
 
         access = self._access
@@ -108,8 +109,8 @@ class S3Tier(Tier):
             if fault.code == "NoSuchKey":
                 return
             advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
-            if fault.number in AWAY:
-                raise TierAway(fault.number, f"S3 at {access.where}: {advice}") from None
+            if fault.number in UNREACHABLE:
+                raise TierUnreachable(fault.number, f"S3 at {access.where}: {advice}") from None
         raise ValueError(f"S3 at {access.where}: {advice}")
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
