@@ -26,7 +26,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, ObjectName, check_namespace, parse_object_name
 from lmcache_ec.tiers.base import UNREACHABLE, Answer, Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, parse_redis_url
@@ -35,12 +35,11 @@ from lmcache_ec.tiers.resp import moment_of_end, until
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
-_OBJECT = rb"([a-z0-9_-][a-z0-9._-]{0,79})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.safetensors"
 
 _Replies = list[object]
 _Numbers = list[int]
-_Names = dict[bytes, re.Match[bytes]]
-"""Of entries, each with the match of `_OBJECT` in it."""
+_Keys = dict[bytes, ObjectName]
+"""Keys of the server under which entries are, with what their names say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class RedisTier(Tier):
         self.address = address
         self.options = options
         self._client = client
-        self._entry_name = re.compile(re.escape(options.prefix.encode()) + _OBJECT)
+        self._prefix = options.prefix.encode()
         self._slots = threading.BoundedSemaphore(options.connections)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
@@ -204,7 +203,7 @@ class RedisTier(Tier):
             return there or None
         return length or self._ask(_Command(("GET", name), _NOTHING))  # empty; or gone in between
 
-    def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Names]]:
+    def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Keys]]:
         """The names of the entries below `folder`, as each server tells them step by step; each name once."""
         prefix = f"{self.options.prefix}{folder}".encode()
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
@@ -217,10 +216,16 @@ class RedisTier(Tier):
                 with self._call(action):
                     (page,) = _exchange(pool, [_Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
                     cursor, names = _or_raise(page)
-                new = {match[0]: match for match in map(self._entry_name.fullmatch, {*names} - seen) if match}
+                new = {name: entry for name in {*names} - seen if (entry := self._parsed(name))}
                 if new:
                     seen.update(new)
                     yield pool, new
+
+    def _parsed(self, name: bytes) -> ObjectName | None:
+        """What the name of a key says, None if no entry has it."""
+        if not name.startswith(self._prefix):
+            return None
+        return parse_object_name(name[len(self._prefix) :].decode("ascii", "replace"))
 
     def _pages(self, action: str, folder: str) -> Iterator[Sequence[_Stored]]:
         """What is below `folder`, as `_keys`."""
@@ -336,18 +341,18 @@ def _exchange(pool: Any, commands: Sequence[_Command]) -> list[object]:
     return replies + [failure] * (len(commands) - len(replies))
 
 
-def _described(pool: Any, names: _Names) -> list[_Stored]:
+def _described(pool: Any, names: _Keys) -> list[_Stored]:
     """What a server has under `names`."""
     asked = [_Command(args) for name in names for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
     on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
     _, *replies, _ = _exchange(pool, [on, *asked, off])
     now, found = time.time(), []
-    for match, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
+    for entry, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
         if isinstance(length, ResponseError):
             continue  # it is another server's by now, or no entry
         if _or_raise(length) or isinstance(idle_s, int):  # else it is gone
             used = now - idle_s if isinstance(idle_s, int) else None
-            found.append(_Stored(match[1].decode(), bytes.fromhex(match[3].decode()), _or_raise(length), used))
+            found.append(_Stored(entry.namespace, entry.digest, _or_raise(length), used))
     return found
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
 from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
@@ -47,8 +46,6 @@ _DAY_S = 86_400
 _NEVER_WRITTEN = "lmcache-ec-probe"
 
 _Answer = TypeVar("_Answer")
-
-_OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
 
 
 def open_s3(
@@ -160,9 +157,9 @@ class S3Tier(Tier):
         """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel."""
         for page in self._pages(check_namespace(namespace)):
             for found in page:
-                match = _OBJECT.fullmatch(found["path"])
-                if match and not self._aged(found):
-                    yield Listed(bytes.fromhex(match[2]), found["size"], found["last_modified"].timestamp())
+                entry = parse_object_name(found["path"])
+                if entry and not self._aged(found):
+                    yield Listed(entry.digest, found["size"], found["last_modified"].timestamp())
 
     def close(self) -> None:
         """There is nothing to let go of: idle connections end by themselves."""
@@ -325,7 +322,7 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
 
 
 def _is_entry(found: ObjectMeta) -> bool:
-    return _OBJECT.fullmatch(found["path"]) is not None
+    return parse_object_name(found["path"]) is not None
 
 
 def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:
