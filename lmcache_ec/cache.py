@@ -9,7 +9,7 @@ import secrets
 import select
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,6 @@ from lmcache_ec.book import Book
 from lmcache_ec.channel import (
     Attach,
     Attached,
-    Discard,
     Fill,
     Filled,
     Hello,
@@ -49,6 +48,7 @@ from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.recent import Recent
 from lmcache_ec.tiers.kinds import environment_of
 
 _logger = logging.getLogger(__name__)
@@ -65,10 +65,12 @@ _OPENING_S = 20.0
 """How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
 
 _MISS_REMEMBERED_S = 2.0
+MISFIT_REMEMBERED_S = 60.0
+"""How long nobody asks again for an entry that is there and of no use here."""
+
 _ASKED_AGAIN_S = 0.05
 """Between two questions about an entry that a producer has announced."""
 
-_MISSES_REMEMBERED = 4096
 _FETCHES_AT_ONCE = 4096
 """While a tier answers nothing and passes for alive, no more than this waits for it."""
 
@@ -102,7 +104,7 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "discarded": 0}
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0}
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
@@ -114,7 +116,8 @@ class EncoderCache:
         self._presence: PresenceFilter | None = None
         self._fetches: dict[str, int] = {}  # identifier -> times asked
         self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
-        self._misses: OrderedDict[str, float] = OrderedDict()
+        self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
+        self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._attached: set[int] = set()
         self._segment: tuple[int, int] | None = None
         self._segment_untold: list[Link] = []
@@ -174,11 +177,12 @@ class EncoderCache:
             return False
         if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
             return False
-        missed_until = self._misses.get(identifier, 0.0)
+        if self._unusable.holds(identifier, now):
+            return False
         if announced:
-            just_missed = now < missed_until - _MISS_REMEMBERED_S + _ASKED_AGAIN_S
+            just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
             return just_missed or self._ask(identifier, length, certain=False, insist=True)
-        if missed_until > now:
+        if self._misses.holds(identifier, now):
             return False
         key = EncoderCacheKey(self._engine.namespace, identifier)
         if presence.all_complete and not presence.may_contain(key.digest):
@@ -189,13 +193,6 @@ class EncoderCache:
     def under_way(self, identifier: str, now: float) -> bool:
         """Whether an entry is on its way into the arena: from a tier, or from an encode of this engine's."""
         return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
-
-    def discard(self, place: Place, now: float) -> None:
-        """Delete an entry, here and in the tiers, that is not what its identifier stands for."""
-        self.counts["discarded"] += 1
-        self.book.forget(place)
-        self._miss(place.identifier, now)
-        self._tell(Discard(place.identifier))
 
     def drain(self, now: float) -> None:
         """Take in what ranks and store process have said. Once a scheduling pass, before anything is decided."""
@@ -405,14 +402,17 @@ class EncoderCache:
         return asked
 
     def _not_filled(self, answer: NotFilled, now: float) -> None:
-        """A miss, or an entry of another length than guessed: then it is fetched once more."""
+        """A miss, or an entry of another length than guessed: then it is fetched once more.
+
+        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
+        """
         self.book.filled(answer.place, None)
         plausible = 0 < answer.length <= self._largest
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
             return
-        if answer.length > self._largest:
-            self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
+        if answer.length > self._largest or answer.kept:
+            self._unusable.add(answer.identifier, now)
         self._miss(answer.identifier, now)
 
     def _fetch_again(self, now: float) -> None:
@@ -430,9 +430,7 @@ class EncoderCache:
     def _miss(self, identifier: str, now: float) -> None:
         self._fetches.pop(identifier, None)
         self.counts["fetch_misses"] += 1
-        self._misses[identifier] = now + _MISS_REMEMBERED_S
-        while len(self._misses) > _MISSES_REMEMBERED:
-            self._misses.popitem(last=False)
+        self._misses.add(identifier, now)
 
     # ---- the store process
 

@@ -72,12 +72,6 @@ class Write(Message, frozen=True):
     identifier: str
 
 
-class Discard(Message, frozen=True):
-    """Delete an entry that cannot be what its identifier stands for: rows, width or dtype differ, or it is too long."""
-
-    identifier: str
-
-
 class Ping(Message, frozen=True):
     number: int
 
@@ -114,11 +108,15 @@ class Filled(Message, frozen=True):
 
 
 class NotFilled(Message, frozen=True):
-    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none)."""
+    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none).
+
+    `kept`: an entry of another version of the format has the name, and keeps it.
+    """
 
     place: int
     identifier: str
     length: int
+    kept: bool = False
 
 
 class Sealed(Message, frozen=True):
@@ -223,7 +221,7 @@ class Report(Message, frozen=True):
     outcomes: list[tuple[int, Outcome, int]]
 
 
-ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
+ToStore = Start | Fill | Write | Ping | Ledger | Saved
 ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank

@@ -21,14 +21,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
     AnyMessage,
-    Discard,
     Durable,
     Fill,
     Filled,
@@ -48,9 +47,10 @@ from lmcache_ec.channel import (
     same_user,
     status_address,
 )
+from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, lane_names
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier, TierUnreachable, message
 from lmcache_ec.tiers.kinds import kind_of, open_remote
@@ -61,6 +61,8 @@ Opener = Callable[[], Tier]
 _OPEN_TIMEOUT_S = 8.0
 """Of which importing LMCache for one of its remotes takes up to 6.5 s."""
 _DISK_RESCAN_S = 30.0
+_NEWS_S = 0.25
+"""How often it is looked what neighbours on the folder have written."""
 _PROMOTED_BYTES = 256 << 20
 """Copies of entries on their way from a remote tier to those before it, at most."""
 
@@ -91,7 +93,7 @@ class Store:
         self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
-        self._presence: PresenceFilter | None = None
+        self._presence: PresenceWriter | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         self._selector.register(link, selectors.EVENT_READ, self._from_scheduler)
@@ -153,9 +155,6 @@ class Store:
                 self._post(Pong(number))
             case Ledger(counts=counts):
                 self._ledger = counts
-            case Discard(identifier=identifier):
-                for lane in self._lanes:
-                    self._submit(lane.writes, partial(self._delete, lane, self._key(identifier)))
             case Start():
                 self._begin(message)
             case _:
@@ -172,11 +171,13 @@ class Store:
             openings.append((kind_of(remote.url).name, partial(open_remote, remote), habits))
         tiers = self._opened(openings)
         names = lane_names([tier.name for tier, _ in tiers])
-        presence = self._presence = PresenceFilter.create(names)
+        presence = self._presence = PresenceWriter.create(names)
         self._lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
         for lane in self._lanes:
             if isinstance(lane.tier, AwaitedTier):
                 lane.failed()
+            if lane.habits.local:
+                threading.Thread(target=self._follow, args=(lane, start.namespace), daemon=True).start()
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
         self._survey()
 
@@ -403,11 +404,8 @@ class Store:
             return False
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
-        if lane.habits.local and stored:
-            lane.listed += 1  # the next listing sees what was evicted for it
         self._weigh(lane)
-        if self._presence is not None:
-            self._presence.add(key.digest)
+        lane.has(key.digest, stored)
         return True
 
     def _fill(self, asked: Sequence[_Asked], index: int = 0) -> None:
@@ -419,7 +417,7 @@ class Store:
                 waiting.setdefault(number, []).append(one)
                 continue
             self._count("fill_misses")
-            self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+            self._post(NotFilled(one.fill.place, one.fill.identifier, 0, one.kept))
         for number, together in waiting.items():
             for share in self._lanes[number].shares(together):
                 self._lanes[number].reads.submit(self._read, number, share)
@@ -439,7 +437,8 @@ class Store:
                 self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
         answers = self._answers(self._lanes[number], awaited)
         told = zip(awaited, answers, strict=True)
-        self._fill([one for one, answer in told if not self._settled(number, one.fill, answer)], number + 1)
+        unsettled = [self._unsettled(number, one, answer) for one, answer in told]
+        self._fill([one for one in unsettled if one is not None], number + 1)
 
     def _answers(self, lane: Lane, asked: Sequence[_Asked]) -> Sequence[int | Exception | None]:
         """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
@@ -459,38 +458,59 @@ class Store:
             lane.answered(time.monotonic() - began)
         return answers
 
-    def _settled(self, number: int, fill: Fill, answer: int | Exception | None) -> bool:
-        """Whether the scheduler side was told what became of its question; otherwise the next lane is asked."""
-        lane, key = self._lanes[number], self._key(fill.identifier)
+    def _unsettled(self, number: int, asked: _Asked, answer: int | Exception | None) -> _Asked | None:
+        """The question as the next lane is to be asked it; None if the scheduler side has its answer."""
+        lane, fill = self._lanes[number], asked.fill
         try:
             if answer is None:
                 self._count(f"{lane.name}_misses")
-                return False
+                return asked
             if isinstance(answer, Exception):
                 raise answer
             if answer < entry.room(fill.identifier):
-                raise entry.EntryError(entry.Reason.LENGTH, f"{answer} bytes are no entry")
+                self._judge(lane, fill.identifier, answer)
             if answer != fill.length or not fill.place:
                 self._post(NotFilled(fill.place, fill.identifier, answer))
-                return True
-            data = self._at(fill.offset, fill.length)
-            spec = entry.verify(data, key)
-            self._count(f"{lane.name}_hits")
-            self._count(f"{lane.name}_read_bytes", answer)
-            self._promote(number, key, data)
-            self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
-            return True
+                return None
+            self._take_in(number, fill)
+            return None
         except entry.EntryError as error:
-            self._count(f"{lane.name}_corrupt")
-            self._post(
-                Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted")
-            )
-            self._delete(lane, key)
+            return self._refused(lane, asked, error)
         except Exception as error:
             self._count(f"{lane.name}_read_errors")
             self._post(Notice(f"{lane.name}-read", f"{lane.name}: {error}"))
             lane.failed()
-        return False
+        return asked
+
+    def _judge(self, lane: Lane, identifier: str, length: int) -> None:
+        """Raise EntryError for what is too short to be an entry of this version; it may be one of another."""
+        key, data = self._key(identifier), memoryview(bytearray(length))
+        if lane.tier.get_into(key, data) == length:
+            entry.verify(data, key)
+
+    def _take_in(self, number: int, fill: Fill) -> None:
+        """Verify what a lane has put into the place, and tell the scheduler side. EntryError for no entry of its."""
+        lane, key, data = self._lanes[number], self._key(fill.identifier), self._at(fill.offset, fill.length)
+        spec = entry.verify(data, key)
+        self._count(f"{lane.name}_hits")
+        self._count(f"{lane.name}_read_bytes", len(data))
+        self._promote(number, key, data)
+        self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
+
+    def _refused(self, lane: Lane, asked: _Asked, error: entry.EntryError) -> _Asked:
+        """What does not verify against itself is deleted, and made good by the next encode. What another version of
+        the format may verify is nobody's to delete."""
+        key = self._key(asked.fill.identifier)
+        if isinstance(error, entry.OtherVersion):
+            self._count(f"{lane.name}_other_version")
+            self._post(
+                Notice(f"{lane.name}-version", f"{lane.name}: {key.object_name} is not for this engine: {error}")
+            )
+            return replace(asked, kept=True)
+        self._count(f"{lane.name}_corrupt")
+        self._post(Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted"))
+        self._delete(lane, key)
+        return asked
 
     def _delete(self, lane: Lane, key: EncoderCacheKey) -> None:
         try:
@@ -514,6 +534,12 @@ class Store:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
         os.eventfd_write(self._wake, 1)
 
+    def _follow(self, lane: Lane, namespace: str) -> None:
+        """Know of what neighbours write long before it is listed. A thread of its own: a listing takes its time."""
+        while True:
+            time.sleep(_NEWS_S)
+            lane.follow(namespace)
+
     def _weigh(self, lane: Lane) -> None:
         """How much a tier holds, for whoever asks: the main thread does no I/O to find out. On the tier's threads."""
         try:
@@ -535,10 +561,11 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A fill, and when it was asked for (monotonic seconds)."""
+    """A fill, and when it was asked for (monotonic seconds). `kept`: a tier has an entry of another version."""
 
     fill: Fill
     at: float
+    kept: bool = False
 
 
 @dataclass(slots=True)
@@ -573,7 +600,14 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setpgid(0, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal is not the end of what was handed over
+    # What was handed over is finished first: after the end of a terminal, and where a whole control group is terminated
+    # (systemd, some container runtimes). The end of the engine's link ends this process, within drain_s.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+    except OSError:
+        pass  # it is found by this name only where a container ends with its engine
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)

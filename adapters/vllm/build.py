@@ -12,7 +12,9 @@ from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.host import memory_warning
 
-from .layout import engine_name, loading_ranks, why_inert
+from .front_end import problem
+from .identifiers import Naming
+from .layout import counts_items, engine_name, loading_ranks, why_inert
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,6 +56,12 @@ def build_scheduler_side(
     logger.info(summary(config, resolved.origins))
     for warning in filter(None, (*resolved.notes, memory_warning(config.max_local_cpu_bytes))):
         logger.warning("encoder cache: %s", warning)
+    if moved := problem():
+        logger.error(
+            "encoder cache: kept in memory only: this vLLM's front end is not one that is supported (%s), so the names "
+            "that clients give cannot be distinguished from content",
+            moved,
+        )
     return _scheduler_side(vllm_config, config, media, logger), encodable
 
 
@@ -102,16 +110,11 @@ def _scheduler_side(
         widths=widths,
         deadline_s=config.load_deadline_ms / 1000,
         start_timeout_s=config.start_timeout_s,
-        # With tower LoRA an identifier is `<adapter>:<id>`, and the adapter's name says nothing about its weights.
-        persist_client_ids=config.persist_client_ids and not _adapts_towers(vllm_config),
+        naming=Naming(config.persist_client_ids, counts_items(vllm_config)),
         wait_for_producer_s=config.wait_for_producer_ms / 1000,
     )
     announcer = None if transfer.is_ec_consumer else Announcer(model, namespace)
     return SchedulerSide(cache, policy, media, logger, announcer)
-
-
-def _adapts_towers(vllm_config: VllmConfig) -> bool:
-    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
 
 
 def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> WorkerSide | None:

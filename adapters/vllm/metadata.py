@@ -23,12 +23,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Copy an encoder output into a reserved place."""
+    """Copy the encoder output that vLLM calls `identifier` into a reserved place, as the entry called `name`."""
 
     place: int
     offset: int
     length: int
     identifier: str
+    name: str
     spec: TensorSpec
     persist: bool
 

@@ -9,13 +9,24 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lmcache_ec.cache import EncoderCache
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
-from lmcache_ec.key import MAX_NAMESPACE_CHARS, Durability, durability
+from lmcache_ec.key import MAX_NAMESPACE_CHARS
 from lmcache_ec.place import Place
+from lmcache_ec.recent import Recent
 
 from .announcement import Announcer, announced
+from .identifiers import (
+    Durability,
+    Name,
+    Naming,
+    client_uuid,
+    identifier_of,
+    names_of,
+    signed_identifiers,
+    without_signature,
+)
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 
@@ -28,6 +39,14 @@ if TYPE_CHECKING:
     from .media import EncodableMedia
 
 _RETRIES_A_PASS = 8
+_UNSIGNED = (
+    "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
+    'content: such items stay in memory. See docs/security.md, "Front ends"'
+)
+_NAMES_STAY = (
+    "a client or a proxy has named its media, and such names stay in the memory of this producer, so consumers encode "
+    "the media themselves. configs/producer.yaml says what `persist_client_ids` would mean, and what else can be done"
+)
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
 
@@ -47,6 +66,7 @@ class Standing(enum.Enum):
 class Item:
     """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
 
+    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
     `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
     more tokens and no preemption since, the request holds it.
     """
@@ -56,25 +76,34 @@ class Item:
     end: int
     modality: str
     rows: int
-    durability: Durability
+    names: tuple[Name, ...]
     encodable: bool
     announced: bool = False
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
 
+    def shape_of(self, name: Name) -> Shape:
+        return name.text, self.modality, self.rows
+
+
+Shape = tuple[str, str, int]
+"""Name, modality and rows: what an entry is asked to be."""
+
 
 @dataclass(slots=True)
 class Memo:
     """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
 
-    `named` is the last item of each name: all of one name look alike, or none is ever cached.
+    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
+    the identifiers that a front end of this engine spelled.
     """
 
     request_id: str
     items: list[Item]
     named: dict[str, Item]
     end: int
+    signed: frozenset[str]
     computed: int = 0
     preemptions: int = 0
     deadline_s: float = 0.0
@@ -94,7 +123,7 @@ class Policy:
     widths: dict[str, int]
     deadline_s: float
     start_timeout_s: float
-    persist_client_ids: bool
+    naming: Naming
     wait_for_producer_s: float = 0.0
 
 
@@ -117,12 +146,16 @@ class SchedulerSide:
         """`announcer` is a producer's."""
         self.cache = cache
         self._announcer = announcer
-        names = ("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements")
+        names = (
+            *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
+            *("unsigned_items", "misfits"),
+        )
         self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
         self._widths = dict(policy.widths)
+        self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
         self._memos: dict[str, Memo] = {}
         self._asked: Memo | None = None
         self._drained = False
@@ -166,12 +199,15 @@ class SchedulerSide:
         self.cache.drain(self._now)
 
     def _remember(self, request: Request) -> Memo:
+        earlier = self._memos.get(request.request_id)
         self._forget(request.request_id)
         items = []
         coming = self._announced(request)
+        signed = self._signed(request) | (earlier.signed if earlier is not None else frozenset())
         for index, feature in enumerate(request.mm_features):
             position, identifier = feature.mm_position, feature.identifier
             cached = feature.modality != _NEVER_CACHED
+            encodable = self._media.encodable(feature)
             items.append(
                 Item(
                     identifier=identifier,
@@ -179,19 +215,29 @@ class SchedulerSide:
                     end=position.offset + position.length,
                     modality=feature.modality,
                     rows=request.get_num_encoder_embeds(index),
-                    durability=durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-                    if cached
-                    else Durability.REFUSED,
-                    encodable=self._media.encodable(feature),
-                    announced=identifier in coming,
+                    names=self._policy.naming.names(identifier, identifier in signed, encodable) if cached else (),
+                    encodable=encodable,
+                    announced=identifier in coming or client_uuid(identifier) in coming,
                 )
             )
         _refuse_ambiguous(items)
         named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
-        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0))
+        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
+        if self._announcer is not None and any(_stays(item, signed) for item in items):
+            self._complaints.warn("names", _NAMES_STAY)
         self._memos[request.request_id] = memo
         return memo
+
+    def _signed(self, request: Request) -> frozenset[str]:
+        """The identifiers of a request that a front end of this engine spelled. Read once, see `without_signature`."""
+        identifiers = [feature.identifier for feature in request.mm_features]
+        signed = signed_identifiers(request.trace_headers, identifiers)
+        request.trace_headers = without_signature(request.trace_headers)
+        if unsigned := len(identifiers) - sum(identifier in signed for identifier in identifiers):
+            self.counts["unsigned_items"] += unsigned
+            self._complaints.warn("unsigned", _UNSIGNED)
+        return signed
 
     def _announced(self, request: Request) -> frozenset[str]:
         """The items that a producer has stored where this engine can find them."""
@@ -265,23 +311,32 @@ class SchedulerSide:
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be used for the item at all."""
         usable = self._policy.consumer and self.cache.ready and not self.cache.inert
-        return usable and item.durability is not Durability.REFUSED
+        return usable and bool(item.names)
 
     def _find(self, item: Item) -> Place | None:
-        """The live entry of an item. One that is not what the item needs is deleted everywhere."""
-        place = self.cache.book.live(item.identifier) if self._serves(item) else None
-        if place is not None and not self._fits(place, item):
-            self.cache.discard(place, self._now)
-            return None
-        return place
+        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
+        item waits for no fetch of it."""
+        for name in item.names if self._serves(item) else ():
+            place = self.cache.book.live(name.text)
+            if place is not None and self._fits(place, item):
+                return place
+            if place is not None:
+                shape = item.shape_of(name)
+                self.counts["misfits"] += not self._misfits.holds(shape, self._now)
+                self._misfits.add(shape, self._now)
+        return None
 
     def _can_come(self, item: Item) -> bool:
         """Whether the item is under way into the arena, after starting that if a tier may have it."""
-        if not self._serves(item):
+        coming = [self._name_can_come(name, item) for name in item.names] if self._serves(item) else []
+        return any(coming)
+
+    def _name_can_come(self, name: Name, item: Item) -> bool:
+        if self._misfits.holds(item.shape_of(name), self._now):
             return False
-        if item.durability is Durability.PERSISTENT:
-            return self.cache.fetch(item.identifier, self._length(item), self._now, item.announced)
-        return self.cache.under_way(item.identifier, self._now)
+        if name.durability is Durability.PERSISTENT:
+            return self.cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
+        return self.cache.under_way(name.text, self._now)
 
     def _fits(self, place: Place, item: Item) -> bool:
         """Whether an entry is what the request needs. A width nobody has told is learned from the first that fits."""
@@ -290,9 +345,9 @@ class SchedulerSide:
             return False
         return self._widths.setdefault(item.modality, spec.width) == spec.width
 
-    def _length(self, item: Item) -> int:
+    def _length(self, name: str, item: Item) -> int:
         spec = self._spec(item)
-        return entry_length(item.identifier, spec) if spec is not None else 0
+        return entry_length(name, spec) if spec is not None else 0
 
     def _spec(self, item: Item) -> TensorSpec | None:
         width = self._widths.get(item.modality)
@@ -313,13 +368,17 @@ class SchedulerSide:
         item = None if memo is None else memo.named.get(identifier)
         if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
             return False
-        place = memo.leases.get(identifier) or self.cache.book.live(identifier)
+        place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place
         self.counts["promises"] += 1
         return True
+
+    def _held(self, item: Item) -> Place | None:
+        places = (self.cache.book.live(name.text) for name in item.names)
+        return next((place for place in places if place is not None and self._fits(place, item)), None)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """vLLM has given the item room: to load if it was promised in this pass, to encode otherwise."""
@@ -342,9 +401,10 @@ class SchedulerSide:
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
-        if spec is None or item.durability is Durability.REFUSED:
+        if spec is None or not item.names or self._misfits.holds(item.shape_of(item.names[0]), self._now):
             return
-        place = self.cache.book.reserve_save(item.identifier, spec, self._persists(item.durability))
+        name = item.names[0]
+        place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))
         if place is not None:
             self._saves[item.identifier] = (place, request_id, index)
 
@@ -391,7 +451,8 @@ class SchedulerSide:
             if identifier in self._allocated:
                 continue  # evicted early in this pass, and given room again later
             self._mirror.discard(identifier)
-            self.cache.book.unsaved.pop(identifier, None)
+            for name in names_of(identifier):
+                self.cache.book.unsaved.pop(name, None)
             if identifier in self._loads:
                 self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
 
@@ -404,15 +465,15 @@ class SchedulerSide:
         encodes = scheduler_output.scheduled_encoder_inputs
         scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
-        for place, request_id, index in self._saves.values():
+        for identifier, (place, request_id, index) in self._saves.items():
             if index in encodes.get(request_id, ()):
-                meta.saves[place.identifier] = self._send_save(place)
+                meta.saves[identifier] = self._send_save(place)
             else:
                 book.drop(place)  # preempted in the step that had scheduled it: no encode follows
         meta.retries = [self._send_save(place) for place in retries]
         for identifier, (place, item) in self._loads.items():
             if place.spec is not None:
-                offset = place.offset + room(identifier)
+                offset = place.offset + room(place.identifier)
                 scheduled_item = item if item[0] in scheduled else None
                 meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
                 book.send_load(place, self._step)
@@ -445,24 +506,26 @@ class SchedulerSide:
         owed, in place until the store process gets to it."""
         self.cache.book.send_save(place, self._step, SAVING_RANK)
         spec = place.spec or TensorSpec(0, 0, self._policy.dtype)
-        return Save(place.id, place.offset, place.length, place.identifier, spec, place.dirty)
+        identifier = identifier_of(place.identifier)
+        return Save(place.id, place.offset, place.length, identifier, place.identifier, spec, place.dirty)
 
     def _retries(self) -> list[Place]:
         """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
         book, places = self.cache.book, []
-        for identifier, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+        for name, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+            identifier = identifier_of(name)
             if identifier in self._allocated:
                 continue  # not in the runner's cache before this step
             if identifier not in self._mirror:
-                del book.unsaved[identifier]
+                del book.unsaved[name]
                 continue
-            how = durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-            place = book.reserve_save(identifier, spec, self._persists(how), retry=True)
+            how = self._policy.naming.durability_of(name)
+            place = book.reserve_save(name, spec, self._persists(how), retry=True)
             if place is None:
-                if book.live(identifier) is None:
-                    book.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                if book.live(name) is None:
+                    book.unsaved.move_to_end(name)  # behind the others, one of which may fit
                 else:
-                    del book.unsaved[identifier]
+                    del book.unsaved[name]
                 break
             places.append(place)
         return places
@@ -502,6 +565,11 @@ class SchedulerSide:
         self.cache.close()
 
 
+def _stays(item: Item, signed: frozenset[str]) -> bool:
+    """Whether an item's own name, and nothing about its front end, keeps it in memory."""
+    return item.identifier in signed and any(name.durability is Durability.LOCAL for name in item.names)
+
+
 def _refuse_ambiguous(items: list[Item]) -> None:
     """One name for items that differ in what they need: vLLM asks by name alone, so neither is ever promised."""
     looks: dict[str, set[tuple[int, str]]] = {}
@@ -509,4 +577,4 @@ def _refuse_ambiguous(items: list[Item]) -> None:
         looks.setdefault(item.identifier, set()).add((item.rows, item.modality))
     for item in items:
         if len(looks[item.identifier]) > 1:
-            item.durability = Durability.REFUSED
+            item.names = ()

@@ -131,7 +131,7 @@ class WorkerSide:
         memory = rank.memory if rank is not None else None
         if rank is None or memory is None or not meta.arena or rank.arena_id != meta.arena:
             raise ValueError("this rank is not attached to the engine's arena")
-        head = room(order.identifier) if isinstance(order, Save) else 0
+        head = room(order.name) if isinstance(order, Save) else 0
         length = head + order.spec.nbytes
         if not within(order.offset, max(length, 1), len(memory)):
             raise ValueError(f"{length} bytes at {order.offset} are not within the arena")
@@ -189,4 +189,4 @@ class WorkerSide:
 
 def _saved(save: Save, flush: bool) -> Saved:
     shape = (save.spec.rows, save.spec.width, save.spec.dtype)
-    return Saved(save.place, save.offset, save.length, save.identifier, *shape, save.persist, flush)
+    return Saved(save.place, save.offset, save.length, save.name, *shape, save.persist, flush)

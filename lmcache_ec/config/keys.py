@@ -213,7 +213,8 @@ class EncoderCacheConfig(BaseModel):
         Accepts("a whole number of milliseconds is accepted, 0 to 600000, without a unit", "ms"),
     ] = Field(2000, description="Longest wait for an entry that a producer has announced to a request.")
     persist_client_ids: Flag = Field(
-        False, description="Whether entries named by a client's uuid may leave LocalCPU: one uuid, one media, for ever."
+        False,
+        description="Whether entries named by a client's uuid may leave LocalCPU: one name, one content, for ever.",
     )
 
     @field_validator("max_local_disk_size")

@@ -51,6 +51,9 @@ class AwaitedTier(Tier):
     def list(self, namespace: str) -> Iterator[Listed]:
         return self._opened().list(namespace)
 
+    def news(self, namespace: str) -> Sequence[bytes]:
+        return self._opened().news(namespace)
+
     def namespaces(self) -> Iterator[NamespaceUse]:
         return self._opened().namespaces()
 

@@ -114,6 +114,12 @@ class Tier(abc.ABC):
     def list(self, namespace: str) -> Iterator[Listed]:
         """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
 
+    def news(self, namespace: str) -> Sequence[bytes]:
+        """Digests of entries of a namespace that others have written since the last call, where the tier learns of
+        them at little cost; else none. One that is written after the first call and before a `list` begins is in one
+        of the two; but some may be left out, and only a later `list` has them. Of one namespace at a time."""
+        return ()
+
     def namespaces(self) -> Iterator[NamespaceUse]:
         """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
         raise self._unlisted()

@@ -26,5 +26,6 @@ REDIS = RemoteKind(
     schemes=tuple(SCHEMES),
     check=_check,
     open=_open,
+    quick=True,
     environment=("SSL_CERT_",),  # where OpenSSL finds the authorities that it trusts
 )

@@ -79,6 +79,8 @@ class RemoteKind:
     something else is wrong; neither holds a secret."""
     lookup: Lookup = Lookup.AUTO
     """What AUTO in a configuration means for it."""
+    quick: bool = False
+    """Whether it usually answers within a few milliseconds, and is better asked before one that does not."""
     lists: Callable[[str], bool] = _always
     """Whether the tier at this URL can say what it holds, so that its listing can serve as a catalog."""
     environment: tuple[str, ...] = ()

@@ -311,6 +311,9 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters",
         "lmcache_ec.adapters.vllm",
         "lmcache_ec.adapters.vllm.connector",
+        "lmcache_ec.adapters.vllm.front_end",
+        "lmcache_ec.adapters.vllm.identifiers",
         "lmcache_ec.adapters.vllm.plugin",
+        "lmcache_ec.key",
     }
     assert not any(name.split(".")[0] in ("lmcache", "numba") for name in imported)

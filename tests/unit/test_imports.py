@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which file imports which: no circle, and nothing that serves an engine imports one."""
+"""Which file imports which: no circle, one direction, and no more in a rank than it needs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_no_circle_among_the_files() -> None:
 def test_imports_go_one_way_adapters_to_cache_to_tiers() -> None:
     edges = graph()
     for name in edges:
-        if name.startswith("lmcache_ec.adapters"):
+        if name.startswith(("lmcache_ec.adapters", "lmcache_ec.cli")):  # the program looks at all of it
             continue
         reached = reach(edges, name)
         assert not any(each.startswith("lmcache_ec.adapters") for each in reached), name

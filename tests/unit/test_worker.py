@@ -61,7 +61,7 @@ def load_of(identifier: str, offset: int = 0, item: tuple[str, int] | None = ("r
 
 
 def save_of(identifier: str, offset: int = 0, spec: TensorSpec = SPEC, **changes: Any) -> Save:
-    save = Save(PLACE, offset, entry_length(identifier, spec), identifier, spec, persist=True)
+    save = Save(PLACE, offset, entry_length(identifier, spec), identifier, identifier, spec, persist=True)
     return replace(save, **changes)
 
 
