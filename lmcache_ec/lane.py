@@ -184,6 +184,13 @@ class Lane:
         with self._lock:
             self.listed += 1  # the next listing sees what was evicted for it
 
+    def relist(self) -> None:
+        """What has been listed is of another namespace than is asked for now: list anew, and ask until that is done."""
+        with self._lock:
+            self._list_at = self.due_at = 0.0
+        if self._lists:
+            self._presence.set_complete(self.name, False)
+
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()
         self.tier.contains(EncoderCacheKey(namespace, f"nobody's {os.urandom(16).hex()}"))

@@ -57,8 +57,16 @@ class Place:
     spec: TensorSpec | None
     persist: bool = False
     dirty: bool = False
-    stored: bool = False
-    """Whether a tier has it, as far as the store process has said."""
+    tiers: int = 0
+    """The tiers that have it, a bit each in their order, as far as the store process has answered."""
+    lacks: int = 0
+    """The tiers that should have it and have neither taken nor refused it."""
+    owed: int = 0
+    """The tiers that it is to be written to again, see `Rewrites`."""
+    rewriting: int = 0
+    """The tiers that it is being written to again."""
+    checked: int = 0
+    """The last news of the tiers that it was checked against."""
     origin: str = ""
     """The tier that filled it; empty for an encoder's own output."""
     incarnation: int = 0

@@ -33,5 +33,8 @@ class Recent(Generic[K]):
     def holds(self, name: K, now: float) -> bool:
         return self.age(name, now) < self.seconds
 
+    def clear(self) -> None:
+        self._added.clear()
+
     def __len__(self) -> int:
         return len(self._added)

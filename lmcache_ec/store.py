@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,13 +28,20 @@ from pathlib import Path
 from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
     AnyMessage,
+    Back,
+    Born,
     Durable,
+    Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
+    Landed,
+    Landing,
     Ledger,
     Link,
     LinkClosed,
+    Locate,
     NotFilled,
     Notice,
     Ping,
@@ -50,6 +57,7 @@ from lmcache_ec.channel import (
 from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, lane_names
+from lmcache_ec.locate import Locator
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier, TierUnreachable, message
@@ -88,11 +96,15 @@ class Store:
         self._jobs = 0
         self._promoted_bytes = 0
         self._asked: list[_Asked] = []  # since this turn began: what belongs to one request comes together
+        self._sought: list[Locate] = []  # ... likewise
+        self._locator: Locator | None = None
+        self._looks: list[_Look] = []
         self._held: dict[str, int] = {}  # tier -> bytes, where it knows
         self._engine_pid = _creator(link)
         self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
+        self._namespace = ""  # what is listed
         self._presence: PresenceWriter | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
@@ -109,9 +121,11 @@ class Store:
     def run(self) -> None:
         """Serve until the scheduler side is gone, then finish what was handed over."""
         while self._link in self._links:
-            due_at = min((lane.due_at for lane in self._lanes), default=NEVER)
+            due = [*(lane.due_at for lane in self._lanes), *(look.due_at for look in self._looks)]
+            due_at = min(due, default=NEVER)
             self._turn(max(0.0, min(due_at - time.monotonic(), 3600.0)))
             self._survey()
+            self._look()
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
@@ -124,6 +138,9 @@ class Store:
         if self._asked:
             asked, self._asked = self._asked, []
             self._fill(asked)
+        if self._sought and self._locator is not None:
+            sought, self._sought = self._sought, []
+            self._locator.ask(sought)
         self._flush()
 
     def _woken(self) -> None:
@@ -151,17 +168,24 @@ class Store:
                 self._asked.append(_Asked(message, time.monotonic()))
             case Write() if self._owns(message.offset, message.length):
                 self._write(message)
+            case Locate():
+                self._sought.append(message)
             case Ping(number=number):
                 self._post(Pong(number))
             case Ledger(counts=counts):
                 self._ledger = counts
+            case Enter(namespace=namespace):
+                self._namespace = namespace
+                for lane in self._lanes:
+                    lane.relist()
+                self._post(Entered(namespace))
             case Start():
                 self._begin(message)
             case _:
                 self._post(Notice("message", f"the store process cannot act on {type(message).__name__}"))
 
     def _begin(self, start: Start) -> None:
-        self._start = start
+        self._start, self._namespace = start, start.namespace
         openings: list[tuple[str, Opener, Habits]] = []
         if start.disk:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
@@ -177,7 +201,10 @@ class Store:
             if isinstance(lane.tier, AwaitedTier):
                 lane.failed()
             if lane.habits.local:
-                threading.Thread(target=self._follow, args=(lane, start.namespace), daemon=True).start()
+                threading.Thread(target=self._follow, args=(lane,), daemon=True).start()
+        self._locator = Locator(self._lanes, self._post)
+        self._looks = [_Look(number, _look_s(lane.habits, start)) for number, lane in enumerate(self._lanes)]
+        self._looks *= start.saves
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
         self._survey()
 
@@ -244,7 +271,7 @@ class Store:
         return {
             "pid": os.getpid(),
             "engine": start.engine,
-            "namespace": start.namespace,
+            "namespace": self._namespace,
             "engine_pid": self._engine_pid,
             "since": self._since,
             "state": "serving" if self._link in self._links else "finishing",
@@ -310,7 +337,7 @@ class Store:
             self._counts[name] += number
 
     def _seal(self, saved: Saved) -> None:
-        key = self._key(saved.identifier)
+        key = _key(saved)
         try:
             spec = entry.TensorSpec(saved.rows, saved.width, saved.dtype)
             entry.seal(self._at(saved.offset, saved.length), key, spec, self._start.producer if self._start else "")
@@ -328,40 +355,52 @@ class Store:
             with self._lock:
                 self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:
-            self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
+            self._write(Write(saved.place, saved.offset, saved.length, saved.namespace, saved.identifier))
 
     def _write(self, write: Write, index: int = 0, stored: bool = False) -> None:
         """Write a place to the tiers from `index` on, one after another. It stays its entry's until the answer."""
-        for number, lane in enumerate(self._lanes[index:], index):
+        for number, lane in self._wanted(write, index):
             if self._enqueue(lane, write.length, partial(self._write_place, number, write, stored)):
                 return
-            self._delivered(write.place, False)
+            self._landed(write, number, Landing.FAILED)
         self._post(Written(write.place, stored))
 
     def _write_place(self, index: int, write: Write, stored: bool) -> None:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
-        lane, key = self._lanes[index], self._key(write.identifier)
-        took = self._put(lane, key, self._at(write.offset, write.length))
+        lane, key = self._lanes[index], _key(write)
+        landing = self._put(lane, key, self._at(write.offset, write.length))
+        took = landing is Landing.TOOK
+        self._landed(write, index, landing)
         if not (took and lane.habits.local):
             self._write(write, index + 1, stored or took)
-            self._delivered(write.place, took)
             return
         self._post(Written(write.place, True))
-        self._delivered(write.place, True)
-        for later in self._lanes[index + 1 :]:
-            if not self._enqueue(later, write.length, partial(self._copy, lane, later, key, write.place)):
-                self._delivered(write.place, False)
+        for number, later in self._wanted(write, index + 1):
+            if not self._enqueue(later, write.length, partial(self._copy, lane, number, write)):
+                self._landed(write, number, Landing.FAILED)
 
-    def _copy(self, source: Lane, lane: Lane, key: EncoderCacheKey, place: int) -> None:
+    def _wanted(self, write: Write, index: int) -> Iterator[tuple[int, Lane]]:
+        """The lanes from `index` on that are to have the entry, with their numbers."""
+        for number in range(index, len(self._lanes)):
+            if not write.tiers or write.tiers >> number & 1:
+                yield number, self._lanes[number]
+
+    def _copy(self, source: Lane, number: int, write: Write) -> None:
         """From one tier to another. What is gone meanwhile, or does not verify, is not."""
-        took = False
+        landing, key = Landing.FAILED, _key(write)
         try:
             data = memoryview(bytearray(source.tier.contains(key) or 0))
             if data and source.tier.get_into(key, data) == len(data):
                 entry.verify(data, key)
-                took = self._put(lane, key, data)
+                landing = self._put(self._lanes[number], key, data)
         finally:
-            self._delivered(place, took)
+            self._landed(write, number, landing)
+
+    def _landed(self, write: Write, number: int, landing: Landing) -> None:
+        """A tier has answered. A producer waits for the answers to its save, not for those to a rewrite."""
+        self._post(Landed(write.place, write.identifier, number, landing))
+        if not write.tiers:
+            self._delivered(write.place, landing is Landing.TOOK)
 
     def _delivered(self, place: int, took: bool) -> None:
         """One tier more has an entry, or will not have it. Where a producer waits for it, it is told after the last."""
@@ -376,37 +415,42 @@ class Store:
             del self._deliveries[place]
         self._post(Durable(place, delivery.ok))
 
-    def _promote(self, index: int, key: EncoderCacheKey, data: memoryview) -> None:
+    def _promote(self, index: int, fill: Fill, data: memoryview) -> None:
         """Write what a tier had to those before it. From a copy: the place is the scheduler side's once it is told."""
-        for lane in self._lanes[:index]:
+        for number, lane in enumerate(self._lanes[:index]):
             with self._lock:
                 room = self._promoted_bytes + len(data) <= _PROMOTED_BYTES
                 self._promoted_bytes += len(data) * room
-            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, lane, key, bytes(data))):
+            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, number, fill, bytes(data))):
                 self._count("promotions_dropped")
+                self._post(Landed(fill.place, fill.identifier, number, Landing.FAILED))
                 with self._lock:
                     self._promoted_bytes -= len(data) * room
 
-    def _put_copy(self, lane: Lane, key: EncoderCacheKey, copy: bytes) -> None:
-        self._put(lane, key, memoryview(copy))
+    def _put_copy(self, number: int, fill: Fill, copy: bytes) -> None:
+        landing = self._put(self._lanes[number], _key(fill), memoryview(copy))
+        self._post(Landed(fill.place, fill.identifier, number, landing))
         with self._lock:
             self._promoted_bytes -= len(copy)
 
-    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> bool:
-        """Whether the tier has the entry now."""
+    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> Landing:
+        """Write an entry to a tier. One of the same length that is there already is this one."""
         try:
             stored = lane.tier.put(key, data)
+            there = stored or lane.tier.contains(key) == len(data)
         except Exception as error:
             self._count(f"{lane.name}_write_errors")
             self._post(Notice(f"{lane.name}-write", f"{lane.name}: {error}"))
-            if getattr(error, "errno", None) != errno.EFBIG:  # too large for this tier, which is none the worse for it
-                lane.failed()
-            return False
+            if getattr(error, "errno", None) == errno.EFBIG:
+                return Landing.REFUSED  # too large for this tier, which is none the worse for it
+            lane.failed()
+            return Landing.FAILED
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
         self._weigh(lane)
-        lane.has(key.digest, stored)
-        return True
+        if there:
+            lane.has(key.digest, stored)
+        return Landing.TOOK if there else Landing.REFUSED
 
     def _fill(self, asked: Sequence[_Asked], index: int = 0) -> None:
         """Ask the tiers in order, each on its own threads; what was asked for together together, where that helps."""
@@ -417,14 +461,14 @@ class Store:
                 waiting.setdefault(number, []).append(one)
                 continue
             self._count("fill_misses")
-            self._post(NotFilled(one.fill.place, one.fill.identifier, 0, one.kept))
+            self._post(_not_filled(one.fill, kept=one.kept))
         for number, together in waiting.items():
             for share in self._lanes[number].shares(together):
                 self._lanes[number].reads.submit(self._read, number, share)
 
     def _who_may_have(self, fill: Fill, index: int) -> int | None:
         """The next lane from `index` on that is worth asking."""
-        digest = self._key(fill.identifier).digest
+        digest = _key(fill).digest
         later = range(index, len(self._lanes))
         return next((number for number in later if self._lanes[number].asks(digest, fill.insist)), None)
 
@@ -434,7 +478,7 @@ class Store:
         for one in asked:
             if one not in awaited:
                 self._count("fills_late")  # it stood in a queue until nobody waited for it any more
-                self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+                self._post(_not_filled(one.fill))
         answers = self._answers(self._lanes[number], awaited)
         told = zip(awaited, answers, strict=True)
         unsettled = [self._unsettled(number, one, answer) for one, answer in told]
@@ -444,8 +488,8 @@ class Store:
         """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
         expected is in its place now."""
         fills = [one.fill for one in asked]
-        reads = [(self._key(fill.identifier), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
-        probes = [self._key(fill.identifier) for fill in fills if not fill.place]
+        reads = [(_key(fill), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
+        probes = [_key(fill) for fill in fills if not fill.place]
         began = time.monotonic()
         try:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
@@ -468,9 +512,9 @@ class Store:
             if isinstance(answer, Exception):
                 raise answer
             if answer < entry.room(fill.identifier):
-                self._judge(lane, fill.identifier, answer)
+                self._judge(lane, _key(fill), answer)
             if answer != fill.length or not fill.place:
-                self._post(NotFilled(fill.place, fill.identifier, answer))
+                self._post(_not_filled(fill, answer))
                 return None
             self._take_in(number, fill)
             return None
@@ -482,25 +526,25 @@ class Store:
             lane.failed()
         return asked
 
-    def _judge(self, lane: Lane, identifier: str, length: int) -> None:
+    def _judge(self, lane: Lane, key: EncoderCacheKey, length: int) -> None:
         """Raise EntryError for what is too short to be an entry of this version; it may be one of another."""
-        key, data = self._key(identifier), memoryview(bytearray(length))
+        data = memoryview(bytearray(length))
         if lane.tier.get_into(key, data) == length:
             entry.verify(data, key)
 
     def _take_in(self, number: int, fill: Fill) -> None:
         """Verify what a lane has put into the place, and tell the scheduler side. EntryError for no entry of its."""
-        lane, key, data = self._lanes[number], self._key(fill.identifier), self._at(fill.offset, fill.length)
+        lane, key, data = self._lanes[number], _key(fill), self._at(fill.offset, fill.length)
         spec = entry.verify(data, key)
         self._count(f"{lane.name}_hits")
         self._count(f"{lane.name}_read_bytes", len(data))
-        self._promote(number, key, data)
+        self._promote(number, fill, data)
         self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
 
     def _refused(self, lane: Lane, asked: _Asked, error: entry.EntryError) -> _Asked:
         """What does not verify against itself is deleted, and made good by the next encode. What another version of
         the format may verify is nobody's to delete."""
-        key = self._key(asked.fill.identifier)
+        key = _key(asked.fill)
         if isinstance(error, entry.OtherVersion):
             self._count(f"{lane.name}_other_version")
             self._post(
@@ -520,25 +564,51 @@ class Store:
 
     def _survey(self) -> None:
         """Have the lanes looked over that are due for it."""
-        for lane in self._lanes:
+        for number, lane in enumerate(self._lanes):
             if lane.due_at <= time.monotonic():
                 lane.due_at = NEVER
-                lane.scans.submit(self._survey_one, lane)
+                lane.scans.submit(self._survey_one, number, lane)
 
-    def _survey_one(self, lane: Lane) -> None:
+    def _survey_one(self, number: int, lane: Lane) -> None:
         try:
-            if away := lane.survey(self._start.namespace if self._start else ""):
+            namespace = self._namespace
+            if away := lane.survey(namespace):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
+                self._post(Back(number))
+            if namespace != self._namespace:
+                lane.relist()
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
         os.eventfd_write(self._wake, 1)
 
-    def _follow(self, lane: Lane, namespace: str) -> None:
+    def _follow(self, lane: Lane) -> None:
         """Know of what neighbours write long before it is listed. A thread of its own: a listing takes its time."""
         while True:
             time.sleep(_NEWS_S)
-            lane.follow(namespace)
+            lane.follow(self._namespace)
+
+    def _look(self) -> None:
+        """Have the tiers looked at that may have been emptied, where that is due."""
+        for look in self._looks:
+            if look.due_at <= time.monotonic():
+                look.due_at = NEVER
+                self._lanes[look.number].scans.submit(self._look_at, look)
+
+    def _look_at(self, look: _Look) -> None:
+        """Tell the scheduler side what the tier's holdings are called, if that has changed. A tier that cannot say
+        is asked again: whatever is wrong, those who need the tier find out."""
+        lane = self._lanes[look.number]
+        try:
+            born = None if lane.rests else lane.tier.born()
+            self._count(f"{lane.name}_looks")
+        except Exception:
+            born = None
+        if born not in (None, look.born):
+            look.born = born
+            self._post(Born(look.number, born))
+        look.due_at = time.monotonic() + look.every_s
+        os.eventfd_write(self._wake, 1)
 
     def _weigh(self, lane: Lane) -> None:
         """How much a tier holds, for whoever asks: the main thread does no I/O to find out. On the tier's threads."""
@@ -548,9 +618,6 @@ class Store:
             return
         if held is not None:
             self._held[lane.name] = held
-
-    def _key(self, identifier: str) -> EncoderCacheKey:
-        return EncoderCacheKey(self._start.namespace if self._start else "", identifier)
 
     def _owns(self, offset: int, length: int) -> bool:
         return arena.within(offset, length, len(self._memory))
@@ -569,11 +636,34 @@ class _Asked:
 
 
 @dataclass(slots=True)
+class _Look:
+    """When a tier is looked at next, to see whether it was emptied, and what its holdings were called at last."""
+
+    number: int
+    every_s: float
+    due_at: float = 0.0
+    born: str | None = None
+
+
+@dataclass(slots=True)
 class _Delivery:
     """An entry that a producer waits for: how many tiers have yet to take it, and whether all others did."""
 
     outstanding: int
     ok: bool = True
+
+
+def _look_s(habits: Habits, start: Start) -> float:
+    """How often a tier is looked at: where a request costs something, as often as it is listed."""
+    return habits.refresh_s if habits.lookup is Lookup.CATALOG and not habits.local else start.look_s
+
+
+def _key(message: Fill | Write | Saved) -> EncoderCacheKey:
+    return EncoderCacheKey(message.namespace, message.identifier)
+
+
+def _not_filled(fill: Fill, length: int = 0, kept: bool = False) -> NotFilled:
+    return NotFilled(fill.place, fill.namespace, fill.identifier, length, kept)
 
 
 def _disk(start: Start) -> Tier:

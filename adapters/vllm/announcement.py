@@ -25,8 +25,7 @@ NAMESPACE = "namespace"
 class Announcer:
     """A producer's side. Runs on the scheduler's thread; before vLLM 0.32 there is nothing that could be announced."""
 
-    def __init__(self, model_config: ModelConfig, namespace: str) -> None:
-        self._namespace = namespace
+    def __init__(self, model_config: ModelConfig) -> None:
         try:
             from vllm.distributed.ec_transfer.ec_connector.utils import (
                 PlaceholderMetadataResolver,
@@ -38,16 +37,16 @@ class Announcer:
             resolver = PlaceholderMetadataResolver(model_config)
             self._collect = lambda request: collect_ec_item_metadata(request.mm_features, resolver)
 
-    def announce(self, request: Request, stored: Callable[[str], bool]) -> dict[str, Any] | None:
-        """What the answer to `request` says. An item that is not `stored` is announced without metadata: its media has
-        to stay with the request, or the consumer had nothing to encode."""
+    def announce(self, request: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, Any] | None:
+        """What the answer to `request` says of entries in `namespace`. An item that is not `stored` is announced
+        without metadata: its media has to stay with the request, or the consumer had nothing to encode."""
         items = {}
         mixed = {"audio", "video"} <= {feature.modality for feature in request.mm_features}
         for identifier, item in self._collect(request).items():
             if not stored(identifier):
                 item["metadata"] = {}
             elif not mixed:  # vLLM's proxy recognises the sound of a video by maps that hold what vLLM puts in alone
-                item[NAMESPACE] = self._namespace
+                item[NAMESPACE] = namespace
             items[client_uuid(identifier)] = item
         return items or None
 

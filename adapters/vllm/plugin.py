@@ -7,13 +7,15 @@ NAME = "ECLMCacheConnector"
 
 
 def register() -> None:
-    """Make `ECLMCacheConnector` known by its name, and have the front end say who named what. May run twice."""
+    """Make `ECLMCacheConnector` known, have the front end say who named what, and watch weights. May run twice."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
+    from . import worker_calls
     from .front_end import install as install_front_end
     from .start import install as install_start
 
     if NAME not in ECConnectorFactory._registry:  # a second registration is a ValueError
         ECConnectorFactory.register_connector(NAME, "lmcache_ec.adapters.vllm.connector", NAME)
     install_front_end()
-    install_start()
+    install_start(NAME)
+    worker_calls.install()

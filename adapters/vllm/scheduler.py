@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache, Probe
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
@@ -29,6 +29,8 @@ from .identifiers import (
 )
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
+from .producer import Producer
+from .standing import Standing
 
 if TYPE_CHECKING:
     import logging
@@ -39,6 +41,10 @@ if TYPE_CHECKING:
     from .media import EncodableMedia
 
 _RETRIES_A_PASS = 8
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at weights that stay in doubt."""
+
+_NOTHING = TensorSpec(0, 0, "U8")
 _UNSIGNED = (
     "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
     'content: such items stay in memory. See docs/security.md, "Front ends"'
@@ -49,17 +55,6 @@ _NAMES_STAY = (
 )
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
-
-
-class Standing(enum.Enum):
-    """Where an item of a request stands before the request is scheduled."""
-
-    SETTLED = enum.auto()
-    """Leased to the request, or in vLLM's own cache, or to be promised when it is asked for."""
-    PENDING = enum.auto()
-    """It can still arrive."""
-    MISSED = enum.auto()
-    """Nothing will come: vLLM encodes it, if it carries anything to encode."""
 
 
 @dataclass(slots=True)
@@ -82,6 +77,19 @@ class Item:
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
+    probe: Probe | None = None
+    """A producer's question which tiers have it, asked for this request."""
+    rewritten: bool = False
+    """The producer has asked for this request that they be given it again."""
+
+    @property
+    def name(self) -> str:
+        """The one that it is saved under."""
+        return self.names[0].text if self.names else self.identifier
+
+    @property
+    def persists(self) -> bool:
+        return bool(self.names) and self.names[0].durability is Durability.PERSISTENT
 
     def shape_of(self, name: Name) -> Shape:
         return name.text, self.modality, self.rows
@@ -125,6 +133,10 @@ class Policy:
     start_timeout_s: float
     naming: Naming
     wait_for_producer_s: float = 0.0
+    encoder_budget: int = 0
+    """Rows that vLLM lets the encoder compute in a pass."""
+    weights_check_s: float = 0.0
+    follows_weight_versions: bool = False
 
 
 class SchedulerSide:
@@ -146,6 +158,7 @@ class SchedulerSide:
         """`announcer` is a producer's."""
         self.cache = cache
         self._announcer = announcer
+        self._producer = None if policy.consumer else Producer(cache)
         names = (
             *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
             *("unsigned_items", "misfits"),
@@ -161,13 +174,14 @@ class SchedulerSide:
         self._drained = False
         self._now = 0.0
         self._start_deadline: float | None = None
+        self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
+        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the weights that the ranks have
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
+        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -197,6 +211,25 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
+        if self.cache.weights.moved and self.cache.follow_weights():
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
+        though no step has loaded it, is encoded. What its own cache holds is no output of these weights: nothing of it
+        is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
+        self._mirror.clear()
+        for memo in self._memos.values():
+            self._release(memo)
+            for item in memo.items:
+                item.announced = item.rewritten = False
+                item.probe = None
+        if self._producer is not None:
+            self._producer.follow(self._mirror)
+        for identifier, (place, item_of) in self._loads.items():
+            if place is not None:
+                self.cache.book.unpin(place)
+            self._loads[identifier] = (None, item_of)
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -243,7 +276,7 @@ class SchedulerSide:
         """The items that a producer has stored where this engine can find them."""
         told = announced(request)
         others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
-        if others:
+        if others and self.cache.persists:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
                 "namespace",
@@ -266,7 +299,8 @@ class SchedulerSide:
             self.counts["timeouts"] += 1
             for item, standing in zip(wanted, standings, strict=True):
                 item.missed |= standing is Standing.PENDING
-        if any(item.missed and not item.encodable for item in wanted):
+        standing_of = zip(wanted, standings, strict=True)
+        if any((item.missed or standing is Standing.MISSED) and not item.encodable for item, standing in standing_of):
             self.counts["unavailable"] += 1
             self._unavailable.add(memo.request_id)
             return False
@@ -294,7 +328,12 @@ class SchedulerSide:
         evict its own copy before that, so only a lease will do."""
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
+            if self._producer is not None:
+                self._producer.refresh(item, self._sought(item), self._now)
             return Standing.SETTLED
+        if self._producer is not None and self._usable(item):
+            place, cached = self._find(item), identifier in self._mirror
+            return self._producer.standing(memo.request_id, item, self._sought(item), place, cached, self._now)
         leased = identifier in memo.leases and self._serves(item)
         if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
@@ -308,15 +347,18 @@ class SchedulerSide:
         item.missed = item.missed or not self._can_come(item)
         return Standing.MISSED if item.missed else Standing.PENDING
 
+    def _usable(self, item: Item) -> bool:
+        """Whether an entry may stand for the item at all."""
+        return self._records and bool(item.names)
+
     def _serves(self, item: Item) -> bool:
-        """Whether an entry may be used for the item at all."""
-        usable = self._policy.consumer and self.cache.ready and not self.cache.inert
-        return usable and bool(item.names)
+        """Whether an entry may be loaded for the item."""
+        return self._policy.consumer and self._usable(item)
 
     def _find(self, item: Item) -> Place | None:
         """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
         item waits for no fetch of it."""
-        for name in item.names if self._serves(item) else ():
+        for name in item.names if self._usable(item) else ():
             place = self.cache.book.live(name.text)
             if place is not None and self._fits(place, item):
                 return place
@@ -349,6 +391,11 @@ class SchedulerSide:
         spec = self._spec(item)
         return entry_length(name, spec) if spec is not None else 0
 
+    def _sought(self, item: Item) -> TensorSpec | None:
+        """What a producer looks for in the tiers; None where another item's entry is known to have the name."""
+        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+        return None if known else self._spec(item)
+
     def _spec(self, item: Item) -> TensorSpec | None:
         width = self._widths.get(item.modality)
         return None if width is None else TensorSpec(item.rows, width, self._policy.dtype)
@@ -366,8 +413,10 @@ class SchedulerSide:
             self._withdraw(identifier)
         memo = self._asked
         item = None if memo is None else memo.named.get(identifier)
-        if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
+        if memo is None or item is None or item.end <= memo.computed or not self._usable(item):
             return False
+        if self._producer is not None:
+            return self._producer.has(item, self._find(item))
         place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
@@ -392,12 +441,19 @@ class SchedulerSide:
         if place is not None:
             put_off = self._loads.get(identifier)
             self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None:
+            if put_off is not None and put_off[0] is not None:
                 self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
-        elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
+        elif self._producer is not None and self._producer.skips(identifier):
+            pass
+        elif memo is not None and self._policy.producer and self._records:
             self._reserve(memo.items[index], request.request_id, index)
+
+    @property
+    def _records(self) -> bool:
+        """Whether entries may be used in this pass, and outputs of a step that goes out now may be kept."""
+        return self.cache.ready and not self.cache.inert and not self.cache.in_doubt
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
@@ -431,12 +487,14 @@ class SchedulerSide:
         else:
             meta = StepMetadata()
             for place, _, _ in self._saves.values():
-                self.cache.book.drop(place)
+                self._drop_save(place)
             self._saves.clear()
+        if self._producer is not None:
+            self._producer.end_pass()
         self._allocated.clear()
         self._asked = None
         self._drained = self._questioned = False
-        self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
+        self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
         if meta.step:
             self._loads.clear()  # last: `give_up` needs them if anything before this raises
         return meta
@@ -446,6 +504,8 @@ class SchedulerSide:
             # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
             self.counts["mirror_resets"] += 1
             self._mirror &= self._allocated
+            if self._producer is not None:
+                self._producer.follow(self._mirror)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -453,32 +513,80 @@ class SchedulerSide:
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            if identifier in self._loads:
-                self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
+            place, _ = self._loads.pop(identifier, (None, None))
+            if place is not None:
+                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
+        if self._producer is not None and freed:
+            self._producer.follow(self._mirror)
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
-        retries = self._retries() if book.unsaved and not self.cache.inert else []
-        if not (self._loads or self._saves or retries or book.outstanding()):
+        retries = self._retries() if book.unsaved and self._records else []
+        again = self._reserve_again(scheduler_output)
+        copies = bool(self._loads or self._saves or retries)
+        look = self._looks(copies)
+        if not (copies or look or book.outstanding()):
             return StepMetadata()
         self._step += 1
         encodes = scheduler_output.scheduled_encoder_inputs
         scheduled = scheduler_output.num_scheduled_tokens
-        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
+        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
+        meta.namespace, meta.weights = self.cache.namespace, self.cache.held
         for identifier, (place, request_id, index) in self._saves.items():
-            if index in encodes.get(request_id, ()):
-                meta.saves[identifier] = self._send_save(place)
-            else:
-                book.drop(place)  # preempted in the step that had scheduled it: no encode follows
+            if identifier in again and self._producer is not None:
+                self._producer.encoded_again(identifier)
+                meta.encodes.append((request_id, index))
+            elif index not in encodes.get(request_id, ()):
+                self._drop_save(place)  # preempted in the step that had scheduled it: no encode follows
+                continue
+            meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (place, item) in self._loads.items():
-            if place.spec is not None:
-                offset = place.offset + room(place.identifier)
-                scheduled_item = item if item[0] in scheduled else None
-                meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
-                book.send_load(place, self._step)
+        for identifier, (promised, item) in self._loads.items():
+            scheduled_item = item if item[0] in scheduled else None
+            if promised is None:
+                meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
+            elif promised.spec is not None:
+                offset = promised.offset + room(promised.identifier)
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                book.send_load(promised, self._step)
         self._saves.clear()
         return meta
+
+    def _reserve_again(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
+        if self._producer is None or not self._producer.again or not self._records:
+            return set()
+        encodes = scheduler_output.scheduled_encoder_inputs
+        memos = ((self._memos.get(name), indices) for name, indices in encodes.items())
+        rows = sum(memo.items[index].rows for memo, indices in memos if memo is not None for index in indices)
+        reserved = set()
+        for identifier, (request_id, item) in self._producer.again.items():
+            memo = self._memos.get(request_id)
+            if memo is None or request_id not in scheduler_output.num_scheduled_tokens:
+                continue
+            if rows and rows + item.rows > self._policy.encoder_budget:
+                break  # not announced this time
+            index = next(index for index, one in enumerate(memo.items) if one is item)
+            self._reserve(item, request_id, index)
+            if identifier in self._saves:
+                reserved.add(identifier)
+                rows += item.rows
+        return reserved
+
+    def _drop_save(self, place: Place) -> None:
+        """No encode follows, and vLLM counts the item as cached all the same."""
+        self.cache.book.drop(place)
+        if self._producer is not None:
+            self._producer.not_encoded(identifier_of(place.identifier))
+
+    def _looks(self, copies: bool) -> bool:
+        """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
+        step that copies, for those who write past all calls."""
+        due_s = _LOOK_AGAIN_S if self.cache.in_doubt else self._policy.weights_check_s if copies else 0.0
+        if not due_s or not self.cache.weights.started or self.cache.inert or self._now - self._looked < due_s:
+            return False
+        self._looked = self._now
+        return True
 
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
@@ -494,10 +602,10 @@ class SchedulerSide:
         if not self._loads or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
-        scheduled, nothing = scheduler_output.num_scheduled_tokens, TensorSpec(0, 0, self._policy.dtype)
+        scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
         for identifier, (_, item) in self._loads.items():
-            meta.loads.append(Load(0, 0, identifier, nothing, item if item[0] in scheduled else None))
+            meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta
 
@@ -534,15 +642,16 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, object] | None:
         """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
+        memo = self._memos.get(request.request_id)
         self._forget(request.request_id)
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        return self._announcer.announce(request, self._is_stored)
+        return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
-    def _is_stored(self, identifier: str) -> bool:
-        place = self.cache.book.live(identifier)
-        return place is not None and place.stored
+    def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
+        item = None if memo is None else memo.named.get(identifier)
+        return self._producer is not None and item is not None and self._producer.stored(item, self._find(item))
 
     def _forget(self, request_id: str) -> None:
         memo = self._memos.pop(request_id, None)
@@ -557,9 +666,24 @@ class SchedulerSide:
             self.cache.book.release(place)
         memo.leases.clear()
 
+    # ---- weights
+
+    @property
+    def follows_weight_versions(self) -> bool:
+        return self._policy.follows_weight_versions
+
+    def set_weight_version(self, version: str) -> None:
+        """vLLM was told the version of the weights that its workers have. Between passes, after a look at these."""
+        self.cache.drain(time.monotonic())
+        if problem := self.cache.weights.set_version(version):
+            self._complaints.warn("version", f"{problem}: entries are kept in memory only")
+
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
-        return {**self.cache.snapshot(), **self.counts, "requests": len(self._memos)}
+        return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+
+    def _counts(self) -> dict[str, int]:
+        return self.counts if self._producer is None else {**self.counts, **self._producer.counts}
 
     def shutdown(self) -> None:
         self.cache.close()

@@ -6,10 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .plugin import NAME
 
-
-def install() -> None:
+def install(connector: str) -> None:
     """Look at the cache's configuration where vLLM makes its own (`EngineArgs.create_engine_config`); again does
     nothing. A wrong one ends the start there, and is the last line of the log."""
     from vllm.engine.arg_utils import EngineArgs
@@ -22,7 +20,7 @@ def install() -> None:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
         transfer = vllm_config.ec_transfer_config
-        if transfer is not None and transfer.ec_connector == NAME:
+        if transfer is not None and transfer.ec_connector == connector:
             _begin(transfer.ec_connector_extra_config)
         return vllm_config
 

@@ -9,13 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.mask import HIDDEN, masked, masked_address
 from lmcache_ec.sizes import GIB
 from lmcache_ec.tiers.kinds import can_list, check_remote, configured, kind_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
+
+_FLAGS = TypeAdapter(bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +87,13 @@ def _map(value: object) -> object:
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value or {}
     except (ValueError, RecursionError):
+        raise ValueError from None
+
+
+def _flag_or_version(value: object) -> object:
+    try:
+        return value if value == "by_version" else _FLAGS.validate_python(value)
+    except ValidationError:
         raise ValueError from None
 
 
@@ -215,6 +234,19 @@ class EncoderCacheConfig(BaseModel):
     persist_client_ids: Flag = Field(
         False,
         description="Whether entries named by a client's uuid may leave LocalCPU: one name, one content, for ever.",
+    )
+
+    persist_updated_weights: Annotated[
+        Literal[False, True, "by_version"],
+        BeforeValidator(_flag_or_version),
+        Accepts("true, false or by_version is accepted"),
+    ] = Field(
+        False,
+        description="Whether outputs of weights that were changed under a running engine may leave LocalCPU: under a "
+        "namespace with the weights' digest (true), or with the version that vLLM was told (by_version).",
+    )
+    weights_check_s: SecondsFromZero = Field(
+        60.0, description="Between two looks at the weights for a change that no call to the workers made; 0: none."
     )
 
     @field_validator("max_local_disk_size")

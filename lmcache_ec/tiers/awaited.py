@@ -60,6 +60,9 @@ class AwaitedTier(Tier):
     def remove(self, namespace: str) -> int:
         return self._opened().remove(namespace)
 
+    def born(self) -> str | None:
+        return self._opened().born()
+
     def maintain(self) -> None:
         self._opened().maintain()
 

@@ -132,6 +132,15 @@ class Tier(abc.ABC):
     def _unlisted(self) -> TierError:
         return TierError(errno.EOPNOTSUPP, f"the {self.name} tier cannot be listed")
 
+    def born(self) -> str | None:
+        """What the store holds goes by this name until somebody empties it as a whole (removes the folder, flushes the
+        server, deletes all of the bucket): then by another. Neither `delete` nor `remove`, nor eviction or the end of
+        an entry's time changes it. None where the store does not show it, or while that cannot be told.
+
+        For engines that write alone: a store that has no name yet is given one.
+        """
+        return None
+
     def maintain(self) -> None:
         """Housekeeping that nobody waits for: called in the background after each complete list. Changes no entry,
         unless the tier holds more than it may."""

@@ -197,6 +197,15 @@ class DiskTier(Tier):
             _remove_empty(folder)
         return removed
 
+    def born(self) -> str | None:
+        """As every tier: the account's number. A folder without an account is counted first."""
+        with _Reporting("read the account of", self.root):
+            account = self._account.read()
+            if account is None:
+                self.maintain()
+                account = self._account.read()
+        return None if account is None else f"{account.born:016x}"
+
     def maintain(self) -> None:
         """Survey the folder, bring the account in line with it, evict what is over the limit."""
         survey, self._begun = self._begun, None

@@ -135,11 +135,19 @@ class Worker:
 class Scheduler:
     """The scheduler side: reserves, fetches, pins and sends, as vLLM's passes would."""
 
-    def __init__(self, folder: Path | None, engine: str, ranks: int = 1, arena_bytes: int = 64 * MIB, **keys: Any):
+    def __init__(
+        self,
+        folder: Path | None,
+        engine: str,
+        ranks: int = 1,
+        arena_bytes: int = 64 * MIB,
+        saves: bool = True,
+        **keys: Any,
+    ) -> None:
         before = own_arenas()
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
-        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST))
+        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST, saves))
         [self.arena] = own_arenas() - before
         self.steps = 0
 
@@ -254,7 +262,7 @@ class Scheduler:
 
 def _order(place: Place) -> Saved:
     shape = place.spec or spec(0)
-    fields = (place.id, place.offset, place.length, place.identifier, shape.rows, shape.width, shape.dtype)
+    fields = (place.id, place.offset, place.length, NAMESPACE, place.identifier, shape.rows, shape.width, shape.dtype)
     return Saved(*fields, place.dirty)  # over the budget of unwritten entries it is not written now
 
 

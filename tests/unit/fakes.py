@@ -180,6 +180,7 @@ class Runner:
         if not output.total_num_scheduled_tokens:
             return
         self.worker.bind(output.ec_connector_metadata)
+        self.worker.encode_again()
         self.worker.retry_saves(self.cache)
         self.worker.load(self.cache)
         by_name = {request.request_id: request for request in requests}
@@ -212,10 +213,11 @@ class Served:
     ) -> None:
         """`runner` is another than a `Runner`; it serves the engine `name`."""
         name = name or uuid.uuid4().hex
+        self.name = name
         self.runner = runner or Runner(name)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
         try:
-            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20))
+            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, policy.get("producer", True)))
         except BaseException:
             self.runner.worker.shutdown()
             raise

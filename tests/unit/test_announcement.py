@@ -23,8 +23,8 @@ def announcement(*items: tuple[str, str], stored: bool = True) -> dict[str, Any]
     ]
     wanted = {"audio": {"audio_num_tokens"}}
     with patch.object(PlaceholderMetadataResolver, "fields_for", lambda self, kind: wanted.get(kind, set())):
-        announcer = Announcer(SimpleNamespace(), OURS)
-        told: dict[str, Any] | None = announcer.announce(SimpleNamespace(mm_features=features), lambda _: stored)
+        announcer = Announcer(SimpleNamespace())
+        told: dict[str, Any] | None = announcer.announce(SimpleNamespace(mm_features=features), lambda _: stored, OURS)
     assert told is not None
     return told
 

@@ -16,7 +16,6 @@ from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
 from tests.unit.fakes import (
     PATIENCE_S,
-    SILENT,
     WIDTH,
     Feature,
     Position,
@@ -164,7 +163,7 @@ def test_one_name_for_two_lengths_in_turn_costs_the_encodes_of_one_and_not_a_wri
     serve: Serve, tmp_path: Path, kept: bool
 ) -> None:
     """Ten requests each. What was stored first stays as it is, and nobody waits for it in vain more than once."""
-    served = serve(persist_client_ids=True)
+    served = serve(naming=Naming(persist_client_ids=True))
     for number in range(20):
         asking = request(f"request {number}", UUID, rows=(4, 9)[number % 2])
         assert served.schedule(asking) == ("load" if number and not number % 2 else "encode")
@@ -449,12 +448,8 @@ def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: d
     assert count(served, "used_bytes") == 0
 
 
-def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
-    producer = serve(consumer=False)
-    producer.store(X)
-    again = request("again", X)
-    assert producer.schedule(again) == "encode"
-    finish(producer, again)
+def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
+    serve(consumer=False).store(X)
     consumer = serve(producer=False, widths={})  # nobody tells a consumer how wide the rows are
     asking = request("asking", X, Y)
     assert consumer.schedule(asking) == "load encode"
@@ -464,42 +459,7 @@ def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_
     assert (count(consumer, "saves"), count(consumer, "saves_dropped")) == (0, 0)
 
 
-# ---- what a producer announces
-
-
-class TwoItems:
-    """Stands in for vLLM's function that collects the items' metadata (0.32 and later)."""
-
-    def announce(self, asked: Request, stored: Callable[[str], bool]) -> dict[str, bool]:
-        return {feature.identifier: stored(feature.identifier) for feature in asked.mm_features}
-
-
-def test_a_producer_announces_as_stored_only_what_a_tier_has(serve: Serve) -> None:
-    producer = serve(consumer=False, announcer=TwoItems())
-    asking = request("asking", X, UUID)  # the client's own name stays in memory
-    producer.schedule(asking)
-    until(lambda: (producer.cache.drain(0.0), count(producer, "writes") == 1)[1])
-    assert producer.side.request_finished(asking) == {X: True, UUID: False}
-    assert serve().side.request_finished(request("text")) is None
-
-
-@pytest.mark.parametrize("vouching", [False, True])
-def test_a_producer_says_so_if_names_keep_its_entries_from_consumers(
-    vouching: bool, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines: list[str] = []
-    monkeypatch.setattr(SILENT, "warning", lambda text, *given: lines.append(text % given))
-    producer = serve(consumer=False, announcer=TwoItems(), naming=Naming(persist_client_ids=vouching))
-
-    def encode(asking: Request) -> None:
-        producer.schedule(asking)
-        finish(producer, asking)
-
-    encode(request("content", X))
-    assert lines == []
-    encode(request("named", UUID))
-    encode(request("named again", OTHER_UUID))
-    assert ["persist_client_ids" in line for line in lines] == ([] if vouching else [True])
+# ---- what a producer has announced
 
 
 def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:

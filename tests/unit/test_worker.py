@@ -77,7 +77,7 @@ def step(worker: WorkerSide, meta: StepMetadata, cache: Any, new: dict[str, torc
 
 
 def saves(*orders: Save) -> StepMetadata:
-    return StepMetadata("arena", 1, saves={order.identifier: order for order in orders})
+    return StepMetadata("arena", 1, saves={order.identifier: order for order in orders}, namespace="tests")
 
 
 def loads(*orders: Load, encodes: dict[str, list[int]] | None = None) -> StepMetadata:
@@ -236,7 +236,7 @@ TENSORS = {
 def test_a_new_encoder_output_is_copied_handed_over_and_reported(rig: Rig, tensor: torch.Tensor) -> None:
     save = save_of("x", 4096, TensorSpec(*tensor.shape, dtype_name(tensor.dtype)))
     step(rig.workers[0], saves(save), {}, {"x": tensor})
-    assert rig.end.saved() == Saved(PLACE, 4096, save.length, "x", *tensor.shape, save.spec.dtype, True)
+    assert rig.end.saved() == Saved(PLACE, 4096, save.length, "tests", "x", *tensor.shape, save.spec.dtype, True)
     assert rig.end.report() == Report(1, [(PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(save).float(), tensor.float())
 
