@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import TypeVar
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.remote import Lookup
 
 NEVER = float("inf")
 _T = TypeVar("_T")
@@ -32,17 +32,6 @@ _QUEUED_ITEMS = 4096
 _QUEUED_BYTES = 1 << 30
 
 
-class Lookup(enum.StrEnum):
-    """How it is found out whether a tier has an entry that nobody has told of."""
-
-    AUTO = "auto"
-    """By asking, as long as its answers are quick; by its listing otherwise."""
-    PROBE = "probe"
-    """By asking, always."""
-    CATALOG = "catalog"
-    """By its listing; by asking until the first listing is complete."""
-
-
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How a tier is treated.
@@ -56,6 +45,11 @@ class Habits:
     refresh_s: float
     slow_s: float = 0.025
     local: bool = False
+
+
+def lane_names(tiers: Sequence[str]) -> list[str]:
+    """Names of tiers as they are counted and listed: a second one of a kind gets its position in the order, `s3_2`."""
+    return [name if tiers.index(name) == index else f"{name}_{index}" for index, name in enumerate(tiers)]
 
 
 class Lane:

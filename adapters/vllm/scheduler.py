@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from lmcache_ec.book import Place
-from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache, Probe
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
+from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
 
 from .announcement import Announcer, announced
@@ -27,10 +27,10 @@ from .identifiers import (
     signed_identifiers,
     without_signature,
 )
+from .item import Item, Memo, Shape, Standing
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 from .producer import Producer
-from .standing import Standing
 
 if TYPE_CHECKING:
     import logging
@@ -55,69 +55,6 @@ _NAMES_STAY = (
 )
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
-
-
-@dataclass(slots=True)
-class Item:
-    """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
-
-    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
-    `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
-    more tokens and no preemption since, the request holds it.
-    """
-
-    identifier: str
-    start: int
-    end: int
-    modality: str
-    rows: int
-    names: tuple[Name, ...]
-    encodable: bool
-    announced: bool = False
-    """A producer has said that it stored the item: it is waited for even if no listing has it."""
-    missed: bool = False
-    held_at: tuple[int, int] | None = None
-    probe: Probe | None = None
-    """A producer's question which tiers have it, asked for this request."""
-    rewritten: bool = False
-    """The producer has asked for this request that they be given it again."""
-
-    @property
-    def name(self) -> str:
-        """The one that it is saved under."""
-        return self.names[0].text if self.names else self.identifier
-
-    @property
-    def persists(self) -> bool:
-        return bool(self.names) and self.names[0].durability is Durability.PERSISTENT
-
-    def shape_of(self, name: Name) -> Shape:
-        return name.text, self.modality, self.rows
-
-
-Shape = tuple[str, str, int]
-"""Name, modality and rows: what an entry is asked to be."""
-
-
-@dataclass(slots=True)
-class Memo:
-    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
-
-    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
-    the identifiers that a front end of this engine spelled.
-    """
-
-    request_id: str
-    items: list[Item]
-    named: dict[str, Item]
-    end: int
-    signed: frozenset[str]
-    computed: int = 0
-    preemptions: int = 0
-    deadline_s: float = 0.0
-    leases: dict[str, Place] = field(default_factory=dict)
-    waiting_since: float | None = None
-    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from collections.abc import Callable, MutableMapping
 import torch
 
 from lmcache_ec.arena import within
-from lmcache_ec.book import Outcome
-from lmcache_ec.channel import Saved
+from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import room
 from lmcache_ec.rank import Rank

@@ -93,7 +93,9 @@ def on_disk(folder: Path) -> list[str]:
     that somebody planted, those count that lead to a file: they have its size."""
     entries = {path for path in folder.glob("*/??/*.safetensors") if path.is_file()}
     strangers = [path for path in folder.rglob("*") if not (path.is_dir() or path.is_symlink()) and path not in entries]
-    left = [f"{path.relative_to(folder)}" for path in strangers if path != folder / ".usage"]
+    # Logs of writers that were killed stay until a survey finds them a minute old (lmcache_ec/tiers/disk_news.py).
+    ours = {folder / ".usage", *(folder / ".news").glob("*")}
+    left = [f"{path.relative_to(folder)}" for path in strangers if path not in ours]
     account, bytes_there = FolderAccount(folder / ".usage").read(), sum(map(_size, entries))
     if account is None:
         return [*left, "no account"]

@@ -30,6 +30,7 @@ from tests.integration.harness import (
     wait_until,
 )
 from tests.seaweed import Seaweed, seaweed
+from tests.servers.authority import Authority
 from tests.servers.lmcache_server import lmcache_server
 from tests.servers.redis import RedisServer, redis_server
 from tests.servers.relay import relay
@@ -409,3 +410,18 @@ def test_credentials_of_the_environment_reach_the_store_process_only_for_s3(
             [pid] = store_processes(bench.arena)
             seen[remote.name] = b"AWS_SECRET_ACCESS_KEY" in Path(f"/proc/{pid}/environ").read_bytes()
     assert seen == {"s3": True, "redis": False}
+
+
+def test_an_authority_that_the_environment_names_is_trusted_by_doctor_and_engine_alike(
+    tmp_path: Path, in_redis: Remote, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    with relay(redis.port, authority.server_context(authority.identity("server"))) as front:
+        url = f"rediss://127.0.0.1:{front.port}"
+        report = examine("{}", {"LMCACHE_EC_REMOTE_URL": url})
+        assert report.remotes == {"redis": f"{url}, answers"}
+        with Bench(None, remotes=[url]) as bench:
+            bench.encode(IMAGES[:1])
+            bench.settle()
+            wait_until("it is stored", lambda: in_redis.held() == 1)

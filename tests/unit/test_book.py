@@ -9,8 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_ec.book import Book, Landing, LifeError, Outcome, Place, State
+from lmcache_ec.book import Book, LifeError
+from lmcache_ec.channel import Landing, Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.place import Place, State
 
 MIB = 1 << 20
 RANKS = 2

@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Origin, Source, load_config, resolve, summary
-from lmcache_ec.config.host import memory, memory_warning
 from lmcache_ec.config.keys import accepts, default
+from lmcache_ec.host import memory, memory_warning
 
 CANARY = "hunter2"
 EXTRA = "ec_connector_extra_config"
@@ -133,7 +133,7 @@ def test_the_remote_of_the_kv_part_is_inherited_where_we_have_a_tier_for_it(file
     assert resolved.config.extra_config == {"s3_region": "x"}
     assert resolved.origins["remotes"].source is Source.INHERITED
     line = summary(resolved.config, resolved.origins)
-    assert f"remotes=[redis host:6379/1] ({resolved.origins['remotes'].place})" in line
+    assert f"remotes=[redis host:6379/1] ({resolved.origins['remotes'].location})" in line
     assert not {"hunter2", "user"} & set(re.split(r"\W+", f"{line} {resolved.config!r}"))
     assert load_config(environ=file(text + "ec: {remotes: []}")).remotes == ()
     assert load_config(environ=file(text + "ec: {remote_url: 's3://bucket'}")).remotes == ("s3://bucket",)

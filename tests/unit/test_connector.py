@@ -16,13 +16,12 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 from lmcache_ec.adapters.vllm import connector as connector_module
-from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
-from lmcache_ec.config.host import memory
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
+from lmcache_ec.host import memory
 from tests.models import model_path
 from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
@@ -55,7 +54,7 @@ def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
         config = configs[model]
         monkeypatch.setattr(config.ec_transfer_config, "ec_connector_extra_config", extra)
         monkeypatch.setattr(config.ec_transfer_config, "engine_id", engine)
-        monkeypatch.setattr(worker_calls, "_watched", {engine_name(config)})
+        monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", {engine_name(config)})
         built.append(ECLMCacheConnector(config, role))
         return built[-1]
 
@@ -320,6 +319,7 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters.vllm.front_end",
         "lmcache_ec.adapters.vllm.identifiers",
         "lmcache_ec.adapters.vllm.layout",
+        "lmcache_ec.adapters.vllm.ours",
         "lmcache_ec.adapters.vllm.plugin",
         "lmcache_ec.adapters.vllm.start",
         "lmcache_ec.adapters.vllm.worker_calls",

@@ -8,9 +8,10 @@ import pytest
 
 from lmcache_ec import lane as module
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
+from lmcache_ec.lane import NEVER, Habits, Lane
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.remote import Lookup
 
 NAMESPACE = "lane-0123456789abcdef"
 SLOW, QUICK = 0.2, 0.001
