@@ -76,6 +76,7 @@ class Lane:
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
         self._follows = False
         self._list_at = 0.0
+        self._moved_to = ""  # the namespace to list, if that is not the first any more
         self._answer_s = 0.0
         self._failures = 0
         self._rests_until = 0.0
@@ -144,10 +145,13 @@ class Lane:
         with self._lock:
             away = time.monotonic() - self._failed_at if self._failed_at else 0.0
             self._rests_until = self._failed_at = 0.0
-        self._presence.set_complete(self.name, self._lists)
-        if self._lists:
-            remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
-            self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+            if self._has_moved(namespace):
+                self._list_at = self.due_at = 0.0
+                return away
+            self._presence.set_complete(self.name, self._lists)
+            if self._lists:
+                remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
+                self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
         return away
 
     def _list(self, namespace: str) -> None:
@@ -160,7 +164,13 @@ class Lane:
                 add(entry.digest)
                 self.listed = max(self.listed, listed)
         self.listed = listed
-        self._presence.set_complete(self.name)
+        with self._lock:
+            if not self._has_moved(namespace):
+                self._presence.set_complete(self.name)
+
+    def _has_moved(self, namespace: str) -> bool:
+        """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""
+        return self._moved_to not in ("", namespace)
 
     def follow(self, namespace: str) -> None:
         """Take in what neighbours have written lately, once a listing has begun. Never during another call of it."""
@@ -184,12 +194,13 @@ class Lane:
         with self._lock:
             self.listed += 1  # the next listing sees what was evicted for it
 
-    def relist(self) -> None:
-        """What has been listed is of another namespace than is asked for now: list anew, and ask until that is done."""
+    def relist(self, namespace: str) -> None:
+        """This namespace is asked for from now on, another was listed: list anew, and ask until that is done."""
         with self._lock:
+            self._moved_to = namespace
             self._list_at = self.due_at = 0.0
-        if self._lists:
-            self._presence.set_complete(self.name, False)
+            if self._lists:
+                self._presence.set_complete(self.name, False)
 
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()

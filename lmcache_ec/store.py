@@ -177,7 +177,7 @@ class Store:
             case Enter(namespace=namespace):
                 self._namespace = namespace
                 for lane in self._lanes:
-                    lane.relist()
+                    lane.relist(namespace)
                 self._post(Entered(namespace))
             case Start():
                 self._begin(message)
@@ -571,12 +571,9 @@ class Store:
 
     def _survey_one(self, number: int, lane: Lane) -> None:
         try:
-            namespace = self._namespace
-            if away := lane.survey(namespace):
+            if away := lane.survey(self._namespace):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
                 self._post(Back(number))
-            if namespace != self._namespace:
-                lane.relist()
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
