@@ -191,8 +191,14 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
-        if self.cache.weights.moved and self.cache.follow_weights():
+        if self.cache.weights.moved:
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        if self.cache.follow_weights():
             self._start_over()
+        if self.cache.in_doubt:
+            self._looked = 0.0  # the next step looks
 
     def _start_over(self) -> None:
         """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,

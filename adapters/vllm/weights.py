@@ -93,7 +93,8 @@ class EncoderWeights:
         )
 
     def _tell(self, digest: str) -> None:
-        if digest or self._digest or not self._calls:
+        """Report what is news: in doubt it makes no difference how many calls there were."""
+        if digest or self._digest:
             self._report(self._calls, digest)
         self._digest = digest
         self._known = digest or self._known
