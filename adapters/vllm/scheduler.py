@@ -7,7 +7,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_ec.book import Place
 from lmcache_ec.cache import EncoderCache
@@ -104,6 +104,17 @@ class Memo:
     waited_s: float = 0.0
 
 
+class Promised(NamedTuple):
+    """A load that vLLM counts on: of the place, for (request, index). No place: void since, to be encoded in its place.
+
+    One that is not `encodable` is never void: vLLM dies of an item that never comes.
+    """
+
+    place: Place | None
+    item: tuple[str, int]
+    encodable: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What of the engine's configuration the decisions depend on. `window` is the longest prefill of a pass, tokens."""
@@ -161,7 +172,7 @@ class SchedulerSide:
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
+        self._loads: dict[str, Promised] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -209,10 +220,10 @@ class SchedulerSide:
             self._release(memo)
             for item in memo.items:
                 item.announced = False
-        for identifier, (place, item_of) in self._loads.items():
-            if place is not None:
-                self.cache.book.unpin(place)
-            self._loads[identifier] = (None, item_of)
+        for identifier, promised in self._loads.items():
+            if promised.place is not None and promised.encodable:
+                self.cache.book.unpin(promised.place)
+                self._loads[identifier] = promised._replace(place=None)
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -400,9 +411,10 @@ class SchedulerSide:
         place = self._promises.pop(identifier, None)
         if place is not None:
             put_off = self._loads.get(identifier)
-            self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None and put_off[0] is not None:
-                self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
+            encodable = memo is not None and memo.items[index].encodable
+            self._loads[identifier] = Promised(place, (request.request_id, index), encodable)
+            if put_off is not None and put_off.place is not None:
+                self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif memo is not None and self._policy.producer and self._records:
@@ -467,9 +479,9 @@ class SchedulerSide:
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            place, _ = self._loads.pop(identifier, (None, None))
-            if place is not None:
-                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
+            put_off = self._loads.pop(identifier, None)
+            if put_off is not None and put_off.place is not None:
+                self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
@@ -489,13 +501,13 @@ class SchedulerSide:
             else:
                 book.drop(place)  # preempted in the step that had scheduled it: no encode follows
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (promised, item) in self._loads.items():
+        for identifier, (promised, item, encodable) in self._loads.items():
             scheduled_item = item if item[0] in scheduled else None
             if promised is None:
                 meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
             elif promised.spec is not None:
                 offset = promised.offset + room(promised.identifier)
-                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item, encodable))
                 book.send_load(promised, self._step)
         self._saves.clear()
         return meta
@@ -514,7 +526,7 @@ class SchedulerSide:
         identifier = request.mm_features[index].identifier
         place = self._promises.pop(identifier, None)
         if place is not None:
-            self._loads[identifier] = (place, (request.request_id, index))
+            self._loads[identifier] = Promised(place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
@@ -525,7 +537,7 @@ class SchedulerSide:
         self._step += 1
         scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
-        for identifier, (_, item) in self._loads.items():
+        for identifier, (_, item, _) in self._loads.items():
             meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta

@@ -41,6 +41,7 @@ def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
                         seal.update(piece.numpy())
                     continue
                 if plain.device not in folds:
+                    torch.accelerator.synchronize(plain.device)  # a writer may have used another stream
                     folds[plain.device] = Fold(plain.device)
                 for piece in _pieces(plain):
                     folds[plain.device].add(piece)

@@ -200,6 +200,7 @@ def test_changed_weights_empty_memory_and_are_kept_in_memory_only(train: Train) 
     assert engine.ask(A, B) == []
     assert engine.entries() == {"tests": {A: 1}}
     assert engine.finish() == {}
+    assert engine.served.side.snapshot()["memory_only"] == 1
 
 
 def test_calls_that_leave_the_weights_as_they_are_change_nothing(train: Train) -> None:
@@ -258,6 +259,27 @@ def test_a_load_that_was_put_off_over_a_change_is_encoded(train: Train) -> None:
     engine.runner.run(output, asked)
     assert torch.equal(engine.runner.cache[A], engine.runner.model.output(A, 4))
     engine.served.side.request_finished(asked)
+    assert engine.finish() == {}
+
+
+def test_what_is_promised_and_carries_nothing_to_encode_is_loaded_all_the_same(train: Train) -> None:
+    """vLLM would die of an item that never comes. The next request of this kind fails, before it is scheduled."""
+    engine = train()
+    engine.ask(A)
+    engine.forget()
+    vllm, side = engine.served.vllm, engine.served.side
+    asked = request("asked", A, data=None)
+    assert vllm.offer(asked) == "load"
+    output = vllm.end_pass()
+    engine.change(2)
+    engine.runner.run(output, asked)
+    assert torch.equal(engine.runner.cache[A], embedding(A))
+    side.request_finished(asked)
+    engine.forget()
+    another = request("another", A, data=None)
+    assert vllm.offer(another) is None
+    assert side.take_unavailable_requests() == {"another"}
+    side.request_finished(another)
     assert engine.finish() == {}
 
 
