@@ -323,7 +323,8 @@ class EncoderCache:
 
     def snapshot(self) -> dict[str, int]:
         """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
-        return {**self.book.snapshot(), **self.counts, "fetches_under_way": len(self._fetches)}
+        now = {"fetches_under_way": len(self._fetches), "memory_only": int(not self._home.persists)}
+        return {**self.book.snapshot(), **self.counts, **now}
 
     def close(self) -> None:
         """Give everything back. The store process finishes by itself what was handed over, and what was put off."""

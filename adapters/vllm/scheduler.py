@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
 from lmcache_ec.complaints import Complaints
@@ -55,6 +55,17 @@ _NAMES_STAY = (
 )
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
+
+
+class Promised(NamedTuple):
+    """A load that vLLM counts on: of the place, for (request, index). No place: void since, to be encoded in its place.
+
+    One that is not `encodable` is never void: vLLM dies of an item that never comes.
+    """
+
+    place: Place | None
+    item: tuple[str, int]
+    encodable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +129,7 @@ class SchedulerSide:
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
+        self._loads: dict[str, Promised] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -148,8 +159,14 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
-        if self.cache.weights.moved and self.cache.follow_weights():
+        if self.cache.weights.moved:
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        if self.cache.follow_weights():
             self._start_over()
+        if self.cache.in_doubt:
+            self._looked = 0.0  # the next step looks
 
     def _start_over(self) -> None:
         """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
@@ -163,10 +180,10 @@ class SchedulerSide:
                 item.probe = None
         if self._producer is not None:
             self._producer.follow(self._mirror)
-        for identifier, (place, item_of) in self._loads.items():
-            if place is not None:
-                self.cache.book.unpin(place)
-            self._loads[identifier] = (None, item_of)
+        for identifier, promised in self._loads.items():
+            if promised.place is not None and promised.encodable:
+                self.cache.book.unpin(promised.place)
+                self._loads[identifier] = promised._replace(place=None)
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -377,9 +394,10 @@ class SchedulerSide:
         place = self._promises.pop(identifier, None)
         if place is not None:
             put_off = self._loads.get(identifier)
-            self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None and put_off[0] is not None:
-                self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
+            encodable = memo is not None and memo.items[index].encodable
+            self._loads[identifier] = Promised(place, (request.request_id, index), encodable)
+            if put_off is not None and put_off.place is not None:
+                self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif self._producer is not None and self._producer.skips(identifier):
@@ -450,9 +468,9 @@ class SchedulerSide:
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            place, _ = self._loads.pop(identifier, (None, None))
-            if place is not None:
-                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
+            put_off = self._loads.pop(identifier, None)
+            if put_off is not None and put_off.place is not None:
+                self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
 
@@ -478,13 +496,13 @@ class SchedulerSide:
                 continue
             meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (promised, item) in self._loads.items():
+        for identifier, (promised, item, encodable) in self._loads.items():
             scheduled_item = item if item[0] in scheduled else None
             if promised is None:
                 meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
             elif promised.spec is not None:
                 offset = promised.offset + room(promised.identifier)
-                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item, encodable))
                 book.send_load(promised, self._step)
         self._saves.clear()
         return meta
@@ -530,7 +548,7 @@ class SchedulerSide:
         identifier = request.mm_features[index].identifier
         place = self._promises.pop(identifier, None)
         if place is not None:
-            self._loads[identifier] = (place, (request.request_id, index))
+            self._loads[identifier] = Promised(place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
@@ -541,7 +559,7 @@ class SchedulerSide:
         self._step += 1
         scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
-        for identifier, (_, item) in self._loads.items():
+        for identifier, (_, item, _) in self._loads.items():
             meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta

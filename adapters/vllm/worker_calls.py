@@ -100,23 +100,28 @@ def look(worker: Any) -> None:
     """Nothing. Carried out, it is a look at the weights."""
 
 
-def _watch(executor: Any) -> None:
-    """The class, not the object, which would refer to itself then: executors of other engines pass as before."""
-    kind = type(executor)
+def watch_class(kind: Any) -> None:
+    """Have the calls of all executors of a class watched, as far as they are of engines of ours. Again does nothing.
+
+    The class, not the object, which would refer to itself then.
+    """
     call = kind.collective_rpc
-    if not hasattr(call, "_lmcache_ec"):
+    if hasattr(call, "_lmcache_ec"):
+        return
 
-        @functools.wraps(call)
-        def call_watched(self: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
-            if may_change_weights(method) and is_ours(self.vllm_config):
-                method = functools.partial(carry_out, method)
-            return call(self, method, *args, **kwargs)
+    @functools.wraps(call)
+    def call_watched(self: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
+        if may_change_weights(method) and is_ours(self.vllm_config):
+            method = functools.partial(carry_out, method)
+        return call(self, method, *args, **kwargs)
 
-        call_watched._lmcache_ec = True  # type: ignore[attr-defined]
-        kind.collective_rpc = call_watched
-    else:
-        call = call.__wrapped__
-    call(executor, begin)
+    call_watched._lmcache_ec = True  # type: ignore[attr-defined]
+    kind.collective_rpc = call_watched
+
+
+def _watch(executor: Any) -> None:
+    watch_class(type(executor))
+    type(executor).collective_rpc.__wrapped__(executor, begin)
     _follow_versions()
     watched.add(engine_name(executor.vllm_config))
 

@@ -94,7 +94,8 @@ def _head(engine: dict[str, Any]) -> Iterator[str]:
     book, number = Counter(engine["book"]), engine["incarnation"]
     since = engine["since"] and time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(engine["since"]))
     yield f"engine {engine['engine']}: {engine['state']}"
-    yield f"  namespace      {engine['namespace']}"
+    changed = "; its weights have changed, and entries stay in memory" if book["memory_only"] else ""
+    yield f"  namespace      {engine['namespace']}{changed}"
     if pid := engine["engine_pid"]:
         yield f"  EngineCore     process {pid}" + ("" if engine["state"] == "serving" else ", ended")
     earlier = f", {number - 1} before it ended" if number > 1 else ""

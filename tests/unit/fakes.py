@@ -209,15 +209,23 @@ class Served:
         runner: Any = None,
         name: str = "",
         announcer: Any = None,
+        watched: bool = False,
+        persist_updated_weights: Any = False,
         **policy: Any,
     ) -> None:
-        """`runner` is another than a `Runner`; it serves the engine `name`."""
+        """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights."""
         name = name or uuid.uuid4().hex
         self.name = name
         self.runner = runner or Runner(name)
-        config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
+        config = EncoderCacheConfig(
+            local_disk=folder,
+            max_local_cpu_size=arena_bytes / (1 << 30),
+            drain_s=5,
+            persist_updated_weights=persist_updated_weights,
+        )
         try:
-            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, policy.get("producer", True)))
+            saves = policy.get("producer", True)
+            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, saves, watched))
         except BaseException:
             self.runner.worker.shutdown()
             raise

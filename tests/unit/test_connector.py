@@ -16,9 +16,11 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 from lmcache_ec.adapters.vllm import connector as connector_module
+from lmcache_ec.adapters.vllm import namespace
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
+from lmcache_ec.adapters.vllm.scheduler import Promised
 from lmcache_ec.config import ConfigError
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
 from lmcache_ec.host import memory
@@ -128,6 +130,36 @@ def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
     assert len(side.cache._engine.producer.encode()) <= MAX_PRODUCER_BYTES
 
 
+def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
+    build: Build, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
+) -> None:
+    """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
+    worker = build(ECConnectorRole.WORKER)
+    monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", set())
+    serves_without(worker, build(ECConnectorRole.SCHEDULER))
+    assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
+
+
+def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
+) -> None:
+    """What it stores could not be told apart from what others store, wherever it lies."""
+
+    def unknown(*_: object) -> str:
+        raise namespace.NamespaceUnknown("the weights cannot be seen")
+
+    monkeypatch.setattr(namespace, "engine_namespace", unknown)
+    remotes = ["redis://localhost:1", "s3://bucket/prefix?endpoint=http://localhost:1"]
+    _, scheduler = both(build, local_disk=str(tmp_path / "entries"), remotes=remotes)
+    side = scheduler._scheduler
+    assert side is not None
+    assert not side.cache.persists
+    assert side.cache._presence is not None
+    assert side.cache._presence.all_complete, "there is no tier"
+    assert not (tmp_path / "entries").exists()
+    assert ["memory only" in error.getMessage() for error in errors] == [True]
+
+
 def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
     """vLLM's V1 runner never loads for one, while a promise drops the encode."""
     serves_without(build(ECConnectorRole.WORKER, model="whisper"), build(ECConnectorRole.SCHEDULER, model="whisper"))
@@ -232,7 +264,7 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
     side = scheduler._scheduler
     assert side is not None
     place = SimpleNamespace(spec=None)
-    side._loads["x"] = (place, ("media", 0))  # type: ignore[assignment]
+    side._loads["x"] = Promised(place, ("media", 0))  # type: ignore[arg-type]
     side.has_cache_item = broken  # type: ignore[method-assign]
     assert not scheduler.has_cache_item("y")
     assert encoded_after_all(worker, scheduler) == {"media": [0]}
