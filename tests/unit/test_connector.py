@@ -52,11 +52,14 @@ def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in ("LMCACHE_CONFIG_FILE", "LMCACHE_LOCAL_DISK"):
         monkeypatch.delenv(name, raising=False)
 
-    def connector(role: ECConnectorRole, model: str = "qwen3vl", **extra: Any) -> ECLMCacheConnector:
+    def connector(
+        role: ECConnectorRole, model: str = "qwen3vl", watched: bool = True, **extra: Any
+    ) -> ECLMCacheConnector:
         config = configs[model]
         monkeypatch.setattr(config.ec_transfer_config, "ec_connector_extra_config", extra)
         monkeypatch.setattr(config.ec_transfer_config, "engine_id", engine)
-        monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", {engine_name(config)})
+        engines = {engine_name(config)} if watched else set()
+        monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", engines)
         built.append(ECLMCacheConnector(config, role))
         return built[-1]
 
@@ -131,12 +134,11 @@ def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
 
 
 def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
-    build: Build, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
+    build: Build, errors: list[logging.LogRecord]
 ) -> None:
     """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
     worker = build(ECConnectorRole.WORKER)
-    monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", set())
-    serves_without(worker, build(ECConnectorRole.SCHEDULER))
+    serves_without(worker, build(ECConnectorRole.SCHEDULER, watched=False))
     assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
 
 
