@@ -23,15 +23,16 @@ Who owns what, and when it may be freed:
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from lmcache_ec.channel import Landing, Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.place import Extent, Place, State, aligned
 from lmcache_ec.rewrites import Rewrites
-from lmcache_ec.space import Extent, Space, aligned
+from lmcache_ec.space import Space
 
 _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024
@@ -41,74 +42,6 @@ _REMEMBERED_SAVES = 4096
 
 class LifeError(RuntimeError):
     """An order that the life of a place does not allow: a fault of the caller's."""
-
-
-class State(enum.Enum):
-    RESERVED = "reserved"
-    WRITING = "writing"
-    SEALING = "sealing"
-    FILLING = "filling"
-    LIVE = "live"
-    ORPHANED = "orphaned"
-    FREE = "free"
-
-
-class Outcome(enum.IntEnum):
-    """What a rank reports of a place that a step sent it.
-
-    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
-    """
-
-    COPIED = 0
-    ABSENT = 1
-    FAILED = 2
-
-
-class Landing(enum.IntEnum):
-    """What became of the write of an entry to one tier.
-
-    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
-    """
-
-    TOOK = 0
-    REFUSED = 1
-    FAILED = 2
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A run of the arena with one entry in it, or on its way into it. `length` is the entry's, in bytes."""
-
-    id: int
-    identifier: str
-    length: int
-    extent: Extent
-    state: State
-    spec: TensorSpec | None
-    persist: bool = False
-    dirty: bool = False
-    tiers: int = 0
-    """The tiers that have it, a bit each in their order, as far as the store process has answered."""
-    lacks: int = 0
-    """The tiers that should have it and have neither taken nor refused it."""
-    owed: int = 0
-    """The tiers that it is to be written to again, see `Rewrites`."""
-    rewriting: int = 0
-    """The tiers that it is being written to again."""
-    checked: int = 0
-    """The last news of the tiers that it was checked against."""
-    origin: str = ""
-    """The tier that filled it; empty for an encoder's own output."""
-    incarnation: int = 0
-    """The store process that it was last handed to."""
-    pins: int = 0
-    lessees: int = 0
-    forgotten: bool = False
-    last_used: int = 0
-
-    @property
-    def offset(self) -> int:
-        return self.extent.offset
 
 
 @dataclass(slots=True)
@@ -477,7 +410,7 @@ class Book:
         place.origin = ""
         self.counts.loads[tier] = self.counts.loads.get(tier, 0) + 1
 
-    def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, int, int]], alive: frozenset[int]) -> None:
+    def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, Outcome, int]], alive: frozenset[int]) -> None:
         """A rank has finished every step up to `step`; `outcomes` are (place, outcome, incarnation handed to).
 
         Orders of those steps that it does not name are void. `alive` are the store processes not yet gone.
@@ -494,7 +427,7 @@ class Book:
             elif place.state is State.WRITING:
                 self._copied(place, outcome, incarnation, alive)
 
-    def _copied(self, place: Place, outcome: int, incarnation: int, alive: frozenset[int]) -> None:
+    def _copied(self, place: Place, outcome: Outcome, incarnation: int, alive: frozenset[int]) -> None:
         if outcome != Outcome.COPIED:
             self.counts.saves_void += 1
             if outcome == Outcome.ABSENT:

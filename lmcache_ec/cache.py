@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
-from lmcache_ec.book import Book, Landing, Place
+from lmcache_ec.book import Book
 from lmcache_ec.channel import (
     Attach,
     Attached,
@@ -36,7 +36,6 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
-    Remote,
     Report,
     Sealed,
     Segment,
@@ -55,11 +54,10 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Lookup
+from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.recent import Recent
-from lmcache_ec.space import aligned
-from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
+from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
@@ -325,7 +323,8 @@ class EncoderCache:
 
     def snapshot(self) -> dict[str, int]:
         """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
-        return {**self.book.snapshot(), **self.counts, "fetches_under_way": len(self._fetches)}
+        now = {"fetches_under_way": len(self._fetches), "memory_only": int(not self._home.persists)}
+        return {**self.book.snapshot(), **self.counts, **now}
 
     def close(self) -> None:
         """Give everything back. The store process finishes by itself what was handed over, and what was put off."""
@@ -352,8 +351,7 @@ class EncoderCache:
     # ---- starting
 
     def _incarnation(self, number: int) -> Incarnation:
-        asks_aws = any(tier_name(url) == "s3" for url in self._config.remotes)
-        return Incarnation(number, self._arena_fd, S3_ENVIRONMENT if asks_aws else ())
+        return Incarnation(number, self._arena_fd, environment_of(self._config.remotes))
 
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
@@ -387,7 +385,7 @@ class EncoderCache:
                 disk_free_bytes=self._config.min_free_disk_bytes,
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
-                remotes=_remotes(self._config),
+                remotes=self._config.remote_tiers,
                 saves=self._engine.saves,
                 look_s=_LOOK_S,
             )
@@ -461,7 +459,7 @@ class EncoderCache:
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
             case Landed():
-                self.book.landed(message.place, message.identifier, message.tier, Landing(message.landing))
+                self.book.landed(message.place, message.identifier, message.tier, message.landing)
             case Located(number=number, held=held) if number in self._probes:
                 self._located(*self._probes.pop(number), held)
             case Back(tier=tier):
@@ -670,20 +668,3 @@ class EncoderCache:
                 self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
             except LinkClosed:
                 pass  # found and answered by the next drain
-
-
-def _remotes(config: EncoderCacheConfig) -> list[Remote]:
-    """The remotes as the store process is told of them. S3 has a catalog unless something else is asked for."""
-    lookups = {"s3": Lookup.CATALOG} if config.remote_lookup == "auto" else {}
-    return [
-        Remote(
-            url=url,
-            extra_config={key: value for key, value in config.extra_config.items() if is_remote_key(key)},
-            ttl_s=config.ttl_s,
-            timeout_s=config.blocking_timeout_secs,
-            max_entry_bytes=config.max_remote_entry_bytes,
-            lookup=lookups.get(tier_name(url), config.remote_lookup),
-            refresh_s=config.catalog_refresh_s,
-        )
-        for url in config.remotes
-    ]

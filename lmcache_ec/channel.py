@@ -7,15 +7,17 @@ a send never waits. File descriptors travel beside a message.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+
+from lmcache_ec.tiers.remote import Remote
 
 _MESSAGE_BYTES = 128 * 1024
 """The longest message. A kernel's default send buffer (208 KiB) holds it."""
@@ -36,9 +38,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials: it is for opening them, and for
-    nothing else. For an engine that `saves`, the tiers are looked at every `look_s` seconds, to see whether one was
-    emptied.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials. For an engine that `saves`, the
+    tiers are looked at every `look_s` seconds, to see whether one was emptied.
     """
 
     incarnation: int
@@ -53,18 +54,6 @@ class Start(Message, frozen=True):
     remotes: list[Remote]
     saves: bool
     look_s: float
-
-
-class Remote(Message, frozen=True):
-    """A remote tier: its URL (see `tiers.remote`), and how it is treated (see `lane.Habits`)."""
-
-    url: str
-    extra_config: dict[str, Any]
-    ttl_s: float | None
-    timeout_s: float
-    max_entry_bytes: int
-    lookup: str
-    refresh_s: float
 
 
 class Enter(Message, frozen=True):
@@ -175,13 +164,24 @@ class Written(Message, frozen=True):
     ok: bool
 
 
+class Landing(enum.IntEnum):
+    """What became of the write of an entry to one tier.
+
+    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
+    """
+
+    TOOK = 0
+    REFUSED = 1
+    FAILED = 2
+
+
 class Landed(Message, frozen=True):
-    """A tier has answered to the write of an entry from a place, or of a copy of it. `landing` is a `book.Landing`."""
+    """A tier has answered to the write of an entry from a place, or of a copy of it."""
 
     place: int
     identifier: str
     tier: int
-    landing: int
+    landing: Landing
 
 
 class Located(Message, frozen=True):
@@ -271,6 +271,17 @@ class Segment(Message, frozen=True):
 # ---- rank -> scheduler side
 
 
+class Outcome(enum.IntEnum):
+    """What a rank reports of a place that a step sent it.
+
+    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
+    """
+
+    COPIED = 0
+    ABSENT = 1
+    FAILED = 2
+
+
 class Attached(Message, frozen=True):
     rank: int
 
@@ -283,7 +294,7 @@ class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
 
     step: int
-    outcomes: list[tuple[int, int, int]]
+    outcomes: list[tuple[int, Outcome, int]]
 
 
 class WeightsReport(Message, frozen=True):

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.key import EncoderCacheKey
 
 FORMAT = "lmcache-ec/1"
@@ -70,19 +71,6 @@ _decode = msgspec.json.Decoder(_Header).decode
 _decode_any = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
 _KNOWN = {kind: {field.encode_name for field in msgspec.structs.fields(kind)} for kind in (_Metadata, _Tensor)}
-_DTYPE_BYTES = {
-    "BF16": 2,
-    "F16": 2,
-    "F32": 4,
-    "F64": 8,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U8": 1,
-    "I8": 1,
-    "I16": 2,
-    "I32": 4,
-    "I64": 8,
-}
 
 
 class Reason(enum.StrEnum):
@@ -131,8 +119,8 @@ class TensorSpec:
     layout: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in _DTYPE_BYTES:
-            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(_DTYPE_BYTES)} is accepted")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(DTYPES)} is accepted")
         if not (0 <= self.rows <= _MAX_COUNT and 0 <= self.width <= _MAX_COUNT and self.nbytes <= _MAX_COUNT):
             raise ValueError(f"shape [{self.rows}, {self.width}] of {self.dtype}: negative, or past 2**63 bytes")
         if len(self.layout) > MAX_LAYOUT_CHARS or not _LAYOUT.fullmatch(self.layout):
@@ -141,7 +129,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
-        return self.rows * self.width * _DTYPE_BYTES[self.dtype]
+        return self.rows * self.width * DTYPES[self.dtype].nbytes
 
 
 def room(identifier: str) -> int:

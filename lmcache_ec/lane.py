@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import TypeVar
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.remote import Lookup
 
 NEVER = float("inf")
 _T = TypeVar("_T")
@@ -32,17 +32,6 @@ _QUEUED_ITEMS = 4096
 _QUEUED_BYTES = 1 << 30
 
 
-class Lookup(enum.StrEnum):
-    """How it is found out whether a tier has an entry that nobody has told of."""
-
-    AUTO = "auto"
-    """By asking, as long as its answers are quick; by its listing otherwise."""
-    PROBE = "probe"
-    """By asking, always."""
-    CATALOG = "catalog"
-    """By its listing; by asking until the first listing is complete."""
-
-
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How a tier is treated.
@@ -56,6 +45,11 @@ class Habits:
     refresh_s: float
     slow_s: float = 0.025
     local: bool = False
+
+
+def lane_names(tiers: Sequence[str]) -> list[str]:
+    """Names of tiers as they are counted and listed: a second one of a kind gets its position in the order, `s3_2`."""
+    return [name if tiers.index(name) == index else f"{name}_{index}" for index, name in enumerate(tiers)]
 
 
 class Lane:
@@ -82,6 +76,7 @@ class Lane:
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
         self._follows = False
         self._list_at = 0.0
+        self._moved_to = ""  # the namespace to list, if that is not the first any more
         self._answer_s = 0.0
         self._failures = 0
         self._rests_until = 0.0
@@ -150,10 +145,13 @@ class Lane:
         with self._lock:
             away = time.monotonic() - self._failed_at if self._failed_at else 0.0
             self._rests_until = self._failed_at = 0.0
-        self._presence.set_complete(self.name, self._lists)
-        if self._lists:
-            remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
-            self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+            if self._has_moved(namespace):
+                self._list_at = self.due_at = 0.0
+                return away
+            self._presence.set_complete(self.name, self._lists)
+            if self._lists:
+                remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
+                self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
         return away
 
     def _list(self, namespace: str) -> None:
@@ -166,7 +164,13 @@ class Lane:
                 add(entry.digest)
                 self.listed = max(self.listed, listed)
         self.listed = listed
-        self._presence.set_complete(self.name)
+        with self._lock:
+            if not self._has_moved(namespace):
+                self._presence.set_complete(self.name)
+
+    def _has_moved(self, namespace: str) -> bool:
+        """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""
+        return self._moved_to not in ("", namespace)
 
     def follow(self, namespace: str) -> None:
         """Take in what neighbours have written lately, once a listing has begun. Never during another call of it."""
@@ -190,12 +194,13 @@ class Lane:
         with self._lock:
             self.listed += 1  # the next listing sees what was evicted for it
 
-    def relist(self) -> None:
-        """What has been listed is of another namespace than is asked for now: list anew, and ask until that is done."""
+    def relist(self, namespace: str) -> None:
+        """This namespace is asked for from now on, another was listed: list anew, and ask until that is done."""
         with self._lock:
+            self._moved_to = namespace
             self._list_at = self.due_at = 0.0
-        if self._lists:
-            self._presence.set_complete(self.name, False)
+            if self._lists:
+                self._presence.set_complete(self.name, False)
 
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()

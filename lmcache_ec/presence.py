@@ -89,16 +89,16 @@ class PresenceFilter:
         creation. 0.3 µs for the first tier and half of that for each other; runs on the scheduler thread.
         """
         one, other = _PROBES.unpack(digest)
-        words, pattern, another = self._words, _PATTERNS[one & 4095], _PATTERNS[other & 4095]
-        one, other = one >> 12, other >> 12
+        words, pattern, place = self._words, _PATTERNS[one & 4095], one >> 12
         for section in self._all if tier is None else self._sections[tier]:
             while True:
                 shape, first, mask = section.seen
                 if words[section.shape_at] != shape:
                     shape, first, mask = section.look(words)
-                held = words[first + (one & mask)] & pattern == pattern
-                if held and words[first + (other & mask)] & another == another:
-                    return True
+                if words[first + (place & mask)] & pattern == pattern:
+                    another = _PATTERNS[other & 4095]
+                    if words[first + (other >> 12 & mask)] & another == another:
+                        return True
                 if words[section.shape_at] == shape:
                     break  # a no: on to the next tier
         return False

@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lmcache_ec.book import Place
+from lmcache_ec.place import Place
 
 _AT_ONCE = 4096
 

@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 
 from lmcache_ec import arena, entry
-from lmcache_ec.book import Landing
 from lmcache_ec.channel import (
     AnyMessage,
     Back,
@@ -38,6 +37,7 @@ from lmcache_ec.channel import (
     Filled,
     Hello,
     Landed,
+    Landing,
     Ledger,
     Link,
     LinkClosed,
@@ -46,7 +46,6 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
-    Remote,
     Saved,
     Sealed,
     Start,
@@ -57,11 +56,13 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
+from lmcache_ec.lane import NEVER, Habits, Lane, lane_names
 from lmcache_ec.locate import Locator
 from lmcache_ec.presence import PresenceWriter
-from lmcache_ec.tiers.base import Tier, TierAway
-from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, lane_names, open_remote, tier_name
+from lmcache_ec.tiers.awaited import AwaitedTier
+from lmcache_ec.tiers.base import Tier, TierUnreachable, message
+from lmcache_ec.tiers.kinds import kind_of, open_remote
+from lmcache_ec.tiers.remote import Lookup
 
 Opener = Callable[[], Tier]
 
@@ -176,7 +177,7 @@ class Store:
             case Enter(namespace=namespace):
                 self._namespace = namespace
                 for lane in self._lanes:
-                    lane.relist()
+                    lane.relist(namespace)
                 self._post(Entered(namespace))
             case Start():
                 self._begin(message)
@@ -190,8 +191,8 @@ class Store:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
             openings.append((f"local_disk {start.disk}", partial(_disk, start), habits))
         for remote in start.remotes:
-            habits = Habits(Lookup(remote.lookup), remote.refresh_s)
-            openings.append((tier_name(remote.url), partial(_remote, remote), habits))
+            habits = Habits(remote.lookup, remote.refresh_s)
+            openings.append((kind_of(remote.url).name, partial(open_remote, remote), habits))
         tiers = self._opened(openings)
         names = lane_names([tier.name for tier, _ in tiers])
         presence = self._presence = PresenceWriter.create(names)
@@ -217,15 +218,15 @@ class Store:
         wait(futures, _OPEN_TIMEOUT_S)
         tiers: list[tuple[Tier, Habits]] = []
         for (what, opener, habits), future in zip(openings, futures, strict=True):
-            error = future.exception() if future.done() else TierAway(errno.ETIMEDOUT, "no answer")
+            error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, "no answer")
             if error is None:
                 tiers.append((future.result(), habits))
                 if notice := future.result().notice:
                     self._post(Notice(f"{what}-open", notice))
-            elif not self._is_successor and (habits.local or not isinstance(error, TierAway)):
-                self._link.send(Hello(os.getpid(), f"{what}: {_words(error)}", []), [os.pidfd_open(os.getpid())])
+            elif not self._is_successor and (habits.local or not isinstance(error, TierUnreachable)):
+                self._link.send(Hello(os.getpid(), f"{what}: {message(error)}", []), [os.pidfd_open(os.getpid())])
             else:
-                self._post(Notice(f"{what}-open", f"{_words(error)}; tried again in the background"))
+                self._post(Notice(f"{what}-open", f"{message(error)}; tried again in the background"))
                 name = "disk" if habits.local else what
                 tiers.append((AwaitedTier(name, opener, None if future.done() else future), habits))
         pool.shutdown(wait=False)
@@ -570,12 +571,9 @@ class Store:
 
     def _survey_one(self, number: int, lane: Lane) -> None:
         try:
-            namespace = self._namespace
-            if away := lane.survey(namespace):
+            if away := lane.survey(self._namespace):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
                 self._post(Back(number))
-            if namespace != self._namespace:
-                lane.relist()
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
@@ -671,20 +669,11 @@ def _disk(start: Start) -> Tier:
     return DiskTier(Path(start.disk), start.disk_bytes, start.disk_free_bytes)
 
 
-def _remote(remote: Remote) -> Tier:
-    options = RemoteOptions(remote.ttl_s, remote.timeout_s, remote.max_entry_bytes, remote.extra_config)
-    return open_remote(remote.url, options)
-
-
 def _creator(link: Link) -> int:
     """The process that made the link: the engine's, on its scheduler side."""
     with socket.socket(fileno=os.dup(link.fileno())) as sock:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[0])
-
-
-def _words(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 def main() -> None:

@@ -37,10 +37,11 @@ from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
 from lmcache_ec.lane import Lane
+from lmcache_ec.sizes import GIB
 
 from .layout import Layout
 from .scratch import Scratch
-from .settings import GIB, PREFIX, PluginSettings, read_settings
+from .settings import PREFIX, PluginSettings, read_settings
 from .tiers import Tiers
 from .writes import Writes
 

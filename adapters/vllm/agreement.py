@@ -7,7 +7,7 @@ import torch
 
 
 def agree(failed: list[bool]) -> list[bool]:
-    """True where the load failed on any rank. A collective over host memory; all ranks call it in the same step."""
+    """True where it is true on any rank. A collective over host memory; all ranks call it in the same step."""
     from vllm.distributed import parallel_state
 
     votes = torch.tensor(failed, dtype=torch.int32)

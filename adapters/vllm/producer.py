@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import TYPE_CHECKING
 
-from .standing import Standing
+from .item import Item, Standing
 
 if TYPE_CHECKING:
-    from lmcache_ec.book import Place
     from lmcache_ec.cache import EncoderCache, Probe
     from lmcache_ec.entry import TensorSpec
+    from lmcache_ec.place import Place
 
-    from .scheduler import Item
 
 _FRESH_S = 1.0
 """How old the tiers' answer may be while its request waits or runs on."""

@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_ec.book import Place
-from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache, Probe
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
+from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
 
 from .announcement import Announcer, announced
@@ -27,10 +27,10 @@ from .identifiers import (
     signed_identifiers,
     without_signature,
 )
+from .item import Item, Memo, Shape, Standing
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 from .producer import Producer
-from .standing import Standing
 
 if TYPE_CHECKING:
     import logging
@@ -57,67 +57,15 @@ _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
 
 
-@dataclass(slots=True)
-class Item:
-    """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
+class Promised(NamedTuple):
+    """A load that vLLM counts on: of the place, for (request, index). No place: void since, to be encoded in its place.
 
-    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
-    `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
-    more tokens and no preemption since, the request holds it.
+    One that is not `encodable` is never void: vLLM dies of an item that never comes.
     """
 
-    identifier: str
-    start: int
-    end: int
-    modality: str
-    rows: int
-    names: tuple[Name, ...]
-    encodable: bool
-    announced: bool = False
-    """A producer has said that it stored the item: it is waited for even if no listing has it."""
-    missed: bool = False
-    held_at: tuple[int, int] | None = None
-    probe: Probe | None = None
-    """A producer's question which tiers have it, asked for this request."""
-    rewritten: bool = False
-    """The producer has asked for this request that they be given it again."""
-
-    @property
-    def name(self) -> str:
-        """The one that it is saved under."""
-        return self.names[0].text if self.names else self.identifier
-
-    @property
-    def persists(self) -> bool:
-        return bool(self.names) and self.names[0].durability is Durability.PERSISTENT
-
-    def shape_of(self, name: Name) -> Shape:
-        return name.text, self.modality, self.rows
-
-
-Shape = tuple[str, str, int]
-"""Name, modality and rows: what an entry is asked to be."""
-
-
-@dataclass(slots=True)
-class Memo:
-    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
-
-    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
-    the identifiers that a front end of this engine spelled.
-    """
-
-    request_id: str
-    items: list[Item]
-    named: dict[str, Item]
-    end: int
-    signed: frozenset[str]
-    computed: int = 0
-    preemptions: int = 0
-    deadline_s: float = 0.0
-    leases: dict[str, Place] = field(default_factory=dict)
-    waiting_since: float | None = None
-    waited_s: float = 0.0
+    place: Place | None
+    item: tuple[str, int]
+    encodable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +129,7 @@ class SchedulerSide:
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
+        self._loads: dict[str, Promised] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -211,8 +159,14 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
-        if self.cache.weights.moved and self.cache.follow_weights():
+        if self.cache.weights.moved:
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        if self.cache.follow_weights():
             self._start_over()
+        if self.cache.in_doubt:
+            self._looked = 0.0  # the next step looks
 
     def _start_over(self) -> None:
         """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
@@ -226,10 +180,10 @@ class SchedulerSide:
                 item.probe = None
         if self._producer is not None:
             self._producer.follow(self._mirror)
-        for identifier, (place, item_of) in self._loads.items():
-            if place is not None:
-                self.cache.book.unpin(place)
-            self._loads[identifier] = (None, item_of)
+        for identifier, promised in self._loads.items():
+            if promised.place is not None and promised.encodable:
+                self.cache.book.unpin(promised.place)
+                self._loads[identifier] = promised._replace(place=None)
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -440,9 +394,10 @@ class SchedulerSide:
         place = self._promises.pop(identifier, None)
         if place is not None:
             put_off = self._loads.get(identifier)
-            self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None and put_off[0] is not None:
-                self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
+            encodable = memo is not None and memo.items[index].encodable
+            self._loads[identifier] = Promised(place, (request.request_id, index), encodable)
+            if put_off is not None and put_off.place is not None:
+                self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif self._producer is not None and self._producer.skips(identifier):
@@ -513,9 +468,9 @@ class SchedulerSide:
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            place, _ = self._loads.pop(identifier, (None, None))
-            if place is not None:
-                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
+            put_off = self._loads.pop(identifier, None)
+            if put_off is not None and put_off.place is not None:
+                self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
 
@@ -541,13 +496,13 @@ class SchedulerSide:
                 continue
             meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (promised, item) in self._loads.items():
+        for identifier, (promised, item, encodable) in self._loads.items():
             scheduled_item = item if item[0] in scheduled else None
             if promised is None:
                 meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
             elif promised.spec is not None:
                 offset = promised.offset + room(promised.identifier)
-                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item, encodable))
                 book.send_load(promised, self._step)
         self._saves.clear()
         return meta
@@ -593,7 +548,7 @@ class SchedulerSide:
         identifier = request.mm_features[index].identifier
         place = self._promises.pop(identifier, None)
         if place is not None:
-            self._loads[identifier] = (place, (request.request_id, index))
+            self._loads[identifier] = Promised(place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
@@ -604,7 +559,7 @@ class SchedulerSide:
         self._step += 1
         scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
-        for identifier, (_, item) in self._loads.items():
+        for identifier, (_, item, _) in self._loads.items():
             meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta

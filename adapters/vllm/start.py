@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from .plugin import NAME
+from .ours import is_ours
 
 
 def install() -> None:
@@ -21,9 +21,8 @@ def install() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
-        transfer = vllm_config.ec_transfer_config
-        if transfer is not None and transfer.ec_connector == NAME:
-            _begin(transfer.ec_connector_extra_config)
+        if is_ours(vllm_config):
+            _begin(vllm_config.ec_transfer_config.ec_connector_extra_config)
         return vllm_config
 
     create_engine_config._lmcache_ec = True  # type: ignore[attr-defined]

@@ -41,6 +41,7 @@ def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
                         seal.update(piece.numpy())
                     continue
                 if plain.device not in folds:
+                    torch.accelerator.synchronize(plain.device)  # a writer may have used another stream
                     folds[plain.device] = Fold(plain.device)
                 for piece in _pieces(plain):
                     folds[plain.device].add(piece)
@@ -63,13 +64,14 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its bytes, flat and in order, in runs of at most PIECE_BYTES (or one row, if that is more). What is contiguous is
-    not copied."""
+    """Its bytes, flat and in order, in runs that end with a word: PIECE_BYTES at most, or four rows where those are
+    longer. What is contiguous is not copied."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).view(torch.uint8).split(PIECE_BYTES)
         return
-    row_bytes = tensor[0].numel() * tensor.itemsize if len(tensor) else 0
-    for rows in tensor.split(max(1, PIECE_BYTES // max(1, row_bytes))):
+    row_bytes = max(1, tensor[0].numel() * tensor.itemsize)
+    words_of_rows = max(1, PIECE_BYTES // (row_bytes * _WORD_BYTES))
+    for rows in tensor.split(words_of_rows * _WORD_BYTES):
         yield rows.reshape(-1).view(torch.uint8)
 
 
@@ -87,10 +89,13 @@ class Fold:
     def add(self, piece: torch.Tensor) -> None:
         """Add bytes after those before. They must not change until they are added up."""
         words = _words(piece)
-        if (self._words + len(words)) * _WORD_BYTES > PIECE_BYTES:
-            self._fold()
-        self._waiting.append(words)
-        self._words += len(words)
+        while len(words):
+            part = words[: PIECE_BYTES // _WORD_BYTES - self._words]
+            self._waiting.append(part)
+            self._words += len(part)
+            words = words[len(part) :]
+            if self._words * _WORD_BYTES == PIECE_BYTES:
+                self._fold()
 
     def sums(self) -> bytes:
         """What it comes to, 8 bytes for each piece."""

@@ -11,8 +11,7 @@ from collections.abc import Callable, MutableMapping
 import torch
 
 from lmcache_ec.arena import within
-from lmcache_ec.book import Outcome
-from lmcache_ec.channel import Saved
+from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import room
 from lmcache_ec.rank import Rank
@@ -27,15 +26,18 @@ EncoderTensors = MutableMapping[str, torch.Tensor]
 """vLLM's own encoder cache: a dictionary, or whatever takes a tensor by item assignment."""
 
 Agree = Callable[[list[bool]], list[bool]]
-"""Which loads failed on any rank, from which failed on this one. Every rank calls it with as many values."""
+"""What holds on any rank, from what holds on this one. Every rank calls it with as many values."""
+
+
+_OUTDATED = "the encoder's weights have changed since this was decided"
 
 
 class WorkerSide:
     """One rank of the first pipeline stage. Runs in the worker process, in its forward pass: no I/O, and no wait but a
     producer's (`producer_flush_s`).
 
-    The one thing that ranks do together is to agree on loads that failed (`agree`), in steps that load: if only one
-    rank encoded an item, the encoder's collectives would hang.
+    The one thing that ranks do together is to agree: on loads that failed, in steps that load, since the encoder's
+    collectives would hang if only one rank encoded an item; and on having other weights, in steps that look at them.
     """
 
     def __init__(
@@ -68,10 +70,13 @@ class WorkerSide:
 
     def bind(self, meta: StepMetadata) -> None:
         self._meta = meta if meta.step else None
-        if self._meta is not None and self.weights is not None:
-            if meta.look:
-                self.weights.look()
-            self._outdated = not self.weights.are(meta.weights, self._number)
+        if self._meta is None:
+            return
+        if meta.look and self.weights is not None:
+            self.weights.look()
+        self._outdated = self.weights is not None and not self.weights.are(meta.weights, self._number)
+        if meta.look:  # a writer past all calls may have changed another rank's part alone
+            [self._outdated] = self._agree([self._outdated])
 
     def load(self, cache: EncoderTensors) -> None:
         """Copy this step's loads into vLLM's cache. What cannot be loaded, vLLM encodes after all."""
@@ -85,6 +90,8 @@ class WorkerSide:
 
     def _load(self, meta: StepMetadata, load: Load, cache: EncoderTensors) -> bool:
         try:
+            if self._outdated and load.encodable:
+                raise ValueError(_OUTDATED)
             self._put(cache, load.identifier, self._copier.load(self._payload(meta, load)))
         except Exception as error:
             self._complaints.warn("load", f"an entry could not be loaded and is encoded again: {error}")
@@ -137,6 +144,8 @@ class WorkerSide:
 
     def _save(self, meta: StepMetadata, save: Save, cache: EncoderTensors) -> None:
         try:
+            if self._outdated:
+                raise ValueError(_OUTDATED)
             tensor = cache[save.identifier]
             if tuple(tensor.shape) != (save.spec.rows, save.spec.width) or dtype_name(tensor.dtype) != save.spec.dtype:
                 raise ValueError(f"it is {tuple(tensor.shape)} {tensor.dtype}, expected was {save.spec}")
@@ -148,10 +157,7 @@ class WorkerSide:
         self._copied.append(save)
 
     def _payload(self, meta: StepMetadata, order: Load | Save) -> torch.Tensor:
-        """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds, and
-        those of an output of the weights that this rank has."""
-        if self._outdated:
-            raise ValueError("the encoder's weights have changed since this was decided")
+        """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds."""
         if not order.place:
             raise ValueError("what was promised is void")
         rank = self._rank

@@ -164,6 +164,25 @@ def _spoil_account(targets: Targets, chance: Random) -> Outcome:
     return False
 
 
+def _spoil_news(targets: Targets, chance: Random) -> Outcome:
+    """A neighbour's log, all of them, or one that nobody wrote."""
+    folder = targets.disk / ".news"
+    logs = sorted(folder.glob("*"))
+    if not logs:
+        return False
+    with _if_there():
+        how, log = chance.randrange(4), chance.choice(logs)
+        if how == 0:
+            log.unlink()
+        elif how == 1:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            path = log if how == 2 else folder / chance.randbytes(12).hex()
+            path.write_bytes(chance.randbytes(chance.randrange(1, 100_000)))
+        return True
+    return False
+
+
 def _leave_temporary(targets: Targets, chance: Random) -> Outcome:
     """What a writer leaves that is killed."""
     workshops = sorted(targets.disk.glob("*/.tmp"))
@@ -382,6 +401,7 @@ FAULTS = (
     Fault("disk-delete", _delete, 4, 10),
     Fault("disk-folder", _remove_folder, 3, 5),
     Fault("disk-account", _spoil_account, 2, 4),
+    Fault("disk-news", _spoil_news, 2, 4),
     Fault("disk-temporary", _leave_temporary, 2, 4),
     Fault("store-stop", _stop_store, 5, 4),
     Fault("store-stop-long", _stop_store_for_long, 1, 0.1),

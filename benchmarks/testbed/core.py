@@ -24,13 +24,13 @@ import safetensors
 import xxhash
 
 from benchmarks.testbed.waiting import DEADLINE_S, wait_until
-from lmcache_ec.book import Outcome, Place
 from lmcache_ec.cache import EncoderCache, Engine
-from lmcache_ec.channel import Saved
+from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.cli.status import engines
 from lmcache_ec.config import EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length, room, verify
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.place import Place
 from lmcache_ec.rank import Rank
 
 NAMESPACE = "bench-0123456789abcdef"

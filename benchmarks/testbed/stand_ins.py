@@ -191,16 +191,19 @@ class Served:
         runner: Any = None,
         name: str = "",
         announcer: Any = None,
+        watched: bool = False,
+        persist_updated_weights: Any = False,
         **policy: Any,
     ) -> None:
-        """`runner` is another than a `Runner`; it serves the engine `name`."""
+        """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights."""
         name = name or uuid.uuid4().hex
         self.name = name
         self.runner = runner or Runner(name)
-        keys: dict[str, Any] = {"local_disk": folder, "max_local_cpu_size": arena_bytes / (1 << 30), "drain_s": 5}
-        config = EncoderCacheConfig(**keys)
+        keys = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
+        config = EncoderCacheConfig(local_disk=folder, drain_s=5, **keys)
         try:
-            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, policy.get("producer", True)))
+            saves = policy.get("producer", True)
+            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, saves, watched))
         except BaseException:
             self.runner.worker.shutdown()
             raise

@@ -14,11 +14,17 @@ class TierError(OSError):
     """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
 
 
-class TierAway(TierError, ValueError):
+def message(error: BaseException) -> str:
+    """What a tier's error says, in one line."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(text.split())
+
+
+class TierUnreachable(TierError, ValueError):
     """Raised by what opens a tier, where its store does not answer: a wrong address, or an outage that may pass."""
 
 
-AWAY = frozenset(
+UNREACHABLE = frozenset(
     {
         *(errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT),
         *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH),

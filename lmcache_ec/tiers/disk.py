@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
 from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError
 from lmcache_ec.tiers.disk_account import Account, FolderAccount, in_folder, try_lock
 from lmcache_ec.tiers.disk_news import FolderNews
@@ -48,7 +48,6 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 _renaming = threading.Lock()  # where links are not to be had: a rename replaces what another thread just published
 _SHARD = re.compile(r"[0-9a-f]{2}")
-_FILE_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _TEMPORARY = re.compile(r"([0-9]+)\.[0-9a-f]{24}")
 _ATTEMPTS = 16
 _VICTIMS = 16_384
@@ -362,7 +361,7 @@ class _Survey:
         for shard in _shards(self._root / namespace):
             for path, digest, status in _entries(shard):
                 self._add(path, status)
-                yield Listed(bytes.fromhex(digest), status.st_size, status.st_mtime)
+                yield Listed(digest, status.st_size, status.st_mtime)
 
     def sample(self, at_most: int | None) -> None:
         """All namespaces, shard by shard in an order drawn by chance, until `at_most` entries have been seen."""
@@ -586,14 +585,15 @@ def _shards(folder: Path) -> list[str]:
     return [shard.path for shard in _scan(folder) if _SHARD.fullmatch(shard.name)]
 
 
-def _entries(shard: str) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Path, digest in hex and status of the entries in a shard."""
+def _entries(shard: str) -> Iterator[tuple[str, bytes, os.stat_result]]:
+    """Path, digest and status of the entries in a shard."""
+    folder = "/".join(shard.split("/")[-2:])
     for file in _scan(shard):
-        match = _FILE_NAME.fullmatch(file.name)
-        if match and shard.endswith(match[1][:2]):
+        entry = parse_object_name(f"{folder}/{file.name}")
+        if entry is not None:
             status = _status(file)
             if status is not None and stat.S_ISREG(status.st_mode):
-                yield file.path, match[1], status
+                yield file.path, entry.digest, status
 
 
 def _status(file: os.DirEntry[str]) -> os.stat_result | None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +28,11 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
+from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
+from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
-from lmcache_ec.tiers.s3_faults import Fault, told
+from lmcache_ec.tiers.s3_faults import Fault, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
@@ -52,15 +52,13 @@ _BORN_REWRITTEN_S = 6 * 3600.0
 
 _Answer = TypeVar("_Answer")
 
-_OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
-
 
 def open_s3(
     url: str | S3Options,
     extra_config: Mapping[str, object] | None = None,
     *,
     ttl_s: float | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> S3Tier:
     """The tier at an S3 URL (see `s3_options`), after one request that shows that it can be read.
 
@@ -101,7 +99,7 @@ class S3Tier(Tier):
         return f"S3Tier({self._access.where})"
 
     def check(self) -> None:
-        """Ask for an object that is not there. ValueError for any other answer than that, TierAway for none at all."""
+        """Ask for an object that is not there. ValueError for any other answer than that, TierUnreachable for none."""
         from obstore.exceptions import BaseError
 
         access = self._access
@@ -113,8 +111,8 @@ class S3Tier(Tier):
             if fault.code == "NoSuchKey":
                 return
             advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
-            if fault.number in AWAY:
-                raise TierAway(fault.number, f"S3 at {access.where}: {advice}") from None
+            if fault.number in UNREACHABLE:
+                raise TierUnreachable(fault.number, f"S3 at {access.where}: {advice}") from None
         raise ValueError(f"S3 at {access.where}: {advice}")
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
@@ -164,9 +162,9 @@ class S3Tier(Tier):
         """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel."""
         for page in self._pages(check_namespace(namespace)):
             for found in page:
-                match = _OBJECT.fullmatch(found["path"])
-                if match and not self._aged(found):
-                    yield Listed(bytes.fromhex(match[2]), found["size"], found["last_modified"].timestamp())
+                entry = parse_object_name(found["path"])
+                if entry and not self._aged(found):
+                    yield Listed(entry.digest, found["size"], found["last_modified"].timestamp())
 
     def close(self) -> None:
         """There is nothing to let go of: idle connections end by themselves."""
@@ -344,7 +342,7 @@ def _reported(action: str) -> Iterator[None]:
     except TierError:
         raise
     except (BotoCoreError, ClientError) as error:
-        raise TierError(errno.EIO, f"s3 tier could not {action}: {told(error)}") from None
+        raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
     except (BaseError, OSError) as error:
         fault = Fault.of(error)
         raise TierError(fault.number, f"s3 tier could not {action}: {fault}") from None
@@ -361,7 +359,7 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
 
 
 def _is_entry(found: ObjectMeta) -> bool:
-    return _OBJECT.fullmatch(found["path"]) is not None
+    return parse_object_name(found["path"]) is not None
 
 
 def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:

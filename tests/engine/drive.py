@@ -149,12 +149,12 @@ def foreign_front_end() -> Iterator[None]:
     """Requests as a front end makes them that knows nothing of this package: as a client spelled them, unsigned."""
     from lmcache_ec.adapters.vllm import front_end
 
-    ours = front_end._is_ours
-    front_end._is_ours = lambda config: False
+    ours = front_end.is_ours
+    front_end.is_ours = lambda config: False
     try:
         yield
     finally:
-        front_end._is_ours = ours
+        front_end.is_ours = ours
 
 
 def chat_with_embeddings(engine: Engine, seed: int) -> Any:

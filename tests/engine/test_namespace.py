@@ -14,14 +14,14 @@ MODEL = "gemma3"
 PROMPT = Prompt(images=(1,))
 
 
-def overwrite_vision_tower(checkpoint: Path) -> None:
+def overwrite_vision_tower(checkpoint: Path, only: str = "") -> None:
     """Other weights of the same names and sizes in the same file, as a training run leaves them."""
     from safetensors.torch import load_file, save_file
 
     [file] = checkpoint.glob("*.safetensors")
     weights = load_file(file)
     for name in weights:
-        if "vision_tower" in name:
+        if "vision_tower" in name and only in name:
             weights[name] = weights[name] * 1.5
     save_file(weights, file, metadata={"format": "pt"})
 

@@ -37,9 +37,9 @@ def apply_to_language_model(engine: Engine, factor: float) -> None:
     engine.llm.apply_model(partial(scale_language_model, factor=factor))
 
 
-def reload(engine: Engine, path: str = "") -> None:
+def reload(engine: Engine, path: str) -> None:
     """From a checkpoint, another one or the same, as vLLM's own method does."""
-    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path} if path else {})
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
 
 def read(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from benchmarks.testbed.stand_ins import WIDTH, sent
-from lmcache_ec.adapters.vllm import worker_calls
+from lmcache_ec.adapters.vllm import ours
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 
@@ -45,17 +45,30 @@ class V1Runner:
 
     connector: ECLMCacheConnector
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: torch.nn.Linear = field(default_factory=lambda: torch.nn.Linear(1, 1, bias=False))
+    """The encoder's: one factor of its outputs, a power of two."""
     encodes: int = 0
     loads: int = 0
     _prompts: dict[str, Prompt] = field(default_factory=dict)
+    _made_by: dict[str, float] = field(default_factory=dict)  # of what is in the cache: the factor
 
     @classmethod
     def of(cls, config: Any) -> "V1Runner":
-        worker_calls._watched.add(engine_name(config))  # as if an executor had been made
+        ours.watched.add(engine_name(config))  # as if an executor had been made
         runner = cls(ECLMCacheConnector(config, ECConnectorRole.WORKER))
         runner.connector.start_worker_services()
-        runner.connector.watch_weights(functools.partial(torch.nn.Linear, 1, 1))
+        runner.weights.weight.data.fill_(1.0)
+        runner.connector.watch_weights(lambda: runner.weights)
         return runner
+
+    @property
+    def factor(self) -> float:
+        return float(self.weights.weight)
+
+    def change_weights(self, factor: float) -> None:
+        """By a call to the worker, that vLLM waits for."""
+        with self.connector.weights_may_change("update_weights", None, lambda: self.weights):
+            self.weights.weight.data.fill_(factor)
 
     def run(self, output: SchedulerOutput) -> None:
         """A step. Raises EngineDied where a real runner would raise, or would gather what is not the item."""
@@ -65,9 +78,11 @@ class V1Runner:
             return
         self.connector.bind_connector_metadata(output.ec_connector_metadata)
         self.connector.start_save_caches(encoder_cache=self.cache)
-        held = len(self.cache)
+        held = set(self.cache)
         self.connector.start_load_caches(self.cache)
-        self.loads += len(self.cache) - held
+        loaded = set(self.cache) - held
+        self._made_by.update(dict.fromkeys(loaded, self.factor))
+        self.loads += len(loaded)
         try:
             self._encode(output)
             self._gather(output)
@@ -93,7 +108,9 @@ class V1Runner:
                 if feature.data is None:
                     raise EngineDied(f"{name} has nothing to encode for its item {index}, {feature.identifier}")
                 self.encodes += 1
-                self.cache[feature.identifier] = encoded(feature.identifier, feature.mm_position.length)
+                rows = feature.mm_position.length
+                self.cache[feature.identifier] = encoded(feature.identifier, rows) * self.factor
+                self._made_by[feature.identifier] = self.factor
                 self.connector.save_caches(self.cache, feature.identifier)
 
     def _gather(self, output: SchedulerOutput) -> None:
@@ -108,5 +125,5 @@ class V1Runner:
                 tensor = self.cache.get(feature.identifier)
                 if tensor is None:
                     raise EngineDied(f"{item}: not in the encoder cache at token {prompt.computed}")
-                if not torch.equal(tensor, encoded(feature.identifier, rows)):
+                if not torch.equal(tensor, encoded(feature.identifier, rows) * self._made_by[feature.identifier]):
                     raise EngineDied(f"{item}: other bytes than its encoder's output")

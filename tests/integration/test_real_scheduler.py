@@ -289,6 +289,8 @@ class Engine:
             scheduler.reset_encoder_cache()
             self.runner.cache.clear()
             self.resets += 1
+        if dice.random() < 0.02:
+            self.runner.change_weights(dice.choice([1.0, 1.0, 2.0, 4.0]))
         if self._fault is Fault.KILLS and dice.random() < 0.01 and self.side.cache._store.introduced:
             self.side.cache._store.kill()
 
@@ -328,6 +330,7 @@ def _configuration(dice: random.Random, folder: Path, deadline_ms: int) -> Any:
         "max_local_cpu_size": dice.choice([0.0001, 0.0005, 0.01]),
         "load_deadline_ms": deadline_ms,
         "start_timeout_s": PATIENCE_S,
+        "persist_updated_weights": dice.choice([False, True]),
     }
     transfer = {
         "ec_connector": "ECLMCacheConnector",

@@ -26,6 +26,7 @@ from benchmarks.testbed.core import (
     stored,
     wait_until,
 )
+from benchmarks.testbed.servers.authority import Authority
 from benchmarks.testbed.servers.lmcache_server import lmcache_server
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.relay import relay
@@ -409,3 +410,18 @@ def test_credentials_of_the_environment_reach_the_store_process_only_for_s3(
             [pid] = store_processes(bench.arena)
             seen[remote.name] = b"AWS_SECRET_ACCESS_KEY" in Path(f"/proc/{pid}/environ").read_bytes()
     assert seen == {"s3": True, "redis": False}
+
+
+def test_an_authority_that_the_environment_names_is_trusted_by_doctor_and_engine_alike(
+    tmp_path: Path, in_redis: Remote, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    with relay(redis.port, authority.server_context(authority.identity("server"))) as front:
+        url = f"rediss://127.0.0.1:{front.port}"
+        report = examine("{}", {"LMCACHE_EC_REMOTE_URL": url})
+        assert report.remotes == {"redis": f"{url}, answers"}
+        with Bench(None, remotes=[url]) as bench:
+            bench.encode(IMAGES[:1])
+            bench.settle()
+            wait_until("it is stored", lambda: in_redis.held() == 1)

@@ -116,7 +116,8 @@ def test_what_one_process_stores_another_reads_to_the_bit_from_disk_redis_and_s3
         for name in names:
             assert one("get", name=name) == described(name), name
             assert one("in_memory", name=name)
-    for only in (config("disk"), config(None, in_redis), config(None, in_s3)):
+    probed = config(None, in_redis, remote_lookup="probe")  # by default a Redis that answers slowly is not asked
+    for only in (config("disk"), probed, config(None, in_s3)):
         with opened(other, only):
             assert [other("get", name=name) for name in names] == [described(name) for name in names]
         with opened(other, only):

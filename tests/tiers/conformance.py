@@ -124,6 +124,12 @@ class TierConformance:
         assert {one.digest: one.length for one in found} == {key.digest: number for number, key in enumerate(keys)}
         assert len(found) == len(keys)
 
+    def test_what_it_wrote_itself_is_no_news_to_it(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert list(tier.news(key.namespace)) == []
+        tier.put(key, value("a", 1000))
+        assert list(tier.news(key.namespace)) == []
+
     def test_what_each_namespace_takes_is_counted_and_to_be_counted_changes_nothing(self, tier: Tier) -> None:
         if not self.counts_namespaces:
             with pytest.raises(TierError, match="cannot be listed") as raised:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, repeat
 from pathlib import Path
@@ -25,13 +26,17 @@ import trustme
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Habits, Lane, Lookup
+from lmcache_ec.lane import Habits, Lane
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers import s3, s3_access
 from lmcache_ec.tiers.base import TierError
-from lmcache_ec.tiers.s3 import S3Tier, open_s3
+from lmcache_ec.tiers.remote import Lookup
+from lmcache_ec.tiers.s3 import S3Tier
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
+
+open_s3 = partial(s3.open_s3, timeout_s=5.0)
+"""With more patience than the default has: the server under test shares this machine with other tests."""
 
 
 @pytest.fixture(scope="module")

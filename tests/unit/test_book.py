@@ -9,8 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_ec.book import Book, Landing, LifeError, Outcome, Place, State
+from lmcache_ec.book import Book, LifeError
+from lmcache_ec.channel import Landing, Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.place import Place, State
 
 MIB = 1 << 20
 RANKS = 2
@@ -58,6 +60,7 @@ class Life(RuleBasedStateMachine):
         self.leases: list[Place] = []
         self.incarnation = 1
         self.lost: list[int] = []
+        self.ids = 0  # places up to this one are of no use to anybody any more
 
     # ---- what the test knows of who may touch what
 
@@ -78,6 +81,12 @@ class Life(RuleBasedStateMachine):
             assert not who or place.extent.place is place
         for place in (*self.promised, *self.leases):
             assert place.state is State.LIVE
+
+    @invariant()
+    def nothing_that_was_forgotten_is_found(self) -> None:
+        for number in range(13):
+            place = self.book._index.get(f"i{number}")
+            assert place is None or (place.id > self.ids and not place.forgotten)
 
     @invariant()
     def every_byte_is_counted_once(self) -> None:
@@ -166,6 +175,17 @@ class Life(RuleBasedStateMachine):
             self.touched.setdefault(place, set())
             self.book.forget(place)
             assert self.book.live(f"i{number}") is None
+
+    @precondition(lambda self: not self.reserved and not self.promised)
+    @rule()
+    def forget_all(self) -> None:
+        """Between passes: the encoder's weights have changed."""
+        for place in self.book._index.values():
+            self.touched.setdefault(place, set())
+        self.book.forget_all()
+        self.ids = self.book._ids
+        assert not self.book.unsaved
+        assert self.book.owed_write() is None
 
     @rule(number=st.integers(0, 12), mib=st.sampled_from([0.1, 1.0, 2.0]), certain=st.booleans())
     def fill(self, number: int, mib: float, certain: bool) -> None:
@@ -269,7 +289,7 @@ class Life(RuleBasedStateMachine):
         self.fills.remove((place, by))
         self.release(place, ("store", by))
         live = self.book.filled(place.id, spec(0.1) if found else None, "disk")
-        assert (live is place) == found
+        assert (live is place) == (found and place.id > self.ids)
 
     @rule()
     def lose_store(self) -> None:

@@ -17,8 +17,8 @@ import yaml
 from pydantic import ValidationError
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Origin, Source, load_config, resolve, summary
-from lmcache_ec.config.host import memory, memory_warning
 from lmcache_ec.config.keys import accepts, default
+from lmcache_ec.host import memory, memory_warning
 
 CANARY = "hunter2"
 EXTRA = "ec_connector_extra_config"
@@ -47,7 +47,16 @@ def test_without_any_configuration_the_defaults_are_safe() -> None:
     assert config.enabled
     assert config.local_disk is None
     assert not config.persist_client_ids
+    assert config.persist_updated_weights is False
     assert (config.max_local_cpu_bytes, config.max_local_disk_bytes) == (2 << 30, 16 << 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [("true", True), ("1", True), ("off", False), ("False", False), ("by_version", "by_version")]
+)
+def test_updated_weights_persist_by_a_flag_or_by_version(text: str, meant: object) -> None:
+    config = load_config(environ={"LMCACHE_EC_PERSIST_UPDATED_WEIGHTS": text})
+    assert config.persist_updated_weights == meant
 
 
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +142,7 @@ def test_the_remote_of_the_kv_part_is_inherited_where_we_have_a_tier_for_it(file
     assert resolved.config.extra_config == {"s3_region": "x"}
     assert resolved.origins["remotes"].source is Source.INHERITED
     line = summary(resolved.config, resolved.origins)
-    assert f"remotes=[redis host:6379/1] ({resolved.origins['remotes'].place})" in line
+    assert f"remotes=[redis host:6379/1] ({resolved.origins['remotes'].location})" in line
     assert not {"hunter2", "user"} & set(re.split(r"\W+", f"{line} {resolved.config!r}"))
     assert load_config(environ=file(text + "ec: {remotes: []}")).remotes == ()
     assert load_config(environ=file(text + "ec: {remote_url: 's3://bucket'}")).remotes == ("s3://bucket",)
@@ -337,6 +346,10 @@ MISTAKES = {
     ),
     "a list for a flag": Mistake(
         ("persist_client_ids=<list>", "<file> line 1", "true or false"), "ec: {persist_client_ids: [a]}"
+    ),
+    "neither a flag nor a choice": Mistake(
+        ("persist_updated_weights='by-version'", "<file> line 1", "true, false or by_version"),
+        "ec: {persist_updated_weights: by-version}",
     ),
     "an empty variable": Mistake(("epoch=''", "LMCACHE_EC_EPOCH", "a whole number"), environ={"LMCACHE_EC_EPOCH": ""}),
     "a date for an epoch": Mistake(("epoch=<date>", "<file> line 1", "a whole number"), "ec: {epoch: 2026-01-01}"),

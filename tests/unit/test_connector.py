@@ -19,13 +19,14 @@ from benchmarks.testbed.models import model_path
 from benchmarks.testbed.stand_ins import PATIENCE_S, WIDTH, VllmScheduler, request, scheduler_output, sent
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import connector as connector_module
-from lmcache_ec.adapters.vllm import worker_calls
+from lmcache_ec.adapters.vllm import namespace
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
+from lmcache_ec.adapters.vllm.scheduler import Promised
 from lmcache_ec.config import ConfigError
-from lmcache_ec.config.host import memory
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
+from lmcache_ec.host import memory
 from tests.unit.test_namespace import vllm_config
 
 Build = Callable[..., ECLMCacheConnector]
@@ -52,11 +53,14 @@ def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in ("LMCACHE_CONFIG_FILE", "LMCACHE_LOCAL_DISK"):
         monkeypatch.delenv(name, raising=False)
 
-    def connector(role: ECConnectorRole, model: str = "qwen3vl", **extra: Any) -> ECLMCacheConnector:
+    def connector(
+        role: ECConnectorRole, model: str = "qwen3vl", watched: bool = True, **extra: Any
+    ) -> ECLMCacheConnector:
         config = configs[model]
         monkeypatch.setattr(config.ec_transfer_config, "ec_connector_extra_config", extra)
         monkeypatch.setattr(config.ec_transfer_config, "engine_id", engine)
-        monkeypatch.setattr(worker_calls, "_watched", {engine_name(config)})
+        engines = {engine_name(config)} if watched else set()
+        monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", engines)
         built.append(ECLMCacheConnector(config, role))
         return built[-1]
 
@@ -132,6 +136,35 @@ def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
     side = scheduler._scheduler
     assert side is not None
     assert len(side.cache._engine.producer.encode()) <= MAX_PRODUCER_BYTES
+
+
+def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
+    build: Build, errors: list[logging.LogRecord]
+) -> None:
+    """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
+    worker = build(ECConnectorRole.WORKER)
+    serves_without(worker, build(ECConnectorRole.SCHEDULER, watched=False))
+    assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
+
+
+def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
+) -> None:
+    """What it stores could not be told apart from what others store, wherever it lies."""
+
+    def unknown(*_: object) -> str:
+        raise namespace.NamespaceUnknown("the weights cannot be seen")
+
+    monkeypatch.setattr(namespace, "engine_namespace", unknown)
+    remotes = ["redis://localhost:1", "s3://bucket/prefix?endpoint=http://localhost:1"]
+    _, scheduler = both(build, local_disk=str(tmp_path / "entries"), remotes=remotes)
+    side = scheduler._scheduler
+    assert side is not None
+    assert not side.cache.persists
+    assert side.cache._presence is not None
+    assert side.cache._presence.all_complete, "there is no tier"
+    assert not (tmp_path / "entries").exists()
+    assert ["memory only" in error.getMessage() for error in errors] == [True]
 
 
 def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
@@ -238,7 +271,7 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
     side = scheduler._scheduler
     assert side is not None
     place = SimpleNamespace(spec=None)
-    side._loads["x"] = (place, ("media", 0))  # type: ignore[assignment]
+    side._loads["x"] = Promised(place, ("media", 0))  # type: ignore[arg-type]
     side.has_cache_item = broken  # type: ignore[method-assign]
     assert not scheduler.has_cache_item("y")
     assert encoded_after_all(worker, scheduler) == {"media": [0]}
@@ -325,6 +358,7 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters.vllm.front_end",
         "lmcache_ec.adapters.vllm.identifiers",
         "lmcache_ec.adapters.vllm.layout",
+        "lmcache_ec.adapters.vllm.ours",
         "lmcache_ec.adapters.vllm.plugin",
         "lmcache_ec.adapters.vllm.start",
         "lmcache_ec.adapters.vllm.worker_calls",

@@ -8,9 +8,10 @@ import pytest
 
 from lmcache_ec import lane as module
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
+from lmcache_ec.lane import NEVER, Habits, Lane
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.remote import Lookup
 
 NAMESPACE = "lane-0123456789abcdef"
 SLOW, QUICK = 0.2, 0.001
@@ -275,6 +276,25 @@ def test_before_a_listing_has_begun_nobody_asks_for_news_and_it_begins_with_them
     monkeypatch.setattr(here.tier, "list", list_and_write)
     here.survey()
     assert known(here) == (True, True)
+
+
+def test_a_listing_that_another_namespace_has_overtaken_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it shows is of the old one: until the new one is listed, everything is asked for."""
+    here = Setting(monkeypatch, Lookup.CATALOG)
+
+    def list_and_move(namespace: str) -> Iterator[Listed]:
+        here.lane.relist("other")
+        yield Listed(STORED, 8192, 0.0)
+
+    with monkeypatch.context() as moving:
+        moving.setattr(here.tier, "list", list_and_move)
+        here.survey()
+    assert here.waited_for
+    assert here.asks() == (True, True)
+    assert here.lane.due_at <= here.now
+    here.lane.survey("other")
+    assert not here.waited_for
+    assert here.asks() == (True, False)
 
 
 def test_what_was_written_here_is_known_unless_everything_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,7 +277,7 @@ def test_what_a_thread_adds_while_another_lists_again_and_again_is_not_lost(writ
         thread = threading.Thread(target=store)
         thread.start()
         while thread.is_alive():
-            list_all(writer, stored[:])
+            list_all(writer, stored)  # read once the listing has begun, as a tier reads its folder
     finally:
         sys.setswitchinterval(often)
     assert all(map(writer.may_contain, stored))

@@ -18,8 +18,7 @@ from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
-from lmcache_ec.book import Outcome
-from lmcache_ec.channel import LinkClosed, Report, Saved, Segment
+from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved, Segment
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from tests.unit.preallocated import PreallocatedCache
 from tests.unit.scheduler_end import SchedulerEnd
@@ -382,3 +381,51 @@ def test_a_load_of_no_arena_is_an_encode_even_while_the_link_ends(rig: Rig) -> N
     step(worker, meta, cache)
     assert cache == {}
     assert meta.encoder_inputs == {"request": [0]}
+
+
+# ---- weights
+
+
+class Weights:
+    """Watched, and the ones that a step was made up for, or not."""
+
+    def __init__(self, right: bool) -> None:
+        self.right = right
+        self.looks = 0
+
+    def look(self) -> None:
+        self.looks += 1
+
+    def are(self, held: object, rank: int) -> bool:
+        return self.right
+
+
+@pytest.mark.parametrize("other_rank", [False, True], ids=["on this rank", "on another rank"])
+def test_a_step_made_up_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
+    """Looking finds them on any rank: if only that one knew, the saving rank would keep an output of both."""
+    rig = Rig(agree=(lambda votes: [True for _ in votes]) if other_rank else list)
+    try:
+        worker, encodes = rig.workers[0], dict[str, list[int]]()
+        weights: Any = Weights(right=other_rank)
+        worker.weights = weights
+        rig.fill(0, "x", embedding("x"))
+        meta = loads(load_of("x"), encodes=encodes)
+        meta.saves, meta.look = {"y": replace(save_of("y", 8192), place=PLACE + 1)}, True
+        cache: dict[str, torch.Tensor] = {}
+        step(worker, meta, cache, {"y": embedding("y")})
+        assert weights.looks == 1
+        assert (encodes, list(cache)) == ({"request": [0]}, ["y"])
+        assert rig.end.report() == Report(1, [(PLACE, FAILED, 0), (PLACE + 1, FAILED, 0)])
+        assert rig.end.silent()
+    finally:
+        rig.close()
+
+
+def test_a_step_made_up_for_these_weights_copies_without_a_look(rig: Rig) -> None:
+    weights: Any = Weights(right=True)
+    rig.workers[0].weights = weights
+    rig.fill(0, "x", embedding("x"))
+    cache: dict[str, torch.Tensor] = {}
+    step(rig.workers[0], loads(load_of("x")), cache)
+    assert list(cache) == ["x"]
+    assert weights.looks == 0
