@@ -19,8 +19,9 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WITHOUT_ENGINE := tests/unit tests/tiers tests/integration tests/lmcache
 
-.PHONY: help demo bench soak test test-all lint env clean
+.PHONY: help demo bench soak check test test-all lint types env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -33,15 +34,20 @@ bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
+check: lint  ## What every commit has to pass: lint, and the tests that need no engine (under 3 minutes; ARGS=)
+	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(ARGS)
+
 test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(BIN)/python -m pytest $(ARGS)
 
 test-all: $(READY)  ## Run the slow ones too
 	@$(BIN)/python -m pytest tests -m "" $(ARGS)
 
-lint: $(READY)  ## Check style and types
+lint: types  ## Check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+types: $(READY)
 	@$(BIN)/mypy lmcache_ec adapters benchmarks tests/*.py
 
 env: $(READY)  ## Make or update the environment in .venv

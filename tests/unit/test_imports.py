@@ -79,3 +79,12 @@ def test_imports_go_one_way_adapters_to_cache_to_tiers() -> None:
 def test_a_rank_needs_neither_the_book_nor_the_store() -> None:
     reached = reach(graph(), "lmcache_ec.adapters.vllm.worker")
     assert not {"lmcache_ec.book", "lmcache_ec.space", "lmcache_ec.cache", "lmcache_ec.store"} & reached
+
+
+def test_nobody_imports_from_the_tests_but_tests() -> None:
+    """What tests and benchmarks share is in `benchmarks/testbed`."""
+    folders = {"benchmarks": ROOT / "benchmarks", **FOLDERS}
+    files = [(package, file) for package, folder in folders.items() for file in folder.rglob("*.py")]
+    assert len(files) > 100
+    wrong = [str(file) for package, file in files for each in imported(package, file) if each.split(".")[0] == "tests"]
+    assert not wrong
