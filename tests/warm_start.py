@@ -20,7 +20,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import cache
 
 import setproctitle
 
@@ -41,21 +40,22 @@ READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "HF_", "TRANSFORMERS
 """Variables by their beginnings: an engine that is given others than these began with needs a start of its own."""
 
 
-@cache
-def _warm_start() -> WarmStart:
-    started = WarmStart()
-    atexit.register(started.close)
-    return started
+_latest: WarmStart | None = None
 
 
 def begin(environment: Mapping[str, str], log: int, link: int) -> Process:
     """Of `EngineProcess`: the first one waits for the import, those after it fork."""
-    warm = _warm_start()
-    return (warm.start if warm.suits(environment) else new_interpreter)(environment, log, link)
+    global _latest
+    if _latest is None or not _latest.runs:
+        _latest = WarmStart()
+        atexit.register(_latest.close)
+    return (_latest.start if _latest.suits(environment) else new_interpreter)(environment, log, link)
 
 
 class WarmStart:
-    """Starts processes for one thread, until it is closed."""
+    """Starts processes for one thread, until it is closed. Each is reported on a socket of its own, first its pid and
+    then its exit status: a start that is given up, as at a test's time limit, leaves nothing for the next one to read.
+    """
 
     def __init__(self) -> None:
         self._environment = engine_environment()
@@ -72,21 +72,20 @@ class WarmStart:
 
         return read_at_import(environment) == read_at_import(self._environment)
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def start(self, environment: Mapping[str, str], log: int, link: int) -> Forked:
         """`log` and `link` are descriptors, which stay the caller's."""
-        ended, end = os.pipe()
-        try:
+        reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
             message = json.dumps(dict(environment)).encode()
-            socket.send_fds(self._control, [message], [log, link, end])
-            answer = self._control.recv(64)
-            if not answer:
-                raise RuntimeError(f"the process that has imported vLLM ended with status {self._process.wait()}")
-        except BaseException:
-            os.close(ended)
-            raise
-        finally:
-            os.close(end)
-        return Forked(int(answer), ended)
+            socket.send_fds(self._control, [message], [log, link, theirs.fileno()])
+        pid = reports.recv(64)
+        if not pid:
+            raise RuntimeError(f"the process that has imported vLLM ended with status {self._process.wait()}")
+        return Forked(int(pid), reports)
 
     def close(self) -> None:
         self._control.close()
@@ -96,10 +95,10 @@ class WarmStart:
 class Forked:
     """As much of `subprocess.Popen` as an engine's process needs; it is the child of another process."""
 
-    def __init__(self, pid: int, ended: int) -> None:
+    def __init__(self, pid: int, reports: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._ended = ended
+        self._reports = reports
 
     def poll(self) -> int | None:
         try:
@@ -110,11 +109,11 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             poller = select.poll()
-            poller.register(self._ended, select.POLLIN)
+            poller.register(self._reports, select.POLLIN)
             if not poller.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-            self.returncode = int(os.read(self._ended, 64) or b"-1")
-            os.close(self._ended)
+            self.returncode = int(self._reports.recv(64) or b"-1")
+            self._reports.close()
         return self.returncode
 
 
@@ -150,7 +149,7 @@ class Forks:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._ends: dict[int, int] = {}
+        self._reports: dict[int, socket.socket] = {}
         self._handler = signal.signal(signal.SIGCHLD, self._reap)
 
     def serve(self) -> socket.socket | None:
@@ -159,26 +158,26 @@ class Forks:
             message, descriptors, *_ = socket.recv_fds(self._control, 1 << 20, 3)
             if not message:
                 return None
-            log, link, end = descriptors
+            log, link, reports = descriptors
             sys.stdout.flush()
             sys.stderr.flush()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # its end may not come before it is known
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # its end is not handled before it is known
             pid = os.fork()
             if not pid:
-                self._become(json.loads(message), log, end)
+                self._become(json.loads(message), log, reports)
                 return socket.socket(fileno=link)
-            self._ends[pid] = end
+            self._reports[pid] = socket.socket(fileno=reports)
+            report(self._reports[pid], pid)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
             os.close(log)
             os.close(link)
-            self._control.send(str(pid).encode())
 
-    def _become(self, environment: dict[str, str], log: int, end: int) -> None:
+    def _become(self, environment: dict[str, str], log: int, reports: int) -> None:
         signal.signal(signal.SIGCHLD, self._handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        self._control.close()
-        for descriptor in (end, *self._ends.values()):
-            os.close(descriptor)
+        os.close(reports)
+        for inherited in (self._control, *self._reports.values()):
+            inherited.close()
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
@@ -186,13 +185,19 @@ class Forks:
         os.environ.update(environment)
 
     def _reap(self, *_: object) -> None:
-        while self._ends:
+        while self._reports:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
-            end = self._ends.pop(pid)
-            os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
-            os.close(end)
+            with self._reports.pop(pid) as reports:
+                report(reports, os.waitstatus_to_exitcode(status))
+
+
+def report(reports: socket.socket, number: int) -> None:
+    try:
+        reports.send(str(number).encode())
+    except OSError:
+        pass  # nobody waits for it any longer
 
 
 if __name__ == "__main__":
