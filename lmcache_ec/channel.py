@@ -82,6 +82,13 @@ class Write(Message, frozen=True):
     identifier: str
 
 
+class Populate(Message, frozen=True):
+    """Make the pages of a segment that the ranks' devices are about to register: theirs to do is then little."""
+
+    offset: int
+    length: int
+
+
 class Discard(Message, frozen=True):
     """Delete an entry that cannot be what its identifier stands for: rows, width or dtype differ, or it is too long."""
 
@@ -129,6 +136,12 @@ class NotFilled(Message, frozen=True):
     place: int
     identifier: str
     length: int
+
+
+class Populated(Message, frozen=True):
+    """The pages of the segment at `offset` are made, as far as they could be."""
+
+    offset: int
 
 
 class Sealed(Message, frozen=True):
@@ -198,7 +211,7 @@ class StoreLink(Message, frozen=True):
 
 
 class Segment(Message, frozen=True):
-    """A segment comes into use: register it where the device wants that, then answer `SegmentReady`."""
+    """A segment comes into use: have the device register it, then answer `SegmentReady`."""
 
     offset: int
     length: int
@@ -208,11 +221,21 @@ class Segment(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
+    """The rank has mapped the arena. With `registers` its device wants each segment registered before it is used."""
+
     rank: int
+    registers: bool = False
 
 
 class SegmentReady(Message, frozen=True):
+    """`length` bytes of the segment at `offset` can be used; `problem` is why the device registered no more.
+
+    A rank whose device refuses the first segment uses it, and all others, unregistered: `length` is the segment's.
+    """
+
     offset: int
+    length: int
+    problem: str = ""
 
 
 class Report(Message, frozen=True):
@@ -222,8 +245,10 @@ class Report(Message, frozen=True):
     outcomes: list[tuple[int, int, int]]
 
 
-ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
-ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
+ToStore = Start | Fill | Write | Populate | Discard | Ping | Ledger | Saved
+ToScheduler = (
+    Hello | Filled | NotFilled | Populated | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
+)
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The address space of the arena: extents, best fit, and windows that eviction may clear.
 
-Nothing here touches memory; offsets and lengths are bytes within the arena. An extent is either free or owned by a
-place, knows its neighbours, and never crosses the segment that it lies in.
+Nothing here touches memory; offsets and lengths are bytes within the arena, which is opened from its start onwards. An
+extent is either free or owned by a place, and knows its neighbours.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def aligned(length: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A run of bytes in one segment, linked to its neighbours by address. `place` is None while it is free."""
+    """A run of bytes, linked to its neighbours by address. `place` is None while it is free."""
 
     offset: int
     length: int
@@ -44,14 +44,23 @@ class Space:
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (length, offset), sorted
         self._extents: dict[int, Extent] = {}  # free extents by offset
+        self._last: Extent | None = None
         self.opened_bytes = 0
         self.free_bytes = 0
 
-    def open(self, offset: int, length: int) -> None:
-        """Add a segment's bytes. Segments are never joined: a place lies in one."""
-        self._put_free(Extent(offset, length))
+    def open(self, length: int) -> None:
+        """Add the next `length` bytes. A place may lie across what was opened at different times."""
+        extent = Extent(self.opened_bytes, length, None, self._last)
+        if self._last is not None:
+            self._last.after = extent
+        self._last = extent
         self.opened_bytes += length
-        self.free_bytes += length
+        self.give(extent)
+
+    @property
+    def tail_bytes(self) -> int:
+        """How many bytes are free at the end of what is open: what is opened next joins them."""
+        return self._last.length if self._last is not None and self._last.place is None else 0
 
     def take(self, length: int) -> Extent | None:
         """The smallest free extent of at least `length` bytes, cut to `length`; None if there is none."""
@@ -65,8 +74,7 @@ class Space:
         self._drop_free(extent)
         if extent.length > length:
             rest = Extent(extent.offset + length, extent.length - length, None, extent, extent.after)
-            if extent.after is not None:
-                extent.after.before = rest
+            self._link(rest, extent.after)
             extent.after = rest
             extent.length = length
             self._put_free(rest)
@@ -121,6 +129,8 @@ class Space:
         extent.after = after
         if after is not None:
             after.before = extent
+        else:
+            self._last = extent
 
     def _put_free(self, extent: Extent) -> None:
         insort(self._free, (extent.length, extent.offset))

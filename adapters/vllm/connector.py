@@ -113,8 +113,9 @@ class ECLMCacheConnector(ECConnectorBase):
         from .metadata import StepMetadata
 
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
-            self._worker.bind(connector_metadata)
+        side = self._worker
+        if side is not None and isinstance(connector_metadata, StepMetadata):
+            self._guarded(lambda: side.bind(connector_metadata), None)
 
     def start_save_caches(self, **kwargs: Any) -> None:
         side = self._worker

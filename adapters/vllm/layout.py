@@ -34,6 +34,8 @@ def loading_ranks(vllm_config: VllmConfig) -> int:
 
 def why_inert(vllm_config: VllmConfig) -> str:
     """Why this engine is served without the cache; empty if it can be served with it."""
+    from .copier import why_unsupported
+
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.is_encoder_decoder:
         # The V1 runner never loads for these, while a True from `has_cache_item` drops the encode.
@@ -47,6 +49,7 @@ def why_inert(vllm_config: VllmConfig) -> str:
         return "with prefix caching and the multimodal processor cache both off, identifiers are mere counters"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, and all must decide alike"
-    if getattr(parallel, "nnodes", 1) > 1:
+    # Of one data-parallel engine: several of them on hosts of their own are no reason.
+    if getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)) > 1:
         return "ranks on other hosts cannot map this host's arena"
-    return ""
+    return why_unsupported(vllm_config.device_config.device_type)

@@ -1,49 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step tells the ranks: which places to load from, which to save to."""
+"""A step's orders as vLLM carries them from the scheduler to the workers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
-from lmcache_ec.entry import TensorSpec
+from .orders import Load, Orders, Save
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Copy a live place into vLLM's encoder cache. `item` is (request, index) of one that this step schedules."""
-
-    place: int
-    offset: int
-    identifier: str
-    spec: TensorSpec
-    item: tuple[str, int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Copy an encoder output into a reserved place."""
-
-    place: int
-    offset: int
-    length: int
-    identifier: str
-    spec: TensorSpec
-    persist: bool
+__all__ = ["Load", "Save", "StepMetadata"]
 
 
 @dataclass(slots=True)
-class StepMetadata(ECConnectorMetadata):
-    """One step's orders, from the scheduler side to every rank. `step` counts those that carry something.
-
-    `encoder_inputs` is the very dictionary `scheduler_output.scheduled_encoder_inputs` (one pickled message keeps the
-    identity): what a rank adds there is encoded right after it has loaded, in vLLM's `_execute_mm_encoder`.
-    """
-
-    arena: str = ""
-    step: int = 0
-    loads: list[Load] = field(default_factory=list)
-    saves: dict[str, Save] = field(default_factory=dict)
-    retries: list[Save] = field(default_factory=list)
-    encoder_inputs: dict[str, list[int]] | None = None
+class StepMetadata(Orders, ECConnectorMetadata):
+    """See `Orders`."""

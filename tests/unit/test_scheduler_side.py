@@ -634,7 +634,7 @@ def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
 def test_first_requests_wait_for_the_ranks_and_then_no_longer(clock: Clock) -> None:
     served = Served(None, start_timeout_s=3.0)
     try:
-        served.cache._attached.clear()
+        served.cache._growth._attached.clear()
         served.cache._from_rank = lambda *_: None  # type: ignore[method-assign]
         served.cache._rank_takers = []
         early = metadata_only("early", X)
