@@ -467,6 +467,16 @@ class Cuda:
             self.model.synchronize()
 
 
+@contextmanager
+def stand_in_card() -> Iterator[Any]:
+    """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time."""
+    from benchmarks.gpu_check.card import Card
+
+    cuda = Cuda(running=True, device_bytes=1 << 30, pace_s=0.002)
+    with OnDevice(cuda):
+        yield Card(torch.device("cuda", 0), cuda, f"{__name__}:stand_in_card", {"card": "stand-in"})
+
+
 def _can_run(stream: CudaStream) -> bool:
     work = stream._work[0] if stream._work else None
     return work is not None and not (isinstance(work, _Wait) and not work.mark.passed.is_set())

@@ -93,7 +93,8 @@ class DeviceCopier:
         self._accelerator = accelerator or torch.get_device_module(device)
         self.registers = hasattr(self._accelerator, "cudart")
         self._device = device
-        self._stream = self._accelerator.Stream(device)
+        self.stream = self._accelerator.Stream(device)
+        """The copies'. `thread` waits for them."""
         self._queueing = threading.Lock()
         self._released = self._stuck = False
         self._granules: list[tuple[mmap.mmap, int]] = []  # what is registered: memory and address
@@ -103,8 +104,8 @@ class DeviceCopier:
         self._saves = False
         self._error: Exception | None = None
         self._steps: queue.SimpleQueue[tuple[Any, list[torch.Tensor], Done] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._finish_steps, name="lmcache-ec-copies", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._finish_steps, name="lmcache-ec-copies", daemon=True)
+        self.thread.start()
 
     # ---- memory
 
@@ -140,7 +141,7 @@ class DeviceCopier:
         """Wait until every copy that was queued is over. False if that takes too long, or the device has failed."""
         deadline = time.monotonic() + _END_S
         try:
-            last = self._stream.record_event()
+            last = self.stream.record_event()
             while not self._stuck and not last.query():
                 self._stuck = time.monotonic() > deadline
                 time.sleep(_POLL_S)
@@ -173,7 +174,7 @@ class DeviceCopier:
             current = self._accelerator.current_stream(self._device)
             tensor = self._empty_like(source, current)
             self._copy(tensor, source, self._pieces(source))
-            current.wait_event(self._stream.record_event())
+            current.wait_event(self.stream.record_event())
             tensor.record_stream(current)
             self._held.append(source)
         return tensor
@@ -182,9 +183,9 @@ class DeviceCopier:
         """Raises RuntimeError once the memory is released."""
         with self._queueing:
             self._check_usable()
-            self._stream.wait_event(self._accelerator.current_stream(self._device).record_event())
+            self.stream.wait_event(self._accelerator.current_stream(self._device).record_event())
             self._copy(destination, source, self._pieces(destination))
-            source.record_stream(self._stream)
+            source.record_stream(self.stream)
             self._held += (source, destination)
             self._saves = True
 
@@ -196,12 +197,12 @@ class DeviceCopier:
         """Room for a load, on the device. First of the copies' own stream, so that the copy need not wait for the
         model: vLLM did not count on that room. Where there is none, of what vLLM has for its encoder cache."""
         try:
-            with self._accelerator.stream(self._stream):
+            with self._accelerator.stream(self.stream):
                 return torch.empty_like(source, device=self._device)
         except torch.OutOfMemoryError:
             tensor = torch.empty_like(source, device=self._device)
-            self._stream.wait_event(current.record_event())  # whoever had this room before may still use it
-            tensor.record_stream(self._stream)
+            self.stream.wait_event(current.record_event())  # whoever had this room before may still use it
+            tensor.record_stream(self.stream)
             return tensor
 
     def _pieces(self, stored: torch.Tensor) -> list[tuple[int, int]]:
@@ -216,7 +217,7 @@ class DeviceCopier:
         return list(pairwise((0, *cuts, stored.numel())))
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
-        with self._accelerator.stream(self._stream):
+        with self._accelerator.stream(self.stream):
             if len(pieces) == 1:
                 destination.copy_(source, non_blocking=True)
                 return
@@ -232,7 +233,7 @@ class DeviceCopier:
             held.clear()
             raise RuntimeError(f"copies of an earlier step failed: {self._error}") from self._error
         over = self._sleeping_event()
-        over.record(self._stream)
+        over.record(self.stream)
         if saves:
             self._unwaited = over
         self._steps.put((over, held, done))
@@ -248,8 +249,8 @@ class DeviceCopier:
 
     def close(self) -> None:
         self._steps.put(None)
-        self._thread.join(_END_S)
-        if self._thread.is_alive():
+        self.thread.join(_END_S)
+        if self.thread.is_alive():
             self._stuck = True
             _logger.error("encoder cache: the device has not finished its copies in %.0f s and is given up", _END_S)
 
