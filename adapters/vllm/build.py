@@ -12,7 +12,7 @@ from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.config.host import memory_warning
 
-from .layout import engine_name, loading_ranks, why_inert
+from .layout import adapts_towers, engine_name, loading_ranks, why_inert
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,15 +104,11 @@ def _scheduler_side(
         deadline_s=config.load_deadline_ms / 1000,
         start_timeout_s=config.start_timeout_s,
         # With tower LoRA an identifier is `<adapter>:<id>`, and the adapter's name says nothing about its weights.
-        persist_client_ids=config.persist_client_ids and not _adapts_towers(vllm_config),
+        persist_client_ids=config.persist_client_ids and not adapts_towers(vllm_config),
         wait_for_producer_s=config.wait_for_producer_ms / 1000,
     )
     announcer = None if transfer.is_ec_consumer else Announcer(model, namespace)
     return SchedulerSide(cache, policy, media, logger, announcer)
-
-
-def _adapts_towers(vllm_config: VllmConfig) -> bool:
-    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
 
 
 def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> WorkerSide | None:

@@ -52,4 +52,16 @@ def why_inert(vllm_config: VllmConfig) -> str:
     # Of one data-parallel engine: several of them on hosts of their own are no reason.
     if getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)) > 1:
         return "ranks on other hosts cannot map this host's arena"
+    if getattr(vllm_config, "use_v2_model_runner", False) and adapts_towers(vllm_config):
+        # vllm/v1/worker/gpu/model_runner.py sets them before it has the connector load: too late for an item that
+        # cannot be loaded and is encoded after all.
+        return (
+            "the V2 model runner sets the encoder's LoRA adapters for what it knows that it will encode; "
+            "with VLLM_USE_V2_MODEL_RUNNER=0 the cache serves"
+        )
     return why_unsupported(vllm_config.device_config.device_type)
+
+
+def adapts_towers(vllm_config: VllmConfig) -> bool:
+    """Whether LoRA adapters change what the encoder puts out."""
+    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))

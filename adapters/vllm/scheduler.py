@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ class Item:
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
+    dropped: bool = False
+    """vLLM has taken back from its workers what they would encode (0.33's V2 runner, once the item is computed)."""
 
 
 @dataclass(slots=True)
@@ -265,7 +268,7 @@ class SchedulerSide:
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be used for the item at all."""
         usable = self._policy.consumer and self.cache.ready and not self.cache.inert
-        return usable and item.durability is not Durability.REFUSED
+        return usable and item.durability is not Durability.REFUSED and not item.dropped
 
     def _find(self, item: Item) -> Place | None:
         """The live entry of an item. One that is not what the item needs is deleted everywhere."""
@@ -366,6 +369,7 @@ class SchedulerSide:
         for identifier in list(self._promises):
             self._withdraw(identifier)
         self._follow_frees(scheduler_output.free_encoder_mm_hashes)
+        self._follow_payloads(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens and (self._loads or not self.cache.inert):
             meta = self._orders(scheduler_output)
         else:
@@ -377,8 +381,7 @@ class SchedulerSide:
         self._asked = None
         self._drained = self._questioned = False
         self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
-        if meta.step:
-            self._loads.clear()  # last: `give_up` needs them if anything before this raises
+        self._take_out(meta)  # last: `give_up` needs them if anything before this raises
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
@@ -386,6 +389,8 @@ class SchedulerSide:
             # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
             self.counts["mirror_resets"] += 1
             self._mirror &= self._allocated
+            for identifier in self._loads.keys() - self._allocated:
+                self.cache.book.unpin(self._loads.pop(identifier)[0])
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -395,14 +400,64 @@ class SchedulerSide:
             if identifier in self._loads:
                 self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
 
+    def _follow_payloads(self, scheduler_output: SchedulerOutput) -> None:
+        """0.33's V2 runner lets go of what an item is encoded from once it is computed, and gets it again with the
+        request, or with an encode that vLLM schedules (`encoder_input_updates`). After a rollback a load of such an
+        item could not be made up for: it is not promised."""
+        updates = getattr(scheduler_output, "encoder_input_updates", None)
+        if updates is None:
+            return
+        for new in scheduler_output.scheduled_new_reqs:
+            for item in self._items(new.req_id):
+                item.dropped = False
+        for request_id, changes in updates.items():
+            items = self._items(request_id)
+            for index, payload in changes.items():
+                if index < len(items):
+                    items[index].dropped = payload is None
+
+    def _items(self, request_id: str) -> list[Item]:
+        memo = self._memos.get(request_id)
+        return [] if memo is None else memo.items
+
+    def _bearers(self, scheduled: Container[str]) -> dict[str, tuple[str, int]]:
+        """The loads that can go out with this step, and who has each encoded if it fails: an item of a request that the
+        step schedules. Of a load that nobody there bears nothing could be made any more, and vLLM takes the item for
+        cached; so it waits for the step of one who does (its own request was preempted, or the step had no tokens)."""
+        bearers = (
+            (identifier, self._bearer(identifier, own, scheduled)) for identifier, (_, own) in self._loads.items()
+        )
+        return {identifier: bearer for identifier, bearer in bearers if bearer is not None}
+
+    def _bearer(self, identifier: str, own: tuple[str, int], scheduled: Container[str]) -> tuple[str, int] | None:
+        """Rather one that carries what can be encoded."""
+        if own[0] in scheduled and self._encodes(own):
+            return own
+        others = [
+            (memo.request_id, memo.items.index(memo.named[identifier]))
+            for memo in self._memos.values()
+            if identifier in memo.named and memo.request_id in scheduled
+        ]
+        encoding = next((other for other in others if self._encodes(other)), None)
+        return encoding or (own if own[0] in scheduled else next(iter(others), None))
+
+    def _encodes(self, bearer: tuple[str, int]) -> bool:
+        request_id, index = bearer
+        items = self._items(request_id)
+        return index >= len(items) or (items[index].encodable and not items[index].dropped)
+
+    def _take_out(self, meta: StepMetadata) -> None:
+        for load in meta.loads:
+            self._loads.pop(load.identifier, None)
+
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
         retries = self._retries() if book.unsaved and not self.cache.inert else []
-        if not (self._loads or self._saves or retries or book.outstanding()):
+        bearers = self._bearers(scheduler_output.num_scheduled_tokens) if self._loads else {}
+        if not (bearers or self._saves or retries or book.outstanding()):
             return StepMetadata()
         self._step += 1
         encodes = scheduler_output.scheduled_encoder_inputs
-        scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
         for place, request_id, index in self._saves.values():
             if index in encodes.get(request_id, ()):
@@ -410,14 +465,18 @@ class SchedulerSide:
             else:
                 book.drop(place)  # preempted in the step that had scheduled it: no encode follows
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (place, item) in self._loads.items():
+        for identifier, bearer in bearers.items():
+            place = self._loads[identifier][0]
             if place.spec is not None:
-                offset = place.offset + room(identifier)
-                scheduled_item = item if item[0] in scheduled else None
-                meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
+                meta.loads.append(Load(place.id, place.offset + room(identifier), identifier, place.spec, bearer))
                 book.send_load(place, self._step)
         self._saves.clear()
         return meta
+
+    def note(self, request: Request) -> None:
+        """In place of `ensure_cache_available`, once the cache is closed: the request may bear a load that waits."""
+        if self._loads and request.request_id not in self._memos:
+            self._remember(request)
 
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
@@ -427,17 +486,23 @@ class SchedulerSide:
             self._loads[identifier] = (place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
-        so vLLM encodes what it was promised."""
+        """In place of `build_connector_meta`, once the cache is closed: loads that fail on every rank, so that vLLM
+        encodes what it was promised. What carries nothing to encode is loaded after all: its bytes are still mapped,
+        and nobody changes them any more."""
         self._promises.clear()
-        if not self._loads or not scheduler_output.total_num_scheduled_tokens:
+        bearers = self._bearers(scheduler_output.num_scheduled_tokens)
+        if not bearers or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
-        scheduled, nothing = scheduler_output.num_scheduled_tokens, TensorSpec(0, 0, self._policy.dtype)
-        meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
-        for identifier, (_, item) in self._loads.items():
-            meta.loads.append(Load(0, 0, identifier, nothing, item if item[0] in scheduled else None))
-        self._loads.clear()
+        encodes, nothing = scheduler_output.scheduled_encoder_inputs, TensorSpec(0, 0, self._policy.dtype)
+        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
+        for identifier, bearer in bearers.items():
+            place = self._loads[identifier][0]
+            if place.spec is None or self._encodes(bearer):
+                meta.loads.append(Load(0, -1, identifier, nothing, bearer))
+            else:
+                meta.loads.append(Load(place.id, place.offset + room(identifier), identifier, place.spec, bearer))
+        self._take_out(meta)
         return meta
 
     def _send_save(self, place: Place) -> Save:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu-check`: what only a GPU can prove of the worker seam. Needs torch with CUDA and this repository, no vLLM."""
+"""`make gpu-check`: what only a GPU can prove of the worker seam. Needs torch with CUDA and this clone, no vLLM."""
 
 from pathlib import Path
 

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(card: object, folder: Path, options: argparse.Namespace) -> int:
-    from benchmarks.gpu_check import correctness, speed
+    from benchmarks.gpu_check import correctness, model, speed
     from benchmarks.gpu_check.card import Card
     from benchmarks.gpu_check.report import Report
 

@@ -239,12 +239,12 @@ class Refusing(DeviceCopier):
     def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
         self._left -= 1
         if self._left >= 0:
-            return super().register(memory, offset, length)
+            return str(super().register(memory, offset, length))
         address = torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=offset).data_ptr()
         runtime = self._card.cuda.cudart()
         with self._card.cuda.device(self._card.device):
             runtime.cudaHostRegister(address, length, 0)
-            problem = super().register(memory, offset, length)
+            problem = str(super().register(memory, offset, length))
             runtime.cudaHostUnregister(address)
         self.refused += bool(problem)
         return problem

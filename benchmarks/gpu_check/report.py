@@ -19,7 +19,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """`limit` is what `value` may be at most, None where nothing is promised. `of` says what was measured against what."""
+    """`limit` is what `value` may be at most, None where nothing is promised. `of` says of what, and against what."""
 
     name: str
     value: float | None

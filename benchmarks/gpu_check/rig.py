@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache as an engine has one, without a serving engine: a real scheduler side and store process, and ranks on the card.
+"""A cache as an engine has one, without that engine: a real scheduler side and store process, and ranks on the card.
 
 A step goes as in vLLM: orders from the scheduler side, loads, encodes, saves, and a report once the copies are over.
 """
@@ -91,9 +91,8 @@ class Rig:
 
     def __init__(self, name: str, ranks: Sequence[Rank], arena_bytes: int, folder: Path | None = None) -> None:
         self.ranks = ranks
-        config = EncoderCacheConfig(
-            local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), start_timeout_s=PATIENCE_S, drain_s=5
-        )
+        keys = {"max_local_cpu_size": arena_bytes / (1 << 30), "start_timeout_s": PATIENCE_S, "drain_s": 5}
+        config = EncoderCacheConfig.model_validate({**keys, "local_disk": folder})
         engine = Engine(name, "gpu-check", "gpu-check", len(ranks), _LARGEST_ENTRY_BYTES)
         self.cache = EncoderCache(config, engine)
         self._persist = folder is not None
@@ -182,12 +181,14 @@ class Rig:
 
     def until(self, what: str, condition: Any) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while not (self.drain(), condition())[1]:
+        self.drain()
+        while not condition():
             if self.cache.inert:
                 raise RuntimeError(f"the cache has gone inert: {self.cache.inert}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"waited {PATIENCE_S:.0f} s until {what}: {self.cache.snapshot()}")
             time.sleep(0.001)
+            self.drain()
 
     def live(self, identifier: str) -> Place:
         place = self.cache.book.live(identifier)

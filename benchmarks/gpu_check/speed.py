@@ -13,6 +13,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from benchmarks.gpu_check.report import Figure
 from benchmarks.gpu_check.rig import MIB, Rig
 from lmcache_ec.adapters.vllm.copier import DeviceCopier
 from lmcache_ec.arena import GRANULE_BYTES
+from lmcache_ec.entry import TensorSpec
 
 _LARGE_MB = 16.0
 """From here on a copy is held against its floor by ratio, below by microseconds."""
@@ -57,25 +60,30 @@ def run(plan: Plan, effort: Effort, say: Callable[[str], None]) -> list[Figure]:
 
 def copies(plan: Plan, effort: Effort) -> Iterable[Figure]:
     """Of one entry, save and load, on the card; the floor is a copy of as many bytes of torch's own pinned memory."""
-    card = plan.card
-    with Rig.local(card, plan.room) as rig:
+    with Rig.local(plan.card, plan.room) as rig:
         for megabytes in plan.megabytes:
-            name, spec = f"timed {megabytes}", spec_of(megabytes)
-            source = output(card, name, spec)
+            name = f"timed {megabytes}"
+            source = output(plan.card, name, spec_of(megabytes))
             rig.save({name: source})
             rig.settle()
-            stored, pinned = rig.stored(name), torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-            copier, bare = rig.rank.copier, _Bare(card)
-            ours: dict[str, list[float]] = {"save": [], "load": []}
-            floor: dict[str, list[float]] = {"save": [], "load": []}
-            for _ in range(effort.samples):
-                ours["save"].append(_on_card(card, lambda start: _save(copier, source, stored)))
-                floor["save"].append(_on_card(card, lambda start: bare.copy(start, pinned, source)))
-                ours["load"].append(_on_card(card, lambda start: _load(copier, start, stored)))
-                floor["load"].append(_on_card(card, lambda start: bare.copy(start, source, pinned)))
-            for way in ("save", "load"):
-                yield _against(f"{way} {megabytes:g} MB", ours[way], floor[way], megabytes)
+            for way, (ours, floor) in _copy_times(plan.card, rig, name, source, effort.samples).items():
+                yield _against(f"{way} {megabytes:g} MB", ours, floor, megabytes)
             rig.cache.book.forget(rig.live(name))
+
+
+def _copy_times(
+    card: Card, rig: Rig, name: str, source: torch.Tensor, samples: int
+) -> dict[str, tuple[list[float], list[float]]]:
+    """Milliseconds, by way: ours and the floor's, in turn."""
+    stored, pinned = rig.stored(name), torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    copier, bare = rig.rank.copier, _Bare(card)
+    times: dict[str, tuple[list[float], list[float]]] = {"save": ([], []), "load": ([], [])}
+    for _ in range(samples):
+        times["save"][0].append(_on_card(card, lambda start: _save(copier, source, stored)))
+        times["save"][1].append(_on_card(card, lambda start: bare.copy(start, pinned, source)))
+        times["load"][0].append(_on_card(card, lambda start: _load(copier, start, stored)))
+        times["load"][1].append(_on_card(card, lambda start: bare.copy(start, source, pinned)))
+    return times
 
 
 def _against(name: str, ours: list[float], floor: list[float], megabytes: float) -> Figure:
@@ -135,21 +143,24 @@ def hooks(plan: Plan, effort: Effort) -> Iterable[Figure]:
     """The thread of the forward pass in our hooks, one item a step: bind, load or save, finish."""
     with Rig.local(plan.card, plan.room) as rig:
         for megabytes in plan.megabytes:
-            name, spec = f"hooked {megabytes}", spec_of(megabytes)
-            taken: dict[str, list[float]] = {"save": [], "load": []}
-            source = output(plan.card, name, spec)
-            for _ in range(effort.samples):
-                orders = rig.save_orders({name: spec})
-                taken["save"].append(_timed(lambda orders=orders: rig.step(orders, {name: source})))  # type: ignore[misc]
-                rig.settle()
-                orders = rig.load_orders([name])
-                rig.rank.cache.clear()
-                taken["load"].append(_timed(lambda orders=orders: rig.step(orders, {})))  # type: ignore[misc]
-                rig.settle()
-                rig.cache.book.forget(rig.live(name))
-            for way, seconds in taken.items():
+            for way, seconds in _hook_times(plan.card, rig, spec_of(megabytes), effort.samples).items():
                 of = f"p99 {_p99(seconds) * 1e6:.0f} us of the forward thread"
                 yield Figure(f"hooks, {way} {megabytes:g} MB", statistics.median(seconds) * 1e6, "us", 60.0, of)
+
+
+def _hook_times(card: Card, rig: Rig, spec: TensorSpec, samples: int) -> dict[str, list[float]]:
+    name, taken = f"hooked {spec.rows}", dict[str, list[float]](save=[], load=[])
+    source = output(card, name, spec)
+    for _ in range(samples):
+        saving = rig.save_orders({name: spec})
+        taken["save"].append(_timed(partial(rig.step, saving, {name: source})))
+        rig.settle()
+        loading = rig.load_orders([name])
+        rig.rank.cache.clear()
+        taken["load"].append(_timed(partial(rig.step, loading, {})))
+        rig.settle()
+        rig.cache.book.forget(rig.live(name))
+    return taken
 
 
 def _timed(work: Callable[[], None]) -> float:
@@ -224,7 +235,7 @@ def beside_the_model(plan: Plan, effort: Effort) -> Iterable[Figure]:
     yield Figure("the longest stall by growth", stall, "ms", None, f"{grown / MIB:.0f} MiB registered meanwhile")
 
 
-def _growing(loop: _Loop, plan: Plan, effort: Effort, spec: Any) -> tuple[list[float], int]:
+def _growing(loop: _Loop, plan: Plan, effort: Effort, spec: TensorSpec) -> tuple[list[float], int]:
     card, sources = plan.card, [output(plan.card, f"source {number}", spec) for number in range(4)]
     with Rig.local(card, effort.growth_bytes) as rig:
         before = rig.cache.snapshot()["opened_bytes"]
@@ -256,7 +267,7 @@ def the_thread_that_waits(plan: Plan, effort: Effort) -> Iterable[Figure]:
 
 
 def _processor_s(thread: int | None) -> float:
-    fields = open(f"/proc/self/task/{thread}/stat").read().rpartition(")")[2].split()  # noqa: SIM115
+    fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -267,13 +278,8 @@ def memory(plan: Plan, effort: Effort) -> Iterable[Figure]:
     """What is resident of the arena, against what is stored in it."""
     spec = spec_of(_SAVED_MB)
     with Rig.local(plan.card, effort.growth_bytes) as rig:
-        yield Figure(
-            "resident at the start",
-            rig.resident / MIB,
-            "MiB",
-            GRANULE_BYTES / MIB,
-            "registered before anything is stored",
-        )
+        at_first, granule = rig.resident / MIB, GRANULE_BYTES / MIB
+        yield Figure("resident at the start", at_first, "MiB", granule, "registered before anything is stored")
         source = output(plan.card, "stored", spec)
         for number in range(int(effort.growth_bytes / 3 / spec.nbytes)):
             rig.save({f"stored {number}": source})
@@ -292,19 +298,19 @@ def memory(plan: Plan, effort: Effort) -> Iterable[Figure]:
 def weights(plan: Plan, effort: Effort) -> Iterable[Figure]:
     """The digest of a tower's parameters on the card, which tells whether weights have changed.
 
-    `lmcache_ec.adapters.vllm.weights.digest(parameters: Iterable[tuple[str, torch.Tensor]]) -> str`
+    `tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str`
     """
     name = "digest of a tower's weights"
     try:
-        from lmcache_ec.adapters.vllm.weights import digest
+        from lmcache_ec.adapters.vllm.tensor_digest import tensor_digest
     except ImportError:
         yield Figure(name, None, "GB/s", None, "there is no such function in this version")
         return
     width = 4096
     rows = max(1, effort.tower_bytes // 16 // width // 2)
     parameters = [(f"layer {n}", plan.card.empty(rows, width, torch.bfloat16).fill_(n)) for n in range(16)]
-    digest(parameters)
-    seconds = statistics.median(_timed(lambda: digest(parameters)) for _ in range(5))
+    tensor_digest(parameters)
+    seconds = statistics.median(_timed(lambda: tensor_digest(parameters)) for _ in range(5))
     size = sum(tensor.nbytes for _, tensor in parameters)
     yield Figure(name, size / seconds / 1e9, "GB/s", None, f"{size / 1e9:.2f} GB in {seconds * 1e3:.1f} ms")
 
