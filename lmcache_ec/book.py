@@ -178,6 +178,10 @@ class Book:
             if self._space.tail_bytes >= self._wanted or self._space.opened_bytes >= self.capacity:
                 self._wanted = 0
 
+    def open_all(self) -> None:
+        """Take all that is left into use."""
+        self.open(self._space.opened_bytes, self.capacity - self._space.opened_bytes)
+
     def end_growth(self) -> None:
         """No more of the arena can be had: what is open is all of it from now on."""
         self.capacity = self._space.opened_bytes

@@ -82,17 +82,18 @@ class Growth:
 
     def _begin(self) -> Segment | None:
         """The segment that is due, if one is. Where nothing is registered, all is in use at once."""
-        due = self._book.next_segment() if self.attached else None
+        if not self.attached:
+            return None
+        if not self._registering:
+            self._book.open_all()
+            return None
+        due = self._book.next_segment()
         if due is None:
             return None
-        offset, length = due
-        if not self._registering:
-            self._book.open(offset, self._book.capacity - offset)
-            return None
-        self._segment = Segment(offset, length)
+        self._segment = Segment(*due)
         self._asked = self._populated = False
         self._untold, self._unanswered = set(self._registering), set(self._registering)
-        self._usable = length
+        self._usable = self._segment.length
         return self._segment
 
     def _warn(self, rank: int, text: str) -> None:

@@ -189,6 +189,8 @@ class Registration:
     device: torch.device | None
     mapped: tuple[str, ...]
     """What is mapped there, as the kernel names it."""
+    was_resident: bool = False
+    """Before it was registered."""
 
     @property
     def end(self) -> int:
@@ -314,6 +316,8 @@ class Cuda:
         self.refuse: Callable[[int, int], int] = lambda address, length: 0
         """The status that registering (address, length) ends with."""
         self.registered: list[Registration] = []
+        self.refusals: list[int] = []
+        """The statuses with which registering and unregistering have failed."""
         self._pace_s = pace_s
         self._running = running
         self._pinned: list[torch.Tensor] = []
@@ -386,23 +390,30 @@ class Cuda:
         return self
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
+        status = self._register(address, length)
+        self.refusals += [status] if status else []
+        return status
+
+    def _register(self, address: int, length: int) -> int:
+        if status := self.refuse(address, length):
+            return status
         with self._lock:
-            if status := self.refuse(address, length):
-                return status
             if any(each.start < address + length and address < each.end for each in self.registered):
                 return ALREADY_REGISTERED
             page = mmap.PAGESIZE
             start, end = address // page * page, -(-(address + length) // page) * page
+            resident = _is_resident(start, end - start)
             if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_WRITE):
                 return INVALID_VALUE
             device = getattr(self._local, "device", None)
-            self.registered.append(Registration(address, length, device, _mapped(address, length)))
+            self.registered.append(Registration(address, length, device, _mapped(address, length), resident))
             return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         with self._lock:
             found = next((each for each in self.registered if each.start == address), None)
             if found is None:
+                self.refusals.append(NOT_REGISTERED)
                 return NOT_REGISTERED
             self.check()
             self.registered.remove(found)
@@ -562,6 +573,16 @@ def _mapped(address: int, length: int) -> tuple[str, ...]:
 def _is_mapped(address: int, length: int) -> bool:
     page = mmap.PAGESIZE
     start = address // page * page
-    pages = -(-(address + length - start) // page)
-    vector = (ctypes.c_ubyte * pages)()
-    return not _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), vector)
+    return _pages(start, -(-(address + length - start) // page) * page) is not None
+
+
+def _is_resident(start: int, length: int) -> bool:
+    pages = _pages(start, length)
+    return pages is not None and all(page & 1 for page in pages)
+
+
+def _pages(start: int, length: int) -> bytes | None:
+    """One byte a page, its lowest bit says whether it is resident; None if not all of the range is mapped."""
+    vector = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
+    failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), vector)
+    return None if failed else bytes(vector)
