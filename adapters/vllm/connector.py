@@ -59,6 +59,9 @@ class ECLMCacheConnector(ECConnectorBase):
                 return self._scheduler.ensure_cache_available(request, num_computed_tokens)
             except Exception:
                 self._give_up("ensure_cache_available")
+        failed = self._failed
+        if failed is not None:
+            self._guarded(lambda: failed.note(request), None)
         return self._only_encodable(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:
@@ -114,8 +117,9 @@ class ECLMCacheConnector(ECConnectorBase):
         from .metadata import StepMetadata
 
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, StepMetadata):
-            self._worker.bind(connector_metadata)
+        side = self._worker
+        if side is not None and isinstance(connector_metadata, StepMetadata):
+            self._guarded(lambda: side.bind(connector_metadata), None)
 
     def start_save_caches(self, **kwargs: Any) -> None:
         side = self._worker
