@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo bench soak test test-all lint env clean
+.PHONY: help demo bench soak gpu-check test test-all lint env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -32,6 +32,10 @@ bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks
 
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
+# Not in .venv, whose torch knows no GPU: with the torch of $(PYTHON), and nothing is installed or downloaded.
+gpu-check:  ## On a machine with a GPU: every byte and every bar, with the torch of PYTHON= (MODEL= goes on with vLLM)
+	@PYTHONPATH="$(CURDIR)" $(PYTHON) -m benchmarks.gpu_check $(if $(findstring command,$(origin MODEL)),--model "$(MODEL)") $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -483,9 +483,16 @@ def stand_in_card() -> Iterator[Any]:
     """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time."""
     from benchmarks.gpu_check.card import Card
 
-    cuda = Cuda(running=True, device_bytes=1 << 30, pace_s=0.002)
-    with OnDevice(cuda):
-        yield Card(torch.device("cuda", 0), cuda, f"{__name__}:stand_in_card", {"card": "stand-in"})
+    cuda, threads = Cuda(running=True, device_bytes=1 << 30, pace_s=0.002), torch.get_num_threads()
+    torch.set_num_threads(1)  # theirs would spin on the cores that the streams' threads need
+    try:
+        with OnDevice(cuda):
+            yield Card(torch.device("cuda", 0), cuda, f"{__name__}:stand_in_card", {"card": "stand-in"})
+    finally:
+        torch.set_num_threads(threads)
+    cuda.check()
+    if cuda.faults:
+        raise AssertionError(cuda.faults)
 
 
 def _can_run(stream: CudaStream) -> bool:

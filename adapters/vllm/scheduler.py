@@ -355,6 +355,8 @@ class SchedulerSide:
             return False
         if self._producer is not None:
             return self._producer.has(item, self._find(item))
+        if not self._serves(item):
+            return False
         place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False

@@ -54,12 +54,13 @@ def _check(card: object, folder: Path, options: argparse.Namespace) -> int:
     report.figures = speed.run(plan, effort, _say)
     if options.model:
         _say(f"a vLLM engine with {options.model}")
-        report.model = model.run(options.model, folder / "model", _say)
-    print(f"\n{report.table()}\n\n{time.monotonic() - began:.0f} s")
+        report.model = model.run(options.model, _say)
+    told = "\n".join(model.lines(report.model))
+    print(f"\n{report.table()}\n\n{told}\n{time.monotonic() - began:.0f} s")
     print(report.json())
     if options.json:
         options.json.write_text(report.json() + "\n")
-    return 0 if report.right else 1
+    return 0 if report.right and model.is_right(report.model) else 1
 
 
 def _say(line: str) -> None:

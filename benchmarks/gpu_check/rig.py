@@ -23,10 +23,10 @@ from lmcache_ec.adapters.vllm.layout import SAVING_RANK
 from lmcache_ec.adapters.vllm.orders import Load, Orders, Save
 from lmcache_ec.adapters.vllm.tensors import view
 from lmcache_ec.adapters.vllm.worker import WorkerSide
-from lmcache_ec.place import Place
 from lmcache_ec.cache import EncoderCache, Engine
 from lmcache_ec.config import EncoderCacheConfig
-from lmcache_ec.entry import TensorSpec, room
+from lmcache_ec.entry import TensorSpec, entry_length, room
+from lmcache_ec.place import Place
 from lmcache_ec.rank import LINGER_S
 
 MIB = 1 << 20
@@ -128,7 +128,7 @@ class Rig:
             place = self._reserve(identifier, spec)
             if place is not None:
                 self.cache.book.send_save(place, orders.step, SAVING_RANK)
-                save = Save(place.id, place.offset, place.length, identifier, spec, place.dirty)
+                save = Save(place.id, place.offset, place.length, identifier, identifier, spec, place.dirty)
                 orders.saves[identifier] = save
             elif all_of_them:
                 raise RuntimeError(f"no room for {identifier}: {self.cache.snapshot()}")
@@ -189,6 +189,16 @@ class Rig:
                 raise RuntimeError(f"waited {PATIENCE_S:.0f} s until {what}: {self.cache.snapshot()}")
             time.sleep(0.001)
             self.drain()
+
+    def fetch(self, identifier: str, spec: TensorSpec) -> None:
+        """Have an entry brought from disk into the arena, as soon as there is room for it."""
+
+        def arrived() -> bool:
+            if self.cache.book.live(identifier) is None:
+                self.cache.fetch(identifier, entry_length(identifier, spec), time.monotonic())
+            return self.cache.book.live(identifier) is not None
+
+        self.until(f"{identifier} has come from disk", arrived)
 
     def live(self, identifier: str) -> Place:
         place = self.cache.book.live(identifier)
