@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from tests import triton_interpreter
 from tests.media import WORDINGS, Prompt
 from tests.models import MODELS, ROOT, model_path
 
@@ -213,3 +214,7 @@ def hide_llvmlite_from_kernel_binding() -> None:
             sys.modules.update(hidden)
 
     dispatcher._rebind_kernels = bind_without_llvmlite
+
+
+if triton_interpreter.WANTED in os.environ:  # here, since a process that vLLM spawns imports this again before vLLM
+    triton_interpreter.interpret()
