@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from lmcache_ec.book import Place
 
 ALIGNMENT = 4096
-"""Places start and end on pages, so that a payload is page-aligned and two places never share one."""
+"""Places start and end on pages of 4 KiB. Where a kernel's are larger (64 KiB on some ARM hosts) two places may share
+one: nothing depends on that but how exactly memory follows what is stored."""
 
 
 def aligned(length: int) -> int:

@@ -12,7 +12,7 @@ from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.config.host import memory_warning
 
-from .layout import adapts_towers, engine_name, loading_ranks, why_inert
+from .layout import adapts_towers, engine_name, engines_on_host, loading_ranks, why_inert
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,7 +53,8 @@ def build_scheduler_side(
         logger.warning("encoder cache: off: %s", reason)
         return None, encodable
     logger.info(summary(config, resolved.origins))
-    for warning in filter(None, (*resolved.notes, memory_warning(config.max_local_cpu_bytes))):
+    room = memory_warning(config.max_local_cpu_bytes, engines=engines_on_host(vllm_config))
+    for warning in filter(None, (*resolved.notes, room)):
         logger.warning("encoder cache: %s", warning)
     return _scheduler_side(vllm_config, config, media, logger), encodable
 

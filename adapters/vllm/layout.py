@@ -32,6 +32,13 @@ def loading_ranks(vllm_config: VllmConfig) -> int:
     return tensor * context
 
 
+def engines_on_host(vllm_config: VllmConfig) -> int:
+    """How many data-parallel engines this host runs, as far as this one knows: of a dense model each is made to believe
+    that it is alone (`reconfigure_for_independent_dp_rank`), and keeps its number. The last one knows them all."""
+    parallel = vllm_config.parallel_config
+    return max(parallel.data_parallel_size_local, (parallel.data_parallel_rank_local or 0) + 1)
+
+
 def why_inert(vllm_config: VllmConfig) -> str:
     """Why this engine is served without the cache; empty if it can be served with it."""
     from .copier import why_unsupported

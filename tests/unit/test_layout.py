@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from lmcache_ec.adapters.vllm import build
-from lmcache_ec.adapters.vllm.layout import why_inert
+from lmcache_ec.adapters.vllm.layout import engines_on_host, why_inert
 
 
 def config(device: str = "cuda", v2: bool = True, lora: Any = None, **parallel: Any) -> Any:
     defaults = {"distributed_executor_backend": "mp", "world_size": 1, "nnodes": 1, "nnodes_within_dp": 1, "rank": 0}
     sizes = {"tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
+    sizes |= {"data_parallel_size_local": 1, "data_parallel_rank_local": None}
     return SimpleNamespace(
         model_config=SimpleNamespace(
             is_encoder_decoder=False, multimodal_config=SimpleNamespace(mm_processor_cache_gb=4)
@@ -62,3 +63,10 @@ def test_adapters_of_the_encoder_are_served_only_by_the_runner_that_sets_them_af
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in why_inert(config(lora=ADAPTED_TOWER))
     assert why_inert(config(lora=ADAPTED_TOWER, v2=False)) == ""
     assert why_inert(config(lora=SimpleNamespace(enable_tower_connector_lora=False))) == ""
+
+
+def test_all_engines_of_a_host_are_counted_against_its_memory() -> None:
+    """Of a dense model's data-parallel engines each believes that it is the only one: the last knows better."""
+    assert engines_on_host(config()) == 1
+    assert engines_on_host(config(data_parallel_size_local=8)) == 8
+    assert engines_on_host(config(data_parallel_rank_local=7)) == 8
