@@ -36,7 +36,9 @@ def engines_on_host(vllm_config: VllmConfig) -> int:
     """How many data-parallel engines this host runs, as far as this one knows: of a dense model each is made to believe
     that it is alone (`reconfigure_for_independent_dp_rank`), and keeps its number. The last one knows them all."""
     parallel = vllm_config.parallel_config
-    return max(parallel.data_parallel_size_local, (parallel.data_parallel_rank_local or 0) + 1)
+    number: int = parallel.data_parallel_rank_local or 0
+    configured: int = parallel.data_parallel_size_local
+    return max(configured, number + 1)
 
 
 def why_inert(vllm_config: VllmConfig) -> str:
