@@ -19,6 +19,8 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
+INSTALLED := build/installed/lmcache_ec
 
 .PHONY: help demo bench soak test test-all lint env clean
 help:  ## Say what there is
@@ -39,12 +41,17 @@ test: $(READY)  ## Run the tests (ARGS= for pytest)
 test-all: $(READY)  ## Run the slow ones too
 	@$(BIN)/python -m pytest tests -m "" $(ARGS)
 
-lint: $(READY)  ## Check style and types
+lint: $(READY) $(INSTALLED)  ## Check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy lmcache_ec adapters benchmarks tests/*.py
+	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests
 
-env: $(READY)  ## Make or update the environment in .venv
+env: $(READY) $(INSTALLED)  ## Make or update the environment in .venv
+
+$(INSTALLED):
+	@mkdir -p $@
+	@ln -sfn ../../../adapters $@/adapters
+	@ln -sf ../../../lmcache_ec/__init__.py $@/__init__.py
 
 clean:  ## Remove what tests and demo built (not the environment)
 	rm -rf .models .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -150,7 +150,7 @@ def foreign_front_end() -> Iterator[None]:
     from lmcache_ec.adapters.vllm import front_end
 
     ours = front_end._is_ours
-    front_end._is_ours = lambda config: False
+    front_end._is_ours = lambda vllm_config: False
     try:
         yield
     finally:

@@ -81,8 +81,7 @@ def refuse(function: Callable[..., Any]) -> None:
 
     innermost = unwrap(function)
     assert isinstance(innermost, FunctionType)
-    names = {"co_name": innermost.__name__, "co_qualname": innermost.__qualname__}
-    innermost.__code__ = refusal.__code__.replace(**names)
+    innermost.__code__ = refusal.__code__.replace(co_name=innermost.__name__, co_qualname=innermost.__qualname__)
 
 
 class AfterImport(MetaPathFinder):

@@ -485,7 +485,7 @@ def stored(folder: Path) -> set[str]:
 
 def _read_file(path: Path) -> str:
     data = path.read_bytes()
-    [(name, tensor)] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    [(name, tensor)] = safetensors.deserialize(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identifier: str = header["__metadata__"]["identifier"]
     rows, width = tensor["shape"]

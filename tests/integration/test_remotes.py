@@ -62,7 +62,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
 
 
 def entries_in(server: RedisServer) -> int:
-    return len(server.client().keys("*.safetensors"))  # type: ignore[arg-type]
+    return len(server.client().keys("*.safetensors"))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def in_redis(redis: RedisServer) -> Remote:
 
     def edit(identifier: str, change: Callable[[bytes], bytes]) -> bytes:
         name = f"lmcache-ec/{object_name(identifier)}"
-        data = change(redis.client().get(name))  # type: ignore[arg-type]
+        data = change(redis.client().get(name))
         redis.client().set(name, data)
         return data
 

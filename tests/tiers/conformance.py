@@ -6,7 +6,6 @@ import hashlib
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -131,7 +130,7 @@ class TierConformance:
         tier.put(EncoderCacheKey(small, "picture"), value("a", 10))
         for number in range(30):
             tier.put(EncoderCacheKey(large, f"picture {number}"), value("b", 1000))
-        moments = {}
+        moments: dict[str, float] = {}
         for _ in range(2):
             found = list(tier.namespaces())
             uses = {use.namespace: use for use in found}
@@ -235,7 +234,7 @@ class TierConformance:
         )
 
 
-def machine_over(tier: Tier) -> Callable[[], RuleBasedStateMachine]:
+def machine_over(tier: Tier) -> type[RuleBasedStateMachine]:
     """Drives a tier against a dictionary, each example in a namespace of its own."""
     names = st.sampled_from(["a", "b", "c", "../d", "é"])
 

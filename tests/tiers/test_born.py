@@ -185,8 +185,8 @@ def test_a_loss_is_put_down_to_eviction_as_far_as_the_servers_counted_one(
 
 def test_the_name_in_a_bucket_is_kept_from_aging(s3: Seaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lifecycle rule deletes what nobody has written for some days."""
-    for name, text in s3.environment.items():
-        monkeypatch.setenv(name, text)
+    for variable, text in s3.environment.items():
+        monkeypatch.setenv(variable, text)
     tier = open_s3(f"s3://{s3.bucket}/aging?endpoint={s3.endpoint}", ttl_s=1.0)
     name = tier.born()
 

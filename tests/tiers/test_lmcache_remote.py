@@ -411,7 +411,7 @@ def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, said: 
 def test_every_scheme_of_lmcache_is_served_or_refused_for_a_reason() -> None:
     from lmcache.v1.storage_backend import connector
 
-    adapters = connector.ConnectorManager("lm://", None, None).adapters  # type: ignore[arg-type]
+    adapters = connector.ConnectorManager("lm://", None, None).adapters
     schemes = {adapter.schema.partition("://")[0] for adapter in adapters} - {"plugin"}
     assert {"lm", "fs", "mooncakestore", "azure", "redis", "s3"} <= schemes
     assert schemes <= {*SCHEMES, *REFUSED}

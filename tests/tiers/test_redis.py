@@ -998,7 +998,7 @@ def test_urls_that_are_refused_say_why_and_show_nothing_of_themselves(url: str, 
 @pytest.mark.parametrize("option", ["timeout_s", "connect_timeout_s", "ttl_s", "max_entry_bytes", "connections"])
 def test_options_that_cannot_be_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} of a Redis tier: -1 given"):
-        RedisOptions(**{option: -1})
+        RedisOptions(**{option: -1})  # type: ignore[arg-type]
 
 
 def test_the_tier_brings_along_no_torch_and_the_store_process_no_redis_until_it_has_one() -> None:

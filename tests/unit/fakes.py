@@ -3,6 +3,7 @@
 link, and CUDA's streams."""
 
 import gc
+import os
 import pickle
 import select
 import socket
@@ -33,7 +34,7 @@ ensure_key()
 
 WIDTH = 8
 PATIENCE_S = 20.0
-SILENT = SimpleNamespace(warning=lambda *_: None)
+SILENT: Any = SimpleNamespace(warning=lambda *_: None)
 """A logger that says nothing."""
 
 
@@ -214,7 +215,7 @@ class Served:
         """`runner` is another than a `Runner`; it serves the engine `name`."""
         name = name or uuid.uuid4().hex
         self.name = name
-        self.runner = runner or Runner(name)
+        self.runner: Any = runner or Runner(name)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
         try:
             self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, policy.get("producer", True)))
@@ -304,7 +305,7 @@ class SchedulerEnd:
             self.take(self.links[rank])
             assert self.take(self.links[rank]) == SegmentReady(0)
         saver_end.close()
-        arena.os.close(fd)
+        os.close(fd)
 
     @staticmethod
     def take(link: Link) -> Any:
@@ -376,7 +377,7 @@ class Event:
             raise self.error
 
 
-class Stream:
+class FakeStream:
     """Work in order, done only when the test runs it."""
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -412,24 +413,24 @@ class Stream:
 class Cuda:
     """What the copier uses of torch.cuda, over host memory. `model` is the forward pass's stream."""
 
-    model: Stream = field(default_factory=Stream)
-    side: list[Stream] = field(default_factory=list)
-    recorded: list[tuple[int, Stream]] = field(default_factory=list)
+    model: FakeStream = field(default_factory=FakeStream)
+    side: list[FakeStream] = field(default_factory=list)
+    recorded: list[tuple[int, FakeStream]] = field(default_factory=list)
     registered: list[tuple[int, int]] = field(default_factory=list)
     registered_on: list[torch.device | None] = field(default_factory=list)
     register_status: int = 0
-    _current: Stream | None = None
+    _current: FakeStream | None = None
     _device: torch.device | None = None
 
-    def Stream(self, device: torch.device) -> Stream:
-        self.side.append(Stream(device))
+    def Stream(self, device: torch.device) -> FakeStream:
+        self.side.append(FakeStream(device))
         return self.side[-1]
 
-    def current_stream(self, device: torch.device | None = None) -> Stream:
+    def current_stream(self, device: torch.device | None = None) -> FakeStream:
         return self._current or self.model
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: FakeStream) -> Iterator[None]:
         self._current, before = stream, self._current
         try:
             yield

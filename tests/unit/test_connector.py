@@ -184,7 +184,7 @@ def errors() -> Iterator[list[logging.LogRecord]]:
     """What the connector has logged as errors; vLLM's loggers do not pass records on."""
     said: list[logging.LogRecord] = []
     handler = logging.Handler(logging.ERROR)
-    handler.emit = said.append  # type: ignore[method-assign]
+    handler.emit = said.append  # type: ignore[method-assign, assignment]
     logger = logging.getLogger("vllm.lmcache_ec")
     logger.addHandler(handler)
     yield said

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm.copier import DeviceCopier, HostCopier, copier_for
-from tests.unit.fakes import PATIENCE_S, Cuda, OnDevice, Stream, collected
+from tests.unit.fakes import PATIENCE_S, Cuda, FakeStream, OnDevice, collected
 
 DEVICE = torch.device("cuda", 0)
 
@@ -58,7 +58,7 @@ class Steps:
             return list(self.done)
 
 
-def side(cuda: Cuda) -> Stream:
+def side(cuda: Cuda) -> FakeStream:
     (stream,) = cuda.side
     return stream
 

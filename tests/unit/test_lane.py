@@ -2,11 +2,11 @@
 """Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lmcache_ec import lane as module
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane
 from lmcache_ec.presence import PresenceWriter
@@ -69,7 +69,7 @@ class Setting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lookup: Lookup, local: bool = False) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.tier = Scripted()
         self.tier.pass_time = self.turn
         self.presence = PresenceWriter.create(["scripted"])
@@ -291,7 +291,11 @@ def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     here = Setting(monkeypatch, Lookup.AUTO)
     held = threading.Event()
     try:
-        taken = sum(here.lane.enqueue(64 << 20, held.wait) for _ in range(100))
+
+        def write() -> None:
+            held.wait()
+
+        taken = sum(here.lane.enqueue(64 << 20, write) for _ in range(100))
         assert taken == 16
     finally:
         held.set()

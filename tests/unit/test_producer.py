@@ -4,6 +4,7 @@
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,8 +170,7 @@ def test_what_goes_while_its_request_runs_on_is_not_announced(
 ) -> None:
     produce(producer_on(), request("first", X))
     producer, passed_s = producer_on(window=4), [0.0]
-    clock = SimpleNamespace(monotonic=lambda: real() + passed_s[0])
-    real = module.time.monotonic
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
     monkeypatch.setattr(module, "time", clock)
     long = request("long", X, Y)
     assert producer.schedule(long) == "load encode"

@@ -4,6 +4,7 @@
 Every scenario ends with nothing held: no pin, lease, order, place on its way, fetch or remembered request.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -609,7 +610,7 @@ def test_a_preempted_request_no_longer_holds_its_item(serve: Serve) -> None:
 
 class Clock:
     def __init__(self) -> None:
-        self.now = module.time.monotonic()
+        self.now = time.monotonic()
 
     def monotonic(self) -> float:
         return self.now
@@ -721,7 +722,7 @@ def test_what_was_promised_before_the_cache_became_inert_is_encoded_after_all(se
     served.vllm.preempt(stored)
     served.runner.run(served.vllm.end_pass())  # put off
     served.runner.worker.abandon()
-    until(lambda: (served.cache.drain(module.time.monotonic()), served.cache.inert)[1])
+    until(lambda: (served.cache.drain(time.monotonic()), served.cache.inert)[1])
     assert served.vllm.offer(stored) == ""
     served.runner.run(served.vllm.end_pass(), stored)
     assert torch.equal(served.runner.cache[X], embedding(X))

@@ -40,7 +40,7 @@ class VllmRunner:
         side = self.worker._worker
         assert side is not None
         save = side.save
-        side.save = lambda cache, name: (self.saved.append(name), save(cache, name))[1]  # type: ignore[method-assign]
+        side.save = lambda cache, name: (self.saved.append(name), save(cache, name))[1]  # type: ignore[method-assign, assignment]
 
     def connector_output(self, output: Any) -> AbstractContextManager[Any]:
         raise NotImplementedError

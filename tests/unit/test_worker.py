@@ -21,9 +21,14 @@ from lmcache_ec.entry import TensorSpec, entry_length, room
 from tests.unit.fakes import PATIENCE_S, SILENT, WIDTH, PreallocatedCache, SchedulerEnd, embedding, sent, until
 
 SPEC = TensorSpec(4, WIDTH, "F32")
-COPIED, ABSENT, FAILED = (int(outcome) for outcome in Outcome)
+COPIED, ABSENT, FAILED = Outcome
 STORE = 7  # the incarnation that SchedulerEnd introduces
 PLACE = 11
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    rows, width = tensor.shape
+    return TensorSpec(rows, width, dtype_name(tensor.dtype))
 
 
 class Rig:
@@ -37,7 +42,7 @@ class Rig:
         self.end = SchedulerEnd(name, ranks)
 
     def fill(self, offset: int, identifier: str, tensor: torch.Tensor) -> None:
-        spec = TensorSpec(*tensor.shape, dtype_name(tensor.dtype))
+        spec = spec_of(tensor)
         view(self.end.memory, offset + room(identifier), spec).copy_(tensor)
 
     def payload(self, save: Save) -> torch.Tensor:
@@ -135,7 +140,8 @@ def test_a_rank_of_another_arena_copies_nothing(rig: Rig) -> None:
 
 def test_before_it_is_attached_a_rank_loads_nothing_and_vllm_encodes() -> None:
     worker = WorkerSide(0, HostCopier(), list, SILENT)
-    meta, cache = loads(load_of("x")), {}
+    meta = loads(load_of("x"))
+    cache: dict[str, torch.Tensor] = {}
     meta.arena = ""
     step(worker, meta, cache)
     assert (cache, meta.encoder_inputs) == ({}, {"request": [0]})
@@ -234,9 +240,11 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
 def test_a_new_encoder_output_is_copied_handed_over_and_reported(rig: Rig, tensor: torch.Tensor) -> None:
-    save = save_of("x", 4096, TensorSpec(*tensor.shape, dtype_name(tensor.dtype)))
+    save = save_of("x", 4096, spec_of(tensor))
     step(rig.workers[0], saves(save), {}, {"x": tensor})
-    assert rig.end.saved() == Saved(PLACE, 4096, save.length, "tests", "x", *tensor.shape, save.spec.dtype, True)
+    assert rig.end.saved() == Saved(
+        PLACE, 4096, save.length, "tests", "x", save.spec.rows, save.spec.width, save.spec.dtype, True
+    )
     assert rig.end.report() == Report(1, [(PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(save).float(), tensor.float())
 
@@ -354,7 +362,8 @@ def test_a_segment_that_the_device_refuses_ends_the_rank_and_not_its_worker(capl
     rig.workers[0]._rank._register = Refusing().register  # type: ignore[union-attr]
     rig.end.links[0].send(Segment(1 << 19, 4096))
     until(lambda: closed(rig.end), "the link to the rank stays open")
-    meta, cache = loads(load_of("x")), {}
+    meta = loads(load_of("x"))
+    cache: dict[str, torch.Tensor] = {}
     step(rig.workers[0], meta, cache, {"y": embedding("y")})
     assert meta.encoder_inputs == {"request": [0]}
     assert "cudaHostRegister" in caplog.text
