@@ -19,7 +19,8 @@ import torch
 
 from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.tensor_digest import tensor_digest
-from lmcache_ec.book import Book, Outcome
+from lmcache_ec.book import Book
+from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec
 
 HIDDEN, MLP, LAYERS = 1152, 4304, 27

@@ -11,7 +11,7 @@ import fcntl
 import mmap
 import os
 
-from lmcache_ec.space import ALIGNMENT
+from lmcache_ec.place import ALIGNMENT
 
 SEGMENT_BYTES = 256 << 20
 

@@ -23,14 +23,16 @@ Who owns what, and when it may be freed:
 
 from __future__ import annotations
 
-import enum
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
+from lmcache_ec.channel import Landing, Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
-from lmcache_ec.space import Extent, Space, aligned
+from lmcache_ec.place import Extent, Place, State, aligned
+from lmcache_ec.rewrites import Rewrites
+from lmcache_ec.space import Space
 
 _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024
@@ -40,55 +42,6 @@ _REMEMBERED_SAVES = 4096
 
 class LifeError(RuntimeError):
     """An order that the life of a place does not allow: a fault of the caller's."""
-
-
-class State(enum.Enum):
-    RESERVED = "reserved"
-    WRITING = "writing"
-    SEALING = "sealing"
-    FILLING = "filling"
-    LIVE = "live"
-    ORPHANED = "orphaned"
-    FREE = "free"
-
-
-class Outcome(enum.IntEnum):
-    """What a rank reports of a place that a step sent it.
-
-    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
-    """
-
-    COPIED = 0
-    ABSENT = 1
-    FAILED = 2
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A run of the arena with one entry in it, or on its way into it. `length` is the entry's, in bytes."""
-
-    id: int
-    identifier: str
-    length: int
-    extent: Extent
-    state: State
-    spec: TensorSpec | None
-    persist: bool = False
-    dirty: bool = False
-    stored: bool = False
-    """Whether a tier has it, as far as the store process has said."""
-    origin: str = ""
-    """The tier that filled it; empty for an encoder's own output."""
-    incarnation: int = 0
-    """The store process that it was last handed to."""
-    pins: int = 0
-    lessees: int = 0
-    forgotten: bool = False
-    last_used: int = 0
-
-    @property
-    def offset(self) -> int:
-        return self.extent.offset
 
 
 @dataclass(slots=True)
@@ -110,6 +63,7 @@ class Counts:
     seals_failed: int = 0
     writes: int = 0
     writes_failed: int = 0
+    rewrites: int = 0
     fills: int = 0
     fills_refused: int = 0
     evictions: int = 0
@@ -133,6 +87,9 @@ class Book:
         self.counts = Counts()
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
+        self.tiers = 0
+        """All tiers, a bit each."""
+        self._rewrites = Rewrites()
         self._space = Space()
         self._index: dict[str, Place] = {}
         self._evictable: OrderedDict[Place, None] = OrderedDict()
@@ -207,6 +164,7 @@ class Book:
         else:
             self._touch(place)
             self._evictable[place] = None
+            self._rewrites.check(place)
 
     def lease(self, place: Place) -> bool:
         """Pin a prefetched entry for a request that waits. False, and no pin, over the budget of half the arena."""
@@ -232,6 +190,7 @@ class Book:
             place.forgotten = True
             del self._index[place.identifier]
             self._unwritten.pop(place.id, None)
+            self._rewrites.drop(place)
             if not place.pins:
                 del self._evictable[place]
                 self._free(place)
@@ -310,6 +269,7 @@ class Book:
         del self._saving[place_id]
         place.incarnation = incarnation
         self.counts.saves += 1
+        place.lacks = self.tiers if place.persist else 0
         self._publish(place)
         if place.dirty:
             self._dirty[place.id] = place
@@ -323,8 +283,17 @@ class Book:
             return
         self.counts.writes += ok
         self.counts.writes_failed += not ok
-        place.stored = ok
+        place.rewriting = 0
         self._clear_dirty(place)
+
+    def landed(self, place_id: int, identifier: str, tier: int, landing: Landing) -> None:
+        """One tier has answered to the write of an entry. Whether its place may go, `written` says."""
+        place = self._index.get(identifier)
+        if place is None or place.id != place_id:
+            return
+        bit = 1 << tier
+        place.tiers = place.tiers | bit if landing is Landing.TOOK else place.tiers & ~bit
+        place.lacks = place.lacks | bit if landing is Landing.FAILED else place.lacks & ~bit
 
     def owed_write(self) -> Place | None:
         """The entry whose write-through was put off longest, if it fits the budget now."""
@@ -338,6 +307,51 @@ class Book:
     def begin_write(self, place: Place, incarnation: int) -> None:
         """The owed write of a live entry was handed to the store process."""
         del self._unwritten[place.id]
+        place.incarnation = incarnation
+        self._mark_dirty(place)
+        self._dirty[place.id] = place
+
+    # ---- writes of what a tier lost
+
+    def tier_emptied(self, tier: int) -> None:
+        """A tier has nothing any more of what it had: give it again what is live."""
+        self._rewrites.emptied(tier, reversed(self._evictable))
+        self.revision += 1
+
+    def tier_back(self, tier: int) -> None:
+        """A tier that was left alone is there: give it what it could not take meanwhile."""
+        self._rewrites.back(tier, reversed(self._evictable))
+        self.revision += 1
+
+    def located(self, identifier: str, tiers: int, held: int) -> None:
+        """Of `tiers`, those in `held` have the entry now."""
+        if (place := self.live(identifier)) is not None:
+            place.tiers = place.tiers & ~tiers | held
+
+    def rewrite(self, place: Place, tiers: int) -> None:
+        """Have a live entry written to `tiers` again before all others: somebody waits for it."""
+        self._rewrites.owe(place, tiers, first=True)
+
+    def is_writing(self, place: Place) -> bool:
+        """Whether it is being written to the tiers, or is due to be written again."""
+        return place.dirty or self._rewrites.due(place)
+
+    def owed_rewrite(self) -> Place | None:
+        """The entry to write again next; `Place.owed` says where. These writes take half of the budget at most, and
+        none while one that was never made is owed."""
+        place = self._rewrites.next()
+        return None if place is None or self._unwritten or self._over("dirty", place, self.capacity // 8) else place
+
+    def owed_rewrites(self) -> list[Place]:
+        """All entries that are to be written again."""
+        return self._rewrites.all()
+
+    def begin_rewrite(self, place: Place, incarnation: int) -> None:
+        """The store process was asked to write an entry again."""
+        self._rewrites.drop(place)
+        self.counts.rewrites += 1
+        place.rewriting, place.owed = place.owed, 0
+        place.lacks |= place.rewriting
         place.incarnation = incarnation
         self._mark_dirty(place)
         self._dirty[place.id] = place
@@ -362,8 +376,11 @@ class Book:
         self._bytes["filling"] += place.extent.length
         return place
 
-    def filled(self, place_id: int, spec: TensorSpec | None, origin: str = "") -> Place | None:
-        """FILLING → LIVE with the verified entry's `spec`, or FREE (None). Returns the live place."""
+    def filled(self, place_id: int, spec: TensorSpec | None, origin: str = "", tier: int = 0) -> Place | None:
+        """FILLING → LIVE with the verified entry's `spec`, or FREE (None). Returns the live place.
+
+        `tier`, called `origin`, had it; those before it are being given a copy.
+        """
         place = self._filling.pop(place_id, None)
         if place is None:
             return None
@@ -375,7 +392,8 @@ class Book:
         self.counts.fills += 1
         self.unsaved.pop(place.identifier, None)
         place.spec = spec
-        place.stored = True
+        place.tiers |= 1 << tier
+        place.lacks = ((1 << tier) - 1) & ~place.tiers
         place.origin = origin
         self._publish(place)
         return place
@@ -392,7 +410,7 @@ class Book:
         place.origin = ""
         self.counts.loads[tier] = self.counts.loads.get(tier, 0) + 1
 
-    def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, int, int]], alive: frozenset[int]) -> None:
+    def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, Outcome, int]], alive: frozenset[int]) -> None:
         """A rank has finished every step up to `step`; `outcomes` are (place, outcome, incarnation handed to).
 
         Orders of those steps that it does not name are void. `alive` are the store processes not yet gone.
@@ -409,7 +427,7 @@ class Book:
             elif place.state is State.WRITING:
                 self._copied(place, outcome, incarnation, alive)
 
-    def _copied(self, place: Place, outcome: int, incarnation: int, alive: frozenset[int]) -> None:
+    def _copied(self, place: Place, outcome: Outcome, incarnation: int, alive: frozenset[int]) -> None:
         if outcome != Outcome.COPIED:
             self.counts.saves_void += 1
             if outcome == Outcome.ABSENT:
@@ -452,7 +470,10 @@ class Book:
             self.pin(place)
             held.append(place)
             self._clear_dirty(place)
-            if not place.forgotten:
+            rewriting, place.rewriting = place.rewriting, 0
+            if rewriting:
+                self._rewrites.owe(place, rewriting)
+            elif not place.forgotten:
                 self._unwritten[place.id] = place
         return missed
 
@@ -507,6 +528,7 @@ class Book:
             "orders": sum(map(len, self._orders)),
             "unsaved": len(self.unsaved),
             "unwritten": len(self._unwritten),
+            "rewrites_owed": len(self._rewrites),
             "live_bytes": self._bytes["live"],
             "dirty_bytes": self._bytes["dirty"],
             "filling_bytes": self._bytes["filling"],
@@ -584,6 +606,7 @@ class Book:
     def _publish(self, place: Place) -> None:
         self._move(place, State.LIVE)
         self._bytes["live"] += place.length
+        self._rewrites.published(place)
         self._touch(place)
         if place.pins:
             return
@@ -615,6 +638,7 @@ class Book:
     def _free(self, place: Place) -> Extent:
         if place.state is State.LIVE:
             self._bytes["live"] -= place.length
+        self._rewrites.drop(place)
         self._move(place, State.FREE)
         return self._space.give(place.extent)
 

@@ -9,30 +9,33 @@ import secrets
 import select
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
-from lmcache_ec.book import Book, Place
+from lmcache_ec.book import Book
 from lmcache_ec.channel import (
     Attach,
     Attached,
-    Discard,
+    Back,
+    Born,
     Enter,
     Entered,
     Fill,
     Filled,
     Hello,
+    Landed,
     Ledger,
     Link,
     LinkClosed,
+    Locate,
+    Located,
     NotFilled,
     Notice,
     Ping,
     Pong,
-    Remote,
     Report,
     Sealed,
     Segment,
@@ -48,13 +51,13 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
-from lmcache_ec.entry import TensorSpec
+from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Lookup
+from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.space import aligned
-from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
+from lmcache_ec.recent import Recent
+from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
@@ -70,11 +73,16 @@ asked nothing new."""
 _OPENING_S = 20.0
 """How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
 
+_LOOK_S = 2.0
+"""Between two looks whether a tier was emptied."""
+
 _MISS_REMEMBERED_S = 2.0
+MISFIT_REMEMBERED_S = 60.0
+"""How long nobody asks again for an entry that is there and of no use here."""
+
 _ASKED_AGAIN_S = 0.05
 """Between two questions about an entry that a producer has announced."""
 
-_MISSES_REMEMBERED = 4096
 _FETCHES_AT_ONCE = 4096
 """While a tier answers nothing and passes for alive, no more than this waits for it."""
 
@@ -88,7 +96,8 @@ class Engine:
 
     `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
     an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
-    `watched` the ranks report what weights they have, and nothing is promised before they have done so.
+    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
+    `saves` nothing, a consumer, never gives a tier again what that has lost.
     """
 
     name: str
@@ -96,7 +105,16 @@ class Engine:
     producer: str
     ranks: int
     largest_entry_bytes: int
+    saves: bool = True
     watched: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
+
+    asked_at: float
+    held: int | None = None
 
 
 class EncoderCache:
@@ -110,7 +128,7 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "discarded": 0, "weight_changes": 0}
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0, "weight_changes": 0}
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -129,8 +147,13 @@ class EncoderCache:
         self._complaints = Complaints(_logger)
         self._presence: PresenceFilter | None = None
         self._fetches: dict[str, int] = {}  # identifier -> times asked
+        self._probes: dict[int, tuple[str, Probe]] = {}  # not yet answered
+        self._asked = 0
+        self._tiers: list[str] = []
+        self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
         self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
-        self._misses: OrderedDict[str, float] = OrderedDict()
+        self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
+        self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._attached: set[int] = set()
         self._segment: tuple[int, int] | None = None
         self._segment_untold: list[Link] = []
@@ -200,6 +223,8 @@ class EncoderCache:
         self._fetches.clear()
         self._put_off.clear()
         self._misses.clear()
+        self._unusable.clear()
+        self._probes.clear()
         self.counts["weight_changes"] += 1
         kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
         self._complaints.warn(
@@ -221,11 +246,12 @@ class EncoderCache:
             return False
         if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
             return False
-        missed_until = self._misses.get(identifier, 0.0)
+        if self._unusable.holds(identifier, now):
+            return False
         if announced:
-            just_missed = now < missed_until - _MISS_REMEMBERED_S + _ASKED_AGAIN_S
+            just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
             return just_missed or self._ask(identifier, length, certain=False, insist=True)
-        if missed_until > now:
+        if self._misses.holds(identifier, now):
             return False
         key = EncoderCacheKey(self.namespace, identifier)
         if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
@@ -233,16 +259,41 @@ class EncoderCache:
             return False
         return self._ask(identifier, length, certain=False)
 
+    def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
+        """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
+        it could not be). What is known at once, or cannot be found out, is answered at once."""
+        probe = Probe(now)
+        presence = self._presence
+        if spec is None or presence is None or not self.ready or not self.persists or not self._responsive(now):
+            return self._located(identifier, probe, 0)
+        key = EncoderCacheKey(self.namespace, identifier)
+        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
+            self.counts["filtered"] += 1
+            return self._located(identifier, probe, 0)
+        number = self._asked + 1
+        question = Locate(number, self.namespace, identifier, entry_length(identifier, spec), self._reached)
+        if len(self._probes) >= _FETCHES_AT_ONCE or not self._tell(question):
+            return self._located(identifier, probe, 0)
+        self.counts["probes"] += 1
+        self._asked = number
+        self._probes[number] = (identifier, probe)
+        return probe
+
+    def covers(self, tiers: int) -> bool:
+        """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
+        return bool(self._reached) and tiers & self._reached == self._reached
+
+    def rewrite(self, place: Place) -> None:
+        """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""
+        self.book.rewrite(place, self._reached & ~place.tiers)
+
+    def is_writing(self, place: Place, now: float) -> bool:
+        """Whether a live entry is being written to the tiers, or soon will be."""
+        return self.book.is_writing(place) and self._responsive(now)
+
     def under_way(self, identifier: str, now: float) -> bool:
         """Whether an entry is on its way into the arena: from a tier, or from an encode of this engine's."""
         return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
-
-    def discard(self, place: Place, now: float) -> None:
-        """Delete an entry, here and in the tiers, that is not what its identifier stands for."""
-        self.counts["discarded"] += 1
-        self.book.forget(place)
-        self._miss(place.identifier, now)
-        self._tell(Discard(self.namespace, place.identifier))
 
     def drain(self, now: float) -> None:
         """Take in what ranks and store process have said. Once a scheduling pass, before anything is decided."""
@@ -258,6 +309,8 @@ class EncoderCache:
         self._enter()
         while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
             self.book.begin_write(place, self._store.number)
+        while (place := self.book.owed_rewrite()) is not None and self._tell(self._write(place, place.owed)):
+            self.book.begin_rewrite(place, self._store.number)
         self.book.evict_ahead()
         self._complaints.tell_withheld()
 
@@ -278,8 +331,12 @@ class EncoderCache:
         if self._closed:
             return
         self._closed = True
+        if self._presence is not None and not self.inert:
+            self._drain(self._store.link, self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
             self._tell(self._write(place))
+        for place in self.book.owed_rewrites():
+            self._tell(self._write(place, place.owed))
         for link in self._ranks:
             link.close()
         for store in (self._store, *self._old):
@@ -294,8 +351,7 @@ class EncoderCache:
     # ---- starting
 
     def _incarnation(self, number: int) -> Incarnation:
-        asks_aws = any(tier_name(url) == "s3" for url in self._config.remotes)
-        return Incarnation(number, self._arena_fd, S3_ENVIRONMENT if asks_aws else ())
+        return Incarnation(number, self._arena_fd, environment_of(self._config.remotes))
 
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
@@ -329,7 +385,9 @@ class EncoderCache:
                 disk_free_bytes=self._config.min_free_disk_bytes,
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
-                remotes=_remotes(self._config),
+                remotes=self._config.remote_tiers,
+                saves=self._engine.saves,
+                look_s=_LOOK_S,
             )
         )
         self._introduce_saver()
@@ -391,7 +449,7 @@ class EncoderCache:
         match message:
             case Filled():
                 spec = TensorSpec(message.rows, message.width, message.dtype)
-                place = self.book.filled(message.place, spec, message.tier)
+                place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
                 if place is not None:
                     self._fetches.pop(place.identifier, None)
             case NotFilled():
@@ -400,6 +458,14 @@ class EncoderCache:
                 self.book.sealed(place_id, self._store.number, ok)
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
+            case Landed():
+                self.book.landed(message.place, message.identifier, message.tier, message.landing)
+            case Located(number=number, held=held) if number in self._probes:
+                self._located(*self._probes.pop(number), held)
+            case Back(tier=tier):
+                self._tier_back(tier)
+            case Born(tier=tier, name=name):
+                self._tier_born(tier, name)
             case Entered(namespace=namespace) if namespace == self.namespace:
                 self._enters = False
             case Pong(number=number) if number == self._ping:
@@ -415,11 +481,38 @@ class EncoderCache:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
                     self._adopt_presence(fds[1], tiers)
+                    self._adopt_tiers(tiers)
 
     def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:
             self._presence.close()
         self._presence = PresenceFilter.attach(fd, tiers)
+
+    def _adopt_tiers(self, tiers: list[str]) -> None:
+        """What a store process that was lost had yet to write to any of them is written by this one."""
+        self._tiers = tiers
+        self.book.tiers = (1 << len(tiers)) - 1
+        if self._store.number > 1:
+            for tier in range(len(tiers)):
+                self._tier_back(tier)
+
+    @property
+    def _reached(self) -> int:
+        """The tiers that consumers reach, a bit each. A disk is shared with them if nothing else is."""
+        private = 1 if self._config.local_disk and self._config.remotes else 0
+        return self.book.tiers & ~private
+
+    def _tier_back(self, tier: int) -> None:
+        if self._engine.saves:
+            self.book.tier_back(tier)
+
+    def _tier_born(self, tier: int, name: str) -> None:
+        known, self._born[tier] = self._born.get(tier), name
+        if known not in (None, name) and self._engine.saves:
+            self._complaints.warn(
+                f"emptied-{tier}", f"{self._tiers[tier]} was emptied; what memory still holds is written to it again"
+            )
+            self.book.tier_emptied(tier)
 
     def _tell(self, message: ToStore) -> bool:
         try:
@@ -459,8 +552,16 @@ class EncoderCache:
             self._fetches[identifier] = self._fetches.get(identifier, 0) + 1
         return asked
 
+    def _located(self, identifier: str, probe: Probe, held: int) -> Probe:
+        probe.held = held
+        self.book.located(identifier, self._reached, held)
+        return probe
+
     def _not_filled(self, answer: NotFilled, now: float) -> None:
-        """A miss, or an entry of another length than guessed: then it is fetched once more."""
+        """A miss, or an entry of another length than guessed: then it is fetched once more.
+
+        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
+        """
         self.book.filled(answer.place, None)
         if answer.namespace != self.namespace:
             return  # nobody waits for it any more
@@ -468,10 +569,8 @@ class EncoderCache:
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
             return
-        if answer.length > self._largest:
-            self._tell(
-                Discard(answer.namespace, answer.identifier)
-            )  # else it would stand in the way of the next save for ever
+        if answer.length > self._largest or answer.kept:
+            self._unusable.add(answer.identifier, now)
         self._miss(answer.identifier, now)
 
     def _fetch_again(self, now: float) -> None:
@@ -489,9 +588,7 @@ class EncoderCache:
     def _miss(self, identifier: str, now: float) -> None:
         self._fetches.pop(identifier, None)
         self.counts["fetch_misses"] += 1
-        self._misses[identifier] = now + _MISS_REMEMBERED_S
-        while len(self._misses) > _MISSES_REMEMBERED:
-            self._misses.popitem(last=False)
+        self._misses.add(identifier, now)
 
     # ---- the store process
 
@@ -529,6 +626,9 @@ class EncoderCache:
             for identifier in self.book.store_lost(self._store.number):
                 self._miss(identifier, now)
             self._put_off.clear()
+            for identifier, probe in self._probes.values():
+                self._located(identifier, probe, 0)
+            self._probes.clear()
             for identifier in list(self._fetches):
                 self._miss(identifier, now)
             words = self._store.last_words()
@@ -552,8 +652,8 @@ class EncoderCache:
         if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
             self._listed = self.namespace
 
-    def _write(self, place: Place) -> Write:
-        return Write(place.id, place.offset, place.length, self.namespace, place.identifier)
+    def _write(self, place: Place, tiers: int = 0) -> Write:
+        return Write(place.id, place.offset, place.length, self.namespace, place.identifier, tiers)
 
     # ---- segments
 
@@ -568,20 +668,3 @@ class EncoderCache:
                 self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
             except LinkClosed:
                 pass  # found and answered by the next drain
-
-
-def _remotes(config: EncoderCacheConfig) -> list[Remote]:
-    """The remotes as the store process is told of them. S3 has a catalog unless something else is asked for."""
-    lookups = {"s3": Lookup.CATALOG} if config.remote_lookup == "auto" else {}
-    return [
-        Remote(
-            url=url,
-            extra_config={key: value for key, value in config.extra_config.items() if is_remote_key(key)},
-            ttl_s=config.ttl_s,
-            timeout_s=config.blocking_timeout_secs,
-            max_entry_bytes=config.max_remote_entry_bytes,
-            lookup=lookups.get(tier_name(url), config.remote_lookup),
-            refresh_s=config.catalog_refresh_s,
-        )
-        for url in config.remotes
-    ]

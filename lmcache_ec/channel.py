@@ -7,15 +7,17 @@ a send never waits. File descriptors travel beside a message.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import os
 import secrets
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
+
+from lmcache_ec.tiers.remote import Remote
 
 _MESSAGE_BYTES = 128 * 1024
 """The longest message. A kernel's default send buffer (208 KiB) holds it."""
@@ -36,8 +38,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials: it is for opening them, and for
-    nothing else.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials. For an engine that `saves`, the
+    tiers are looked at every `look_s` seconds, to see whether one was emptied.
     """
 
     incarnation: int
@@ -50,18 +52,8 @@ class Start(Message, frozen=True):
     drain_s: float
     deadline_s: float
     remotes: list[Remote]
-
-
-class Remote(Message, frozen=True):
-    """A remote tier: its URL (see `tiers.remote`), and how it is treated (see `lane.Habits`)."""
-
-    url: str
-    extra_config: dict[str, Any]
-    ttl_s: float | None
-    timeout_s: float
-    max_entry_bytes: int
-    lookup: str
-    refresh_s: float
+    saves: bool
+    look_s: float
 
 
 class Enter(Message, frozen=True):
@@ -86,20 +78,24 @@ class Fill(Message, frozen=True):
 
 
 class Write(Message, frozen=True):
-    """Write a live entry through to the tiers."""
+    """Write a live entry through to all tiers, or again to those of `tiers` (a bit each, in their order)."""
 
     place: int
     offset: int
     length: int
     namespace: str
     identifier: str
+    tiers: int = 0
 
 
-class Discard(Message, frozen=True):
-    """Delete an entry that cannot be what its identifier stands for: rows, width or dtype differ, or it is too long."""
+class Locate(Message, frozen=True):
+    """Find out which of `tiers` (a bit each, in their order) hold an entry of this length. Nothing is moved."""
 
+    number: int
     namespace: str
     identifier: str
+    length: int
+    tiers: int
 
 
 class Ping(Message, frozen=True):
@@ -144,12 +140,16 @@ class Filled(Message, frozen=True):
 
 
 class NotFilled(Message, frozen=True):
-    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none)."""
+    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none).
+
+    `kept`: an entry of another version of the format has the name, and keeps it.
+    """
 
     place: int
     namespace: str
     identifier: str
     length: int
+    kept: bool = False
 
 
 class Sealed(Message, frozen=True):
@@ -158,8 +158,50 @@ class Sealed(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
+    """Nothing reads the place any more to write its entry. `ok`: a tier has it."""
+
     place: int
     ok: bool
+
+
+class Landing(enum.IntEnum):
+    """What became of the write of an entry to one tier.
+
+    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
+    """
+
+    TOOK = 0
+    REFUSED = 1
+    FAILED = 2
+
+
+class Landed(Message, frozen=True):
+    """A tier has answered to the write of an entry from a place, or of a copy of it."""
+
+    place: int
+    identifier: str
+    tier: int
+    landing: Landing
+
+
+class Located(Message, frozen=True):
+    """The answer to `Locate`: the tiers that hold the entry now, a bit each."""
+
+    number: int
+    held: int
+
+
+class Back(Message, frozen=True):
+    """A tier that had been left alone, because it failed, answers again."""
+
+    tier: int
+
+
+class Born(Message, frozen=True):
+    """What a tier holds goes by this name (see `Tier.born`): another one than before means that it was emptied."""
+
+    tier: int
+    name: str
 
 
 class Pong(Message, frozen=True):
@@ -229,6 +271,17 @@ class Segment(Message, frozen=True):
 # ---- rank -> scheduler side
 
 
+class Outcome(enum.IntEnum):
+    """What a rank reports of a place that a step sent it.
+
+    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
+    """
+
+    COPIED = 0
+    ABSENT = 1
+    FAILED = 2
+
+
 class Attached(Message, frozen=True):
     rank: int
 
@@ -241,7 +294,7 @@ class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
 
     step: int
-    outcomes: list[tuple[int, int, int]]
+    outcomes: list[tuple[int, Outcome, int]]
 
 
 class WeightsReport(Message, frozen=True):
@@ -254,21 +307,9 @@ class WeightsReport(Message, frozen=True):
     digest: str
 
 
-ToStore = Start | Enter | Fill | Write | Discard | Ping | Ledger | Saved
-ToScheduler = (
-    Hello
-    | Entered
-    | Filled
-    | NotFilled
-    | Sealed
-    | Written
-    | Pong
-    | Notice
-    | Attached
-    | SegmentReady
-    | Report
-    | WeightsReport
-)
+ToStore = Start | Enter | Fill | Write | Locate | Ping | Ledger | Saved
+FromStore = Hello | Entered | Filled | NotFilled | Sealed | Written | Landed | Located | Back | Born | Pong | Notice
+ToScheduler = FromStore | Attached | SegmentReady | Report | WeightsReport
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 

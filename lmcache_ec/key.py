@@ -9,12 +9,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_IDENTIFIER_BYTES = 4096
 MAX_NAMESPACE_CHARS = 80
 
 _SLUG_CHARS = 48
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]{0,79}")
+_OBJECT_NAME = re.compile(rf"({_NAMESPACE.pattern})/([0-9a-f]{{2}})/(\2[0-9a-f]{{62}})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,19 @@ def object_name(namespace: str, digest: bytes) -> str:
     """The name of the object whose key has this `digest`."""
     name = digest.hex()
     return f"{namespace}/{name[:2]}/{name}.safetensors"
+
+
+class ObjectName(NamedTuple):
+    """What the name of an object says: the namespace and the digest of its key."""
+
+    namespace: str
+    digest: bytes
+
+
+def parse_object_name(name: str) -> ObjectName | None:
+    """The reverse of `object_name`; None for anything that it does not make."""
+    match = _OBJECT_NAME.fullmatch(name)
+    return ObjectName(match[1], bytes.fromhex(match[3])) if match else None
 
 
 def namespace_of(model: str, facts: Mapping[str, object]) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -13,8 +12,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.remote import Lookup
 
 NEVER = float("inf")
 _T = TypeVar("_T")
@@ -32,17 +32,6 @@ _QUEUED_ITEMS = 4096
 _QUEUED_BYTES = 1 << 30
 
 
-class Lookup(enum.StrEnum):
-    """How it is found out whether a tier has an entry that nobody has told of."""
-
-    AUTO = "auto"
-    """By asking, as long as its answers are quick; by its listing otherwise."""
-    PROBE = "probe"
-    """By asking, always."""
-    CATALOG = "catalog"
-    """By its listing; by asking until the first listing is complete."""
-
-
 @dataclass(frozen=True, slots=True)
 class Habits:
     """How a tier is treated.
@@ -58,6 +47,11 @@ class Habits:
     local: bool = False
 
 
+def lane_names(tiers: Sequence[str]) -> list[str]:
+    """Names of tiers as they are counted and listed: a second one of a kind gets its position in the order, `s3_2`."""
+    return [name if tiers.index(name) == index else f"{name}_{index}" for index, name in enumerate(tiers)]
+
+
 class Lane:
     """One tier, its threads, and what is known of how it answers; a stuck tier holds up nothing but itself.
 
@@ -67,7 +61,7 @@ class Lane:
     never held across I/O.
     """
 
-    def __init__(self, tier: Tier, name: str, presence: PresenceFilter, habits: Habits) -> None:
+    def __init__(self, tier: Tier, name: str, presence: PresenceWriter, habits: Habits) -> None:
         self.tier = tier
         self.name = name
         self.habits = habits
@@ -80,7 +74,9 @@ class Lane:
         self.scans = ThreadPoolExecutor(1, f"{name}-scan")
         self._presence = presence
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
+        self._follows = False
         self._list_at = 0.0
+        self._moved_to = ""  # the namespace to list, if that is not the first any more
         self._answer_s = 0.0
         self._failures = 0
         self._rests_until = 0.0
@@ -99,7 +95,7 @@ class Lane:
         """Whether the tier is worth asking for the entry of this key; `insist`: even if its listing lacks it."""
         if self.habits.local:
             return True
-        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest)
+        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest, self.name)
         return listed and not self.rests
 
     def answered(self, seconds: float) -> None:
@@ -139,12 +135,7 @@ class Lane:
             if not self.habits.local:
                 self._measured(min(self._timed_look_up(namespace) for _ in range(_LOOK_UPS)))
             if self._lists and began >= self._list_at:
-                listed = 0
-                for listed, entry in enumerate(self.tier.list(namespace), 1):
-                    self._presence.add(entry.digest)
-                    self.listed = max(self.listed, listed)
-                self.listed = listed
-                self._presence.set_complete(self.name)
+                self._list(namespace)
                 self.tier.maintain()
                 self._list_at = time.monotonic() + max(self.habits.refresh_s, 20 * (time.monotonic() - began))
         except Exception:
@@ -154,18 +145,62 @@ class Lane:
         with self._lock:
             away = time.monotonic() - self._failed_at if self._failed_at else 0.0
             self._rests_until = self._failed_at = 0.0
-        self._presence.set_complete(self.name, self._lists)
-        if self._lists:
-            remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
-            self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+            if self._has_moved(namespace):
+                self._list_at = self.due_at = 0.0
+                return away
+            self._presence.set_complete(self.name, self._lists)
+            if self._lists:
+                remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
+                self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
         return away
 
-    def relist(self) -> None:
-        """What has been listed is of another namespace than is asked for now: list anew, and ask until that is done."""
+    def _list(self, namespace: str) -> None:
+        """Know what the tier holds, and forget what it holds no longer."""
+        self._take_news(namespace)  # so that what is written from here on is listed, or news
+        self._follows = True
+        listed = 0
+        with self._presence.listing(self.name) as add:
+            for listed, entry in enumerate(self.tier.list(namespace), 1):
+                add(entry.digest)
+                self.listed = max(self.listed, listed)
+        self.listed = listed
         with self._lock:
+            if not self._has_moved(namespace):
+                self._presence.set_complete(self.name)
+
+    def _has_moved(self, namespace: str) -> bool:
+        """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""
+        return self._moved_to not in ("", namespace)
+
+    def follow(self, namespace: str) -> None:
+        """Take in what neighbours have written lately, once a listing has begun. Never during another call of it."""
+        if self._follows:
+            self._take_news(namespace)
+
+    def _take_news(self, namespace: str) -> None:
+        for digest in self.tier.news(namespace):
+            if self._presence.add(self.name, digest):
+                self._count_listed()
+
+    def has(self, digest: bytes, new: bool) -> None:
+        """The tier has this entry; `new` if it was written just now."""
+        if self.habits.lookup is Lookup.PROBE:
+            return  # it is asked, whatever is known
+        self._presence.add(self.name, digest)
+        if new and self.habits.local:
+            self._count_listed()
+
+    def _count_listed(self) -> None:
+        with self._lock:
+            self.listed += 1  # the next listing sees what was evicted for it
+
+    def relist(self, namespace: str) -> None:
+        """This namespace is asked for from now on, another was listed: list anew, and ask until that is done."""
+        with self._lock:
+            self._moved_to = namespace
             self._list_at = self.due_at = 0.0
-        if self._lists:
-            self._presence.set_complete(self.name, False)
+            if self._lists:
+                self._presence.set_complete(self.name, False)
 
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()

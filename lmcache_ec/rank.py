@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable
 
 from lmcache_ec import arena
-from lmcache_ec.book import Outcome
 from lmcache_ec.channel import (
     Attach,
     Attached,
     Durable,
     Link,
     LinkClosed,
+    Outcome,
     Report,
     Saved,
     Segment,
@@ -107,7 +107,7 @@ class Rank:
 
     def report(self, step: int, outcomes: list[tuple[int, Outcome, int]]) -> None:
         """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
-        message = Report(step, [(place, int(outcome), incarnation) for place, outcome, incarnation in outcomes])
+        message = Report(step, outcomes)
         with self._lock:
             self._post(message)
 

@@ -1,38 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The address space of the arena: extents, best fit, and windows that eviction may clear.
 
-Nothing here touches memory; offsets and lengths are bytes within the arena. An extent is either free or owned by a
-place, knows its neighbours, and never crosses the segment that it lies in.
+Nothing here touches memory; offsets and lengths are bytes within the arena.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lmcache_ec.book import Place
-
-ALIGNMENT = 4096
-"""Places start and end on pages, so that a payload is page-aligned and two places never share one."""
-
-
-def aligned(length: int) -> int:
-    """`length` bytes rounded up to whole pages."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(slots=True, eq=False)
-class Extent:
-    """A run of bytes in one segment, linked to its neighbours by address. `place` is None while it is free."""
-
-    offset: int
-    length: int
-    place: Place | None = None
-    before: Extent | None = None
-    after: Extent | None = None
+from lmcache_ec.place import Extent, Place
 
 
 class Space:

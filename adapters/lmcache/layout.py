@@ -18,20 +18,14 @@ from dataclasses import dataclass
 import torch
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
+from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.entry import TensorSpec
 
 _TENSOR = re.compile(r"([a-z0-9_]+)\[((?:\d+(?:,\d+)*)?)\]")
-_ENTRY_DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
+_ENTRY_DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, dtype.torch): name
+    for name, dtype in DTYPES.items()
+    if name != "U8"  # bytes without a dtype are uint8 here, and one row
 }
 
 

@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lmcache_ec.config.keys import Folder, Gibibytes, Namespace, Remotes, Seconds
 from lmcache_ec.config.variables import filled, without_variables
-from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, is_remote_key
+from lmcache_ec.sizes import GIB
+from lmcache_ec.tiers.kinds import can_list, check_remote, configured
+from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
 
 PREFIX = "lmcache_ec."
-GIB = 1 << 30
 
 
 class PluginSettings(BaseModel):
@@ -40,12 +41,16 @@ class PluginSettings(BaseModel):
     ttl_s: float | None = Field(
         None, gt=0, description="How long an entry lives in a remote, seconds; unset: no limit."
     )
-    blocking_timeout_secs: float = Field(2.0, gt=0, le=600, description="How long a remote may be silent, seconds.")
-    max_remote_entry_size: float = Field(0.5, gt=0, le=64, description="Largest entry that is sent to Redis, GiB.")
+    blocking_timeout_secs: float = Field(
+        TIMEOUT_S, gt=0, le=600, description="How long a remote may be silent, seconds."
+    )
+    max_remote_entry_size: float = Field(
+        MAX_ENTRY_BYTES / GIB, gt=0, le=64, description="Largest entry that is sent to Redis, GiB."
+    )
     remote_lookup: Literal["auto", "probe", "catalog"] = Field(
         "auto", description="As `ec.remote_lookup`: what is not in a remote's listing, is it asked for?"
     )
-    catalog_refresh_s: Seconds = Field(300.0, description="Between two listings of a remote, seconds.")
+    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Between two listings of a remote, seconds.")
     max_pending_size: Gibibytes = Field(
         0.5, description="Copies of what is on its way into the tiers, GiB; what does not fit is not stored."
     )
@@ -56,7 +61,7 @@ class PluginSettings(BaseModel):
 
 
 def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
-    """Of LMCache's `extra_config`, what is ours. ValueError names every problem, and shows no value."""
+    """Of LMCache's `extra_config`, what is ours. ValueError names every problem, and quotes no value."""
     values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
     if "remote_url" in values:  # LMCache's own name, for one
         values["remotes"] = values.pop("remote_url")
@@ -71,8 +76,8 @@ def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
             problems.append(f"neither {PREFIX}local_disk nor {PREFIX}remotes says where to store anything")
         urls = tuple(map(_with_password, settings.remotes))
         for url in urls:
-            check_url(url, remote_options(settings, extra_config))
-            if settings.remote_lookup == "catalog" and not is_listed(url):
+            check_remote(configured(url, extra_config))
+            if settings.remote_lookup == "catalog" and not can_list(url):
                 raise ValueError(f"{url.partition('://')[0]}:// cannot be listed, so it cannot be used as a catalog")
     except ValidationError as error:
         problems += [
@@ -86,13 +91,20 @@ def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
     return settings.model_copy(update={"remotes": urls})
 
 
-def remote_options(settings: PluginSettings, extra_config: Mapping[str, object]) -> RemoteOptions:
-    return RemoteOptions(
-        ttl_s=settings.ttl_s,
-        timeout_s=settings.blocking_timeout_secs,
-        max_entry_bytes=int(settings.max_remote_entry_size * GIB),
-        extra_config={key: value for key, value in extra_config.items() if is_remote_key(key)},
-    )
+def remote_tiers(settings: PluginSettings, extra_config: Mapping[str, object]) -> list[Remote]:
+    """The remotes as they are opened, in order. They hold credentials."""
+    return [
+        configured(
+            url,
+            extra_config,
+            ttl_s=settings.ttl_s,
+            timeout_s=settings.blocking_timeout_secs,
+            max_entry_bytes=int(settings.max_remote_entry_size * GIB),
+            lookup=Lookup(settings.remote_lookup),
+            refresh_s=settings.catalog_refresh_s,
+        )
+        for url in settings.remotes
+    ]
 
 
 def _with_password(url: str) -> str:

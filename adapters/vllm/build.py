@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
-from lmcache_ec.config.host import memory_warning
+from lmcache_ec.host import memory_warning
 
 from .front_end import problem
 from .identifiers import Naming
 from .layout import counts_items, engine_name, loading_ranks, why_inert
-from .worker_calls import watched
+from .ours import watched
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -54,7 +54,7 @@ def build_scheduler_side(
     if reason := why_inert(vllm_config):
         logger.warning("encoder cache: off: %s", reason)
         return None, encodable
-    if not watched(vllm_config):
+    if engine_name(vllm_config) not in watched:
         logger.error(
             "encoder cache: off: nothing would say when weights change, because vLLM has not loaded the plugin "
             "lmcache_ec (does VLLM_PLUGINS name it?), or makes its executors in another way than 0.30 to 0.33"
@@ -104,6 +104,7 @@ def _scheduler_side(
             producer=f"lmcache-ec {__version__}, vllm {vllm.__version__}"[:MAX_PRODUCER_BYTES],
             ranks=loading_ranks(vllm_config),
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
+            saves=transfer.is_ec_producer,
             watched=True,
         ),
     )
@@ -120,6 +121,7 @@ def _scheduler_side(
         start_timeout_s=config.start_timeout_s,
         naming=Naming(config.persist_client_ids, counts_items(vllm_config)),
         wait_for_producer_s=config.wait_for_producer_ms / 1000,
+        encoder_budget=scheduler.max_num_encoder_input_tokens,
         weights_check_s=config.weights_check_s,
         follows_weight_versions=config.persist_updated_weights == "by_version",
     )

@@ -121,6 +121,7 @@ class ECLMCacheConnector(ECConnectorBase):
     def start_save_caches(self, **kwargs: Any) -> None:
         side = self._worker
         if side is not None:
+            self._guarded(side.encode_again, None)
             self._guarded(lambda: side.retry_saves(kwargs["encoder_cache"]), None)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .identifiers import CLIENT, COUNTER, client_name, counter_name, ensure_key, hashed_name, mark_of, signed
-from .plugin import NAME
+from .ours import is_ours
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
@@ -176,18 +176,13 @@ def _wrap_class_method(owner: type, name: str, wrapper: Callable[..., Any]) -> N
     setattr(owner, name, classmethod(wrapped))
 
 
-def _is_ours(vllm_config: Any) -> bool:
-    transfer = getattr(vllm_config, "ec_transfer_config", None)
-    return transfer is not None and transfer.ec_connector == NAME
-
-
 # ---- names
 
 
 def _name_uuids(original: _Function, self: Any, prompt: Any, **kwargs: Any) -> Any:
     """Of `_process_tokens` and its asynchronous twin: spell what the client named, with its salt."""
     uuids = prompt.get("multi_modal_uuids")
-    if uuids and _is_ours(self.config):
+    if uuids and is_ours(self.config):
         salt = prompt.get("cache_salt")
         prompt = {**prompt, "multi_modal_uuids": {kind: _named(given, salt) for kind, given in uuids.items()}}
     return original(self, prompt, **kwargs)
@@ -206,7 +201,7 @@ def _mark_counters(
     original: _Function, self: Any, mm_data: Any, mm_data_items: Any, mm_uuid_items: Any, mm_req_id: str
 ) -> Any:
     """Of `_process_mm_uuids`: mark what vLLM makes up where it finds no uuid."""
-    if not _is_ours(self.config):
+    if not is_ours(self.config):
         return original(self, mm_data, mm_data_items, mm_uuid_items, mm_req_id)
     given = {
         kind: [one if not isinstance(one, str) or isinstance(one, _Named) else _named(one, None) for one in items]
@@ -245,7 +240,7 @@ def _collecting() -> Iterator[set[str]]:
 
 def _recognise_content(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Of `_process_multimodal`: give each hash a type that says where it comes from."""
-    if not _is_ours(self.config):
+    if not is_ours(self.config):
         return original(self, *args, **kwargs)
     with _collecting() as digests:
         rendered = original(self, *args, **kwargs)
@@ -307,7 +302,7 @@ def _notice_exif_name(original: _Function, obj: Any) -> Any:
 def _sign(original: _Function, self: Any, *args: Any, **kwargs: Any) -> EngineCoreRequest:
     """Of `process_inputs`: plain text again in all that leaves this process, and a signature over what is ours."""
     request: EngineCoreRequest = original(self, *args, **kwargs)
-    if not _is_ours(self.vllm_config):
+    if not is_ours(self.vllm_config):
         return request
     features = request.mm_features or []
     ours = []

@@ -45,7 +45,8 @@ class StepMetadata(ECConnectorMetadata):
     """One step's orders, from the scheduler side to every rank. `step` counts those that carry something.
 
     `encoder_inputs` is the very dictionary `scheduler_output.scheduled_encoder_inputs` (one pickled message keeps the
-    identity): what a rank adds there is encoded right after it has loaded, in vLLM's `_execute_mm_encoder`.
+    identity): what a rank adds there is encoded right after it has loaded, in vLLM's `_execute_mm_encoder`. `encodes`
+    are a producer's items, (request, index), that every rank adds.
 
     `weights` are those that the orders are about, in `namespace`; a rank that has others copies nothing. With `look` it
     looks at them first.
@@ -56,6 +57,7 @@ class StepMetadata(ECConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     saves: dict[str, Save] = field(default_factory=dict)
     retries: list[Save] = field(default_factory=list)
+    encodes: list[tuple[str, int]] = field(default_factory=list)
     encoder_inputs: dict[str, list[int]] | None = None
     namespace: str = ""
     weights: Held | None = None

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-NAME = "ECLMCacheConnector"
+from . import front_end, start, worker_calls
+from .ours import NAME
 
 
 def register() -> None:
-    """Make `ECLMCacheConnector` known, have the front end say who named what, and watch weights. May run twice."""
+    """Make `ECLMCacheConnector` known, have the front end say who named what, check the configuration, and watch
+    weights. May run twice."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-
-    from . import worker_calls
-    from .front_end import install as install_front_end
 
     if NAME not in ECConnectorFactory._registry:  # a second registration is a ValueError
         ECConnectorFactory.register_connector(NAME, "lmcache_ec.adapters.vllm.connector", NAME)
-    install_front_end()
-    worker_calls.install()
+    for module in (front_end, start, worker_calls):
+        module.install()

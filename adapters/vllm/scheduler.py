@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_ec.book import Place
-from lmcache_ec.cache import EncoderCache
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
+from lmcache_ec.place import Place
+from lmcache_ec.recent import Recent
 
 from .announcement import Announcer, announced
 from .identifiers import (
@@ -26,8 +27,10 @@ from .identifiers import (
     signed_identifiers,
     without_signature,
 )
+from .item import Item, Memo, Shape, Standing
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
+from .producer import Producer
 
 if TYPE_CHECKING:
     import logging
@@ -46,62 +49,12 @@ _UNSIGNED = (
     "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
     'content: such items stay in memory. See docs/security.md, "Front ends"'
 )
+_NAMES_STAY = (
+    "a client or a proxy has named its media, and such names stay in the memory of this producer, so consumers encode "
+    "the media themselves. configs/producer.yaml says what `persist_client_ids` would mean, and what else can be done"
+)
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
-
-
-class Standing(enum.Enum):
-    """Where an item of a request stands before the request is scheduled."""
-
-    SETTLED = enum.auto()
-    """Leased to the request, or in vLLM's own cache, or to be promised when it is asked for."""
-    PENDING = enum.auto()
-    """It can still arrive."""
-    MISSED = enum.auto()
-    """Nothing will come: vLLM encodes it, if it carries anything to encode."""
-
-
-@dataclass(slots=True)
-class Item:
-    """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
-
-    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
-    `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
-    more tokens and no preemption since, the request holds it.
-    """
-
-    identifier: str
-    start: int
-    end: int
-    modality: str
-    rows: int
-    names: tuple[Name, ...]
-    encodable: bool
-    announced: bool = False
-    """A producer has said that it stored the item: it is waited for even if no listing has it."""
-    missed: bool = False
-    held_at: tuple[int, int] | None = None
-
-
-@dataclass(slots=True)
-class Memo:
-    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
-
-    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
-    the identifiers that a front end of this engine spelled.
-    """
-
-    request_id: str
-    items: list[Item]
-    named: dict[str, Item]
-    end: int
-    signed: frozenset[str]
-    computed: int = 0
-    preemptions: int = 0
-    deadline_s: float = 0.0
-    leases: dict[str, Place] = field(default_factory=dict)
-    waiting_since: float | None = None
-    waited_s: float = 0.0
 
 
 class Promised(NamedTuple):
@@ -128,6 +81,8 @@ class Policy:
     start_timeout_s: float
     naming: Naming
     wait_for_producer_s: float = 0.0
+    encoder_budget: int = 0
+    """Rows that vLLM lets the encoder compute in a pass."""
     weights_check_s: float = 0.0
     follows_weight_versions: bool = False
 
@@ -151,15 +106,17 @@ class SchedulerSide:
         """`announcer` is a producer's."""
         self.cache = cache
         self._announcer = announcer
+        self._producer = None if policy.consumer else Producer(cache)
         names = (
             *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
-            "unsigned_items",
+            *("unsigned_items", "misfits"),
         )
         self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
         self._widths = dict(policy.widths)
+        self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
         self._memos: dict[str, Memo] = {}
         self._asked: Memo | None = None
         self._drained = False
@@ -219,7 +176,10 @@ class SchedulerSide:
         for memo in self._memos.values():
             self._release(memo)
             for item in memo.items:
-                item.announced = False
+                item.announced = item.rewritten = False
+                item.probe = None
+        if self._producer is not None:
+            self._producer.follow(self._mirror)
         for identifier, promised in self._loads.items():
             if promised.place is not None and promised.encodable:
                 self.cache.book.unpin(promised.place)
@@ -251,6 +211,8 @@ class SchedulerSide:
         named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
         memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
+        if self._announcer is not None and any(_stays(item, signed) for item in items):
+            self._complaints.warn("names", _NAMES_STAY)
         self._memos[request.request_id] = memo
         return memo
 
@@ -291,7 +253,8 @@ class SchedulerSide:
             self.counts["timeouts"] += 1
             for item, standing in zip(wanted, standings, strict=True):
                 item.missed |= standing is Standing.PENDING
-        if any(item.missed and not item.encodable for item in wanted):
+        standing_of = zip(wanted, standings, strict=True)
+        if any((item.missed or standing is Standing.MISSED) and not item.encodable for item, standing in standing_of):
             self.counts["unavailable"] += 1
             self._unavailable.add(memo.request_id)
             return False
@@ -319,7 +282,12 @@ class SchedulerSide:
         evict its own copy before that, so only a lease will do."""
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
+            if self._producer is not None:
+                self._producer.refresh(item, self._sought(item), self._now)
             return Standing.SETTLED
+        if self._producer is not None and self._usable(item):
+            place, cached = self._find(item), identifier in self._mirror
+            return self._producer.standing(memo.request_id, item, self._sought(item), place, cached, self._now)
         leased = identifier in memo.leases and self._serves(item)
         if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
@@ -333,19 +301,25 @@ class SchedulerSide:
         item.missed = item.missed or not self._can_come(item)
         return Standing.MISSED if item.missed else Standing.PENDING
 
+    def _usable(self, item: Item) -> bool:
+        """Whether an entry may stand for the item at all."""
+        return self._records and bool(item.names)
+
     def _serves(self, item: Item) -> bool:
-        """Whether an entry may be used for the item at all."""
-        usable = self._policy.consumer and self.cache.ready and not self.cache.inert and not self.cache.in_doubt
-        return usable and bool(item.names)
+        """Whether an entry may be loaded for the item."""
+        return self._policy.consumer and self._usable(item)
 
     def _find(self, item: Item) -> Place | None:
-        """The live entry of an item. One that is not what the item needs is deleted everywhere."""
-        for name in item.names if self._serves(item) else ():
+        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
+        item waits for no fetch of it."""
+        for name in item.names if self._usable(item) else ():
             place = self.cache.book.live(name.text)
             if place is not None and self._fits(place, item):
                 return place
             if place is not None:
-                self.cache.discard(place, self._now)
+                shape = item.shape_of(name)
+                self.counts["misfits"] += not self._misfits.holds(shape, self._now)
+                self._misfits.add(shape, self._now)
         return None
 
     def _can_come(self, item: Item) -> bool:
@@ -354,6 +328,8 @@ class SchedulerSide:
         return any(coming)
 
     def _name_can_come(self, name: Name, item: Item) -> bool:
+        if self._misfits.holds(item.shape_of(name), self._now):
+            return False
         if name.durability is Durability.PERSISTENT:
             return self.cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
         return self.cache.under_way(name.text, self._now)
@@ -368,6 +344,11 @@ class SchedulerSide:
     def _length(self, name: str, item: Item) -> int:
         spec = self._spec(item)
         return entry_length(name, spec) if spec is not None else 0
+
+    def _sought(self, item: Item) -> TensorSpec | None:
+        """What a producer looks for in the tiers; None where another item's entry is known to have the name."""
+        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+        return None if known else self._spec(item)
 
     def _spec(self, item: Item) -> TensorSpec | None:
         width = self._widths.get(item.modality)
@@ -386,8 +367,10 @@ class SchedulerSide:
             self._withdraw(identifier)
         memo = self._asked
         item = None if memo is None else memo.named.get(identifier)
-        if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
+        if memo is None or item is None or item.end <= memo.computed or not self._usable(item):
             return False
+        if self._producer is not None:
+            return self._producer.has(item, self._find(item))
         place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
@@ -417,17 +400,19 @@ class SchedulerSide:
                 self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
+        elif self._producer is not None and self._producer.skips(identifier):
+            pass
         elif memo is not None and self._policy.producer and self._records:
             self._reserve(memo.items[index], request.request_id, index)
 
     @property
     def _records(self) -> bool:
-        """Whether outputs of a step that goes out now may be kept."""
+        """Whether entries may be used in this pass, and outputs of a step that goes out now may be kept."""
         return self.cache.ready and not self.cache.inert and not self.cache.in_doubt
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
-        if spec is None or not item.names:
+        if spec is None or not item.names or self._misfits.holds(item.shape_of(item.names[0]), self._now):
             return
         name = item.names[0]
         place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))
@@ -457,12 +442,14 @@ class SchedulerSide:
         else:
             meta = StepMetadata()
             for place, _, _ in self._saves.values():
-                self.cache.book.drop(place)
+                self._drop_save(place)
             self._saves.clear()
+        if self._producer is not None:
+            self._producer.end_pass()
         self._allocated.clear()
         self._asked = None
         self._drained = self._questioned = False
-        self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
+        self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
         if meta.step:
             self._loads.clear()  # last: `give_up` needs them if anything before this raises
         return meta
@@ -472,6 +459,8 @@ class SchedulerSide:
             # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
             self.counts["mirror_resets"] += 1
             self._mirror &= self._allocated
+            if self._producer is not None:
+                self._producer.follow(self._mirror)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -482,10 +471,13 @@ class SchedulerSide:
             put_off = self._loads.pop(identifier, None)
             if put_off is not None and put_off.place is not None:
                 self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
+        if self._producer is not None and freed:
+            self._producer.follow(self._mirror)
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
         retries = self._retries() if book.unsaved and self._records else []
+        again = self._reserve_again(scheduler_output)
         copies = bool(self._loads or self._saves or retries)
         look = self._looks(copies)
         if not (copies or look or book.outstanding()):
@@ -496,10 +488,13 @@ class SchedulerSide:
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
         meta.namespace, meta.weights = self.cache.namespace, self.cache.held
         for identifier, (place, request_id, index) in self._saves.items():
-            if index in encodes.get(request_id, ()):
-                meta.saves[identifier] = self._send_save(place)
-            else:
-                book.drop(place)  # preempted in the step that had scheduled it: no encode follows
+            if identifier in again and self._producer is not None:
+                self._producer.encoded_again(identifier)
+                meta.encodes.append((request_id, index))
+            elif index not in encodes.get(request_id, ()):
+                self._drop_save(place)  # preempted in the step that had scheduled it: no encode follows
+                continue
+            meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
         for identifier, (promised, item, encodable) in self._loads.items():
             scheduled_item = item if item[0] in scheduled else None
@@ -511,6 +506,33 @@ class SchedulerSide:
                 book.send_load(promised, self._step)
         self._saves.clear()
         return meta
+
+    def _reserve_again(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
+        if self._producer is None or not self._producer.again or not self._records:
+            return set()
+        encodes = scheduler_output.scheduled_encoder_inputs
+        memos = ((self._memos.get(name), indices) for name, indices in encodes.items())
+        rows = sum(memo.items[index].rows for memo, indices in memos if memo is not None for index in indices)
+        reserved = set()
+        for identifier, (request_id, item) in self._producer.again.items():
+            memo = self._memos.get(request_id)
+            if memo is None or request_id not in scheduler_output.num_scheduled_tokens:
+                continue
+            if rows and rows + item.rows > self._policy.encoder_budget:
+                break  # not announced this time
+            index = next(index for index, one in enumerate(memo.items) if one is item)
+            self._reserve(item, request_id, index)
+            if identifier in self._saves:
+                reserved.add(identifier)
+                rows += item.rows
+        return reserved
+
+    def _drop_save(self, place: Place) -> None:
+        """No encode follows, and vLLM counts the item as cached all the same."""
+        self.cache.book.drop(place)
+        if self._producer is not None:
+            self._producer.not_encoded(identifier_of(place.identifier))
 
     def _looks(self, copies: bool) -> bool:
         """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
@@ -575,15 +597,16 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, object] | None:
         """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
+        memo = self._memos.get(request.request_id)
         self._forget(request.request_id)
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        return self._announcer.announce(request, self._is_stored, self.cache.namespace)
+        return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
-    def _is_stored(self, identifier: str) -> bool:
-        place = self.cache.book.live(identifier)
-        return place is not None and place.stored
+    def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
+        item = None if memo is None else memo.named.get(identifier)
+        return self._producer is not None and item is not None and self._producer.stored(item, self._find(item))
 
     def _forget(self, request_id: str) -> None:
         memo = self._memos.pop(request_id, None)
@@ -612,10 +635,18 @@ class SchedulerSide:
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
-        return {**self.cache.snapshot(), **self.counts, "requests": len(self._memos)}
+        return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+
+    def _counts(self) -> dict[str, int]:
+        return self.counts if self._producer is None else {**self.counts, **self._producer.counts}
 
     def shutdown(self) -> None:
         self.cache.close()
+
+
+def _stays(item: Item, signed: frozenset[str]) -> bool:
+    """Whether an item's own name, and nothing about its front end, keeps it in memory."""
+    return item.identifier in signed and any(name.durability is Durability.LOCAL for name in item.names)
 
 
 def _refuse_ambiguous(items: list[Item]) -> None:

@@ -7,15 +7,13 @@ import mmap
 
 import torch
 
+from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.entry import TensorSpec
 
-_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+_DTYPES: dict[str, torch.dtype] = {
+    name: floating
+    for name, dtype in DTYPES.items()
+    if (floating := getattr(torch, dtype.torch)).is_floating_point  # encoders put out no other
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, MutableMapping
 import torch
 
 from lmcache_ec.arena import within
-from lmcache_ec.book import Outcome
-from lmcache_ec.channel import Saved
+from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import room
 from lmcache_ec.rank import Rank
@@ -115,10 +114,17 @@ class WorkerSide:
         """
         if load.item is not None and meta.encoder_inputs is not None:
             cache.pop(load.identifier, None)
-            request_id, index = load.item
-            scheduled = meta.encoder_inputs.setdefault(request_id, [])
-            if index not in scheduled:
-                scheduled.append(index)
+            _encode(meta.encoder_inputs, load.item)
+
+    def encode_again(self) -> None:
+        """Add a producer's items that vLLM counts as cached, and no rank has, to what the encoder is about to encode.
+
+        Every rank does, whether it saves or not.
+        """
+        meta = self._meta
+        if meta is not None and meta.encoder_inputs is not None:
+            for item in meta.encodes:
+                _encode(meta.encoder_inputs, item)
 
     def save(self, cache: EncoderTensors, identifier: str) -> None:
         """Copy a new encoder output into the place that the scheduler side reserved for it, if it did."""
@@ -213,6 +219,13 @@ class WorkerSide:
     def shutdown(self) -> None:
         self._copier.close()
         self.abandon()
+
+
+def _encode(encoder_inputs: dict[str, list[int]], item: tuple[str, int]) -> None:
+    request_id, index = item
+    scheduled = encoder_inputs.setdefault(request_id, [])
+    if index not in scheduled:
+        scheduled.append(index)
 
 
 def _saved(save: Save, namespace: str, flush: bool) -> Saved:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .layout import engine_name, why_inert
+from .ours import is_ours, watched
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,6 @@ UNCHANGING = frozenset(
 """Methods of vLLM's workers (0.30 to 0.33) that leave weights as they are. Any other may change them."""
 
 _logger = logging.getLogger("vllm.lmcache_ec")
-_watched: set[str] = set()
 
 
 def install() -> None:
@@ -64,7 +64,7 @@ def install() -> None:
     @functools.wraps(construct)
     def construct_and_watch(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         construct(self, vllm_config, *args, **kwargs)
-        if _is_ours(vllm_config) and not why_inert(vllm_config):
+        if is_ours(vllm_config) and not why_inert(vllm_config):
             try:
                 _watch(self)
             except Exception:  # its scheduler side will do without a cache, and say so
@@ -72,11 +72,6 @@ def install() -> None:
 
     construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
     Executor.__init__ = construct_and_watch
-
-
-def watched(vllm_config: VllmConfig) -> bool:
-    """Whether the calls to this engine's workers are watched. Not so where our plugin was not let in."""
-    return engine_name(vllm_config) in _watched
 
 
 def may_change_weights(method: Method) -> bool:
@@ -105,13 +100,6 @@ def look(worker: Any) -> None:
     """Nothing. Carried out, it is a look at the weights."""
 
 
-def _is_ours(vllm_config: VllmConfig) -> bool:
-    from .plugin import NAME
-
-    transfer = vllm_config.ec_transfer_config
-    return transfer is not None and transfer.ec_connector == NAME
-
-
 def watch_class(kind: Any) -> None:
     """Have the calls of all executors of a class watched, as far as they are of engines of ours. Again does nothing.
 
@@ -123,7 +111,7 @@ def watch_class(kind: Any) -> None:
 
     @functools.wraps(call)
     def call_watched(self: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
-        if may_change_weights(method) and _is_ours(self.vllm_config):
+        if may_change_weights(method) and is_ours(self.vllm_config):
             method = functools.partial(carry_out, method)
         return call(self, method, *args, **kwargs)
 
@@ -135,7 +123,7 @@ def _watch(executor: Any) -> None:
     watch_class(type(executor))
     type(executor).collective_rpc.__wrapped__(executor, begin)
     _follow_versions()
-    _watched.add(engine_name(executor.vllm_config))
+    watched.add(engine_name(executor.vllm_config))
 
 
 def _follow_versions() -> None:

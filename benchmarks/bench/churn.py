@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
 from lmcache_ec.arena import SEGMENT_BYTES
-from lmcache_ec.book import Book, Outcome
+from lmcache_ec.book import Book
+from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec
 
 _CAPACITY = 2 << 30

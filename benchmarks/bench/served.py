@@ -16,6 +16,8 @@ from lmcache_ec.adapters.vllm import build
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.entry import TensorSpec, room
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.disk import DiskTier
 from tests.unit.fakes import Request, Served, request
 
 _numbers = itertools.count(1)
@@ -37,9 +39,10 @@ class Engine(Served):
     first rows of `output`."""
 
     def __init__(self, folder: Path, arena_bytes: int, output: torch.Tensor) -> None:
-        shape = {"dtype": dtype_name(output.dtype), "widths": {"image": output.shape[1]}}
-        super().__init__(folder, arena_bytes, deadline_s=_DEADLINE_S, **shape)
+        widths = {"image": output.shape[1]}
+        super().__init__(folder, arena_bytes, deadline_s=_DEADLINE_S, dtype=dtype_name(output.dtype), widths=widths)
         self.output = output
+        self._disk = DiskTier(folder, 1 << 40, make=False)
         self.runner.encode = lambda identifier, rows: output[:rows]
         self.ready()
 
@@ -68,8 +71,9 @@ class Engine(Served):
 
     def stored(self, identifier: str, rows: int) -> torch.Tensor:
         """A view of what the arena holds of an entry that is live."""
-        place, memory = self.cache.book.live(identifier), self.runner.worker._rank.memory
-        if place is None:
+        place, rank = self.cache.book.live(identifier), self.runner.worker._rank
+        memory = rank.memory if rank is not None else None
+        if place is None or memory is None:
             raise RuntimeError("what was saved is not live")
         spec = TensorSpec(rows, self.output.shape[1], dtype_name(self.output.dtype))
         return view(memory, place.offset + room(identifier), spec)
@@ -105,13 +109,13 @@ class Engine(Served):
         return live - began, passes
 
     def forget(self, identifier: str, everywhere: bool = False) -> None:
-        """Evict an entry from the arena, or delete it from the disk as well."""
+        """Evict an entry from the arena and, if so asked, delete it from the disk as well."""
         self.settle()
         place = self.cache.book.live(identifier)
-        if place is not None and everywhere:
-            self.cache.discard(place, time.monotonic())
-        elif place is not None:
+        if place is not None:
             self.cache.book.forget(place)
+            if everywhere:
+                self._disk.delete(EncoderCacheKey(self.cache.namespace, identifier))
 
     def _next_pass(self, began: float, pause: Pause, pass_s: float) -> None:
         if time.perf_counter() - began > _DEADLINE_S:

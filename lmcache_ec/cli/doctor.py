@@ -19,14 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lmcache_ec.cli.named_tiers import named_tiers, words
+from lmcache_ec.cli.named_tiers import named_tiers
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
-from lmcache_ec.config.host import GIB, Disk, amount, disk, memory, memory_warning, stored_bytes
-from lmcache_ec.config.keys import accepts, told
+from lmcache_ec.config.keys import accepts, describe
 from lmcache_ec.config.lmcache_keys import is_off
-from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS, from_file
-from lmcache_ec.tiers.base import TierAway
+from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
+from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
+from lmcache_ec.sizes import GIB, rounded_size
+from lmcache_ec.tiers.base import TierUnreachable, message
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -92,7 +93,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
         _remotes(report, resolved.config)
         report.command = _command(extra, environ)
         report.variables = sorted(
-            shown_name(name)
+            masked_name(name)
             for name in environ
             if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
@@ -102,18 +103,18 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
     """Ask each as an engine does at its start. One that is away keeps no engine from starting; a wrong one does."""
     for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
-        if tier.silent:
-            report.remotes[tier.name] = f"{tier.where}, not asked: LMCache's connector may change what is there"
+        if tier.kind is not None and tier.kind.no_probe:
+            report.remotes[tier.name] = f"{tier.where}, not asked: {tier.kind.no_probe}"
             continue
         try:
             with tier.opened():
                 report.remotes[tier.name] = f"{tier.where}, answers"
-        except TierAway as error:
+        except TierUnreachable as error:
             report.remotes[tier.name] = f"{tier.where}, is away"
-            report.notes.append(f"{words(error)}; an engine starts without it, and tries again in the background")
+            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
-            report.problems.append(words(error))
+            report.problems.append(message(error))
 
 
 def render(report: Report) -> str:
@@ -130,7 +131,7 @@ def render(report: Report) -> str:
         "Versions": versions,
         "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
-        "Remotes": [(name, said, "") for name, said in report.remotes.items()],
+        "Remotes": [(name, state, "") for name, state in report.remotes.items()],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
         "Notes": [("-", text, "") for text in report.notes],
@@ -149,7 +150,7 @@ def render(report: Report) -> str:
 
 def _text(name: str, value: object) -> str:
     if name.endswith("_bytes"):
-        return amount(value) if isinstance(value, int) else "unknown"
+        return rounded_size(value) if isinstance(value, int) else "unknown"
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -162,7 +163,7 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         return None
     if not isinstance(parsed, dict):
         report.problems.append(
-            f'--extra is {shown_shape(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\''
+            f'--extra is {masked_unknown(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\''
         )
         return None
     try:
@@ -173,14 +174,14 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
     for key, origin in resolved.origins.items():
         value = getattr(resolved.config, key)
         if isinstance(value, str | Path):
-            value = HIDDEN if shown(value) == HIDDEN else str(value)
+            value = HIDDEN if masked(value) == HIDDEN else str(value)
         elif value is not None and not isinstance(value, bool | int | float):
-            value = told(resolved.config, key)
-        place = f"inherited from {origin.place}" if origin.source is Source.INHERITED else origin.place
-        report.configuration[key] = Row(value, accepts(key).unit, origin.source, place)
+            value = describe(resolved.config, key)
+        inherited = "inherited from " if origin.source is Source.INHERITED else ""
+        report.configuration[key] = Row(value, accepts(key).unit, origin.source, f"{inherited}{origin.location}")
     report.notes += resolved.notes
     if not resolved.config.enabled:
-        report.notes.append(f"the cache is off (enabled, {resolved.origins['enabled'].place})")
+        report.notes.append(f"the cache is off (enabled, {resolved.origins['enabled'].location})")
     return resolved
 
 
@@ -310,7 +311,7 @@ def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | No
         return None
     return (
         f"LocalDisk may grow to {config.max_local_disk_size:g} GiB, and the file system of {found.nearest} has "
-        f"{amount(max(0, room))} for it: lower max_local_disk_size or name another local_disk "
+        f"{rounded_size(max(0, room))} for it: lower max_local_disk_size or name another local_disk "
         f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, stay free)"
     )
 

@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers, words
+from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
+from lmcache_ec.tiers.base import message
 from lmcache_ec.tiers.s3 import S3Tier
+from lmcache_ec.tiers.s3_kind import S3
 
 _DAY_S = 86_400
 
@@ -42,7 +44,7 @@ def check_and_set(
     config = configured(extra)
     if apply and config.ttl_s is None:
         raise typer.BadParameter("ec.ttl_s is not set: there is no age to delete at", param_hint="--set")
-    tiers = [tier for tier in named_tiers(config) if tier.where.startswith("s3://")]
+    tiers = [tier for tier in named_tiers(config) if tier.kind is S3]
     rules = [_rule(tier, config.ttl_s, apply) for tier in tiers]
     if as_json:
         typer.echo(json.dumps([asdict(rule) for rule in rules], indent=2))
@@ -50,7 +52,7 @@ def check_and_set(
         typer.echo("The configuration names no S3 remote.")
     else:
         for rule in rules:
-            typer.echo(f"{rule.tier} ({rule.where}): {rule.problem or _told(rule)}", err=bool(rule.problem))
+            typer.echo(f"{rule.tier} ({rule.where}): {rule.problem or _description(rule)}", err=bool(rule.problem))
     raise typer.Exit(1 if any(rule.problem for rule in rules) else 0)
 
 
@@ -63,7 +65,7 @@ def _rule(tier: NamedTier, ttl_s: float | None, apply: bool) -> Rule:
                 opened.set_lifecycle(ttl_s)
             found_s = opened.lifecycle_s()
     except (OSError, ValueError) as error:
-        return Rule(tier.name, tier.where, ttl_days, None, words(error))
+        return Rule(tier.name, tier.where, ttl_days, None, message(error))
     deleted = None if found_s is None else found_s / _DAY_S
     wanted = None if ttl_days is None else math.ceil(ttl_days)
     problem = ""
@@ -74,7 +76,7 @@ def _rule(tier: NamedTier, ttl_s: float | None, apply: bool) -> Rule:
     return Rule(tier.name, tier.where, ttl_days, deleted, problem)
 
 
-def _told(rule: Rule) -> str:
+def _description(rule: Rule) -> str:
     if rule.deleted_after_days is None:
         return "entries live for ever: neither ec.ttl_s nor a rule says otherwise"
     return f"entries are deleted after {rule.deleted_after_days:g} days, as ec.ttl_s says"

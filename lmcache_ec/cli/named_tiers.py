@@ -14,36 +14,32 @@ from pathlib import Path
 import typer
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
+from lmcache_ec.lane import lane_names
+from lmcache_ec.mask import masked_url
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.remote import (
-    RemoteOptions,
-    is_listed,
-    is_remote_key,
-    lane_names,
-    open_remote,
-    place_of,
-    tier_name,
-)
+from lmcache_ec.tiers.kinds import kind_of, open_remote
+from lmcache_ec.tiers.remote import Remote, RemoteKind
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTier:
-    """A tier by the name that it has in metrics; `where` shows no credential.
+    """A tier by the name that it has in metrics; `where` holds no credential. `kind` is that of a remote.
 
-    `silent` says why nothing can be found there, though nothing is wrong; then `opened` is not to be called.
+    `unlisted` says why no namespace can be found there, though nothing is wrong; empty if they can.
     """
 
     name: str
     where: str
     open: Callable[[], Tier]
-    silent: str = ""
+    kind: RemoteKind | None = None
+    unlisted: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
 
     def opened(self) -> closing[Tier]:
-        """OSError or ValueError, which shows no credential, if it cannot be reached."""
+        """OSError or ValueError, which holds no credential, if it cannot be reached."""
         return closing(self.open())
 
 
@@ -68,36 +64,23 @@ def configured(extra: str) -> EncoderCacheConfig:
 def named_tiers(config: EncoderCacheConfig) -> list[NamedTier]:
     """Those of the configuration, in the order in which they are asked."""
     tiers = [_disk(config.local_disk, config)] if config.local_disk else []
-    tiers += [_remote(url, config) for url in config.remotes]
+    tiers += map(_remote, config.remote_tiers)
     names = lane_names([tier.name for tier in tiers])
     return [replace(tier, name=name) for name, tier in zip(names, tiers, strict=True)]
 
 
 def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:
-    silent = ""
+    unlisted = ""
     try:
         os.stat(folder)
     except FileNotFoundError:
-        silent = "there is no such folder yet"
+        unlisted = "there is no such folder yet"
     except OSError:
         pass  # to open it says why
-    return NamedTier("disk", str(folder), partial(DiskTier, folder, config.max_local_disk_bytes, make=False), silent)
+    opener = partial(DiskTier, folder, config.max_local_disk_bytes, make=False)
+    return NamedTier("disk", str(folder), opener, unlisted=unlisted)
 
 
-def _remote(url: str, config: EncoderCacheConfig) -> NamedTier:
-    options = RemoteOptions(
-        ttl_s=config.ttl_s,
-        timeout_s=config.blocking_timeout_secs,
-        max_entry_bytes=config.max_remote_entry_bytes,
-        extra_config={key: value for key, value in config.extra_config.items() if is_remote_key(key)},
-    )
-    name = tier_name(url)
-    listed = is_listed(url) and name != "lmcache"  # a connector of LMCache makes folders, and knows no times
-    silent = "" if listed else "cannot be listed through LMCache's connector, nor anything removed by its namespace"
-    return NamedTier(name, f"{url.partition('://')[0]}://{place_of(url)}", partial(open_remote, url, options), silent)
-
-
-def words(error: OSError | ValueError) -> str:
-    """What an error of a tier says, in one line."""
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return " ".join(text.split())
+def _remote(remote: Remote) -> NamedTier:
+    kind = kind_of(remote.url)
+    return NamedTier(kind.name, masked_url(remote.url), partial(open_remote, remote), kind, kind.no_namespaces)

@@ -14,13 +14,13 @@ from typing import Any
 import typer
 
 from lmcache_ec.channel import STATUS_PREFIX
-from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers, words
+from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
 from lmcache_ec.cli.status import engines
 from lmcache_ec.key import check_namespace
-from lmcache_ec.tiers.base import NamespaceUse
+from lmcache_ec.sizes import precise_size
+from lmcache_ec.tiers.base import NamespaceUse, message
 
 _DAY_S = 86_400
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _HEADINGS = ("tier", "namespace", "entries", "size", "last used", "in use here")
 
 
@@ -38,7 +38,7 @@ class Row:
         return self.use.written if self.use.used is None else self.use.used
 
     @property
-    def told(self) -> str:
+    def last_used(self) -> str:
         if self.moment is None:
             return "unknown"
         text = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.moment))
@@ -92,7 +92,7 @@ def find_and_remove(
     report = _looked(tiers, using)
     _select(report, remove, unused_for)
     if not as_json:
-        _tell(report)
+        _print(report)
     if removal:
         report.refusal = _refusal(report, remove, unused_for, () if force else silent, force=force)
         if report.rows and not report.refusal and (yes or typer.confirm(_question(report), abort=True)):
@@ -139,14 +139,14 @@ def _in_use() -> tuple[dict[str, list[int]], list[int]]:
 def _looked(tiers: Sequence[NamedTier], using: Mapping[str, Sequence[int]]) -> Report:
     report = Report()
     for tier in tiers:
-        if tier.silent:
-            report.notes[tier.name] = f"{tier.where}: {tier.silent}"
+        if tier.unlisted:
+            report.notes[tier.name] = f"{tier.where}: {tier.unlisted}"
             continue
         try:
             with tier.opened() as opened:
                 uses = list(opened.namespaces())
         except (OSError, ValueError) as error:
-            report.errors[tier.name] = words(error)
+            report.errors[tier.name] = message(error)
             continue
         rows = [Row(tier.name, use, using.get(use.namespace, ())) for use in uses]
         report.rows += sorted(rows, key=lambda row: (row.moment or 0.0, row.use.namespace))
@@ -197,11 +197,11 @@ def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence
 
 def _question(report: Report) -> str:
     entries, size = (sum(numbers) for numbers in zip(*((r.use.entries, r.use.bytes) for r in report.rows), strict=True))
-    return f"Remove {entries:,} entries, {_size(size)}? (Engines on other hosts are not seen from here.)"
+    return f"Remove {entries:,} entries, {precise_size(size)}? (Engines on other hosts are not seen from here.)"
 
 
 def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
-    """Say what was removed as it is done; an error of one tier leaves the others to their turn."""
+    """Print what was removed as it is done; an error of one tier leaves the others to their turn."""
     for tier in tiers:
         names = [row.use.namespace for row in report.rows if row.tier == tier.name]
         if not names:
@@ -213,36 +213,31 @@ def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
                     report.removed.append({"tier": tier.name, "namespace": name, "entries": entries})
                     typer.echo(f"{tier.name}: removed {entries:,} entries of {name}", err=err)
         except (OSError, ValueError) as error:
-            report.errors[tier.name] = words(error)
-            typer.echo(f"{tier.name}: {words(error)}", err=True)
+            report.errors[tier.name] = message(error)
+            typer.echo(f"{tier.name}: {message(error)}", err=True)
 
 
-# ---- what is said
+# ---- what is printed
 
 
-def _tell(report: Report) -> None:
-    rows = [
-        (row.tier, row.use.namespace, f"{row.use.entries:,}", _size(row.use.bytes), row.told, _engines(row.in_use_by))
-        for row in report.rows
-    ]
+def _print(report: Report) -> None:
+    rows = [_cells(row) for row in report.rows]
     if rows:
         widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
         for cells in (_HEADINGS, *rows):
             typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
     else:
         typer.echo("No namespace was found.")
-    for said in (report.notes, report.errors):
-        for name, text in said.items():
+    for texts in (report.notes, report.errors):
+        for name, text in texts.items():
             typer.echo(f"{name}: {text}", err=True)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    use = row.use
+    size, in_use = precise_size(use.bytes), _engines(row.in_use_by)
+    return row.tier, use.namespace, f"{use.entries:,}", size, row.last_used, in_use
 
 
 def _engines(pids: Sequence[int]) -> str:
     return f"by {', '.join(map(str, pids))}" if pids else "no"
-
-
-def _size(number: float) -> str:
-    for unit in _UNITS:
-        if number < 1024 or unit == _UNITS[-1]:
-            break
-        number /= 1024
-    return f"{number:.1f} {unit}" if unit != "B" else f"{number:.0f} B"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask every store process of this user on this host for its engine's counts, and show them.
+"""Ask every store process of this user on this host for its engine's counts, and print them.
 
 An engine whose store process does not answer is not left out: its first rank is known by the socket at which it met the
 scheduler side, which /proc/net/unix lists. So nothing has to be asked of the engine itself, which may be busy.
@@ -24,7 +24,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lmcache_ec.channel import STATUS_PREFIX, rank_address, same_user
-from lmcache_ec.config.host import amount
+from lmcache_ec.sizes import rounded_size
 
 _TIMEOUT_S = 2.0
 _WIDEST = 120
@@ -36,9 +36,9 @@ _SILENT = {
     "replacing": "runs, and no store process of it answers: if that has ended, another one is started in the engine's "
     "next scheduling pass; until then nothing is loaded from its tiers",
 }
-"""State -> what is said of an engine that has it."""
+"""State -> what is printed of an engine in that state."""
 
-_NOT_TOLD: dict[str, Any] = {
+_ABSENT: dict[str, Any] = {
     **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
     **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}},
 }
@@ -50,9 +50,9 @@ def engines() -> list[dict[str, Any]]:
 
     `store` and `tiers` are counts of the store process, since it was started; `book` is what the scheduler side handed
     over at the end of its last pass in which anything changed. A tier's `entries` are those of this namespace at its
-    last listing, of the disk also what was written since (None if it is asked instead), its `bytes` those of all
-    engines on the folder (None where nobody counts). `engine_pid` is the process that the scheduler runs in
-    (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
+    last listing, of the disk also what was written since by any engine (None if it is asked instead), its `bytes`
+    those of all engines on the folder (None where nobody counts). `engine_pid` is the process that the scheduler runs
+    in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
     """
     names = sorted({each.name for each in _sockets() if each.name.startswith(STATUS_PREFIX)})
     return [answer for name in names if (answer := _ask(name)) is not None]
@@ -87,7 +87,7 @@ def show(found: list[dict[str, Any]]) -> None:
         console.print()
 
 
-# ---- what is shown
+# ---- what is printed
 
 
 def _head(engine: dict[str, Any]) -> Iterator[str]:
@@ -118,10 +118,10 @@ def _table(engine: dict[str, Any]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     if book := Counter(engine["book"]):
         counts = [f"{book['loads_cpu']:,}", "", f"{book['loads_failed']:,}", f"{book['saves']:,}"]
-        held, limit = amount(book["used_bytes"]), amount(book["capacity_bytes"])
+        held, limit = rounded_size(book["used_bytes"]), rounded_size(book["capacity_bytes"])
         table.add_row("cpu", f"{book['places_live']:,}", held, limit, *counts)
     for tier in engine["tiers"]:
-        sizes = ["" if size is None else amount(size) for size in (tier["bytes"], tier["limit_bytes"])]
+        sizes = ["" if size is None else rounded_size(size) for size in (tier["bytes"], tier["limit_bytes"])]
         counts = [f"{tier[name]:,}" for name in ("hits", "misses", "errors", "writes")]
         name = tier["name"] + (" (left alone)" if tier["rests"] else "")
         listed = "" if tier["entries"] is None else f"{tier['entries']:,}"
@@ -155,7 +155,7 @@ def _ask(name: str) -> dict[str, Any] | None:
             connection.connect("\0" + name)
             if not same_user(connection):
                 return None
-            return {**_NOT_TOLD, **json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))}
+            return {**_ABSENT, **json.loads(b"".join(iter(lambda: connection.recv(65536), b"")))}
     except (OSError, ValueError, TypeError):
         return None  # ended meanwhile, or not answering
 
@@ -189,4 +189,4 @@ def _target(link: Path) -> str:
 
 
 def _unknown(rank: _Socket, worker_pid: int) -> dict[str, Any]:
-    return _NOT_TOLD | {"state": "starting" if rank.listens else "replacing", "worker_pid": worker_pid}
+    return _ABSENT | {"state": "starting" if rank.listens else "replacing", "worker_pid": worker_pid}

@@ -12,9 +12,8 @@ a folder of its own under it, and so does a `remote_url` that we have a tier for
 `extra_config`, unless one of the three names another or says `null`. All other keys of the file are LMCache's business.
 
 `keys.py` says what there is, `lmcache_keys.py` what becomes of LMCache's own keys, `sources.py` reads the three,
-`variables.py` fills in `${NAME}`, `resolve.py` makes one configuration of them, `mask.py` keeps credentials out of
-every text, and `host.py` knows how much of the budgets the machine has. Read once, at start, by each of the engine's
-processes; nothing here has a thread.
+`variables.py` fills in `${NAME}`, and `resolve.py` makes one configuration of them. Read once, at start, by each of the
+engine's processes; nothing here has a thread.
 """
 
 from lmcache_ec.config.keys import EncoderCacheConfig

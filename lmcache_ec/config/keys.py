@@ -4,11 +4,10 @@
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -22,19 +21,20 @@ from pydantic import (
     field_validator,
 )
 
-from lmcache_ec.config.mask import HIDDEN, shown
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
-from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, place_of, tier_name
+from lmcache_ec.mask import HIDDEN, masked, masked_address
+from lmcache_ec.sizes import GIB
+from lmcache_ec.tiers.kinds import can_list, check_remote, configured, kind_of
+from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
 
-_GIB = 1 << 30
 _FLAGS = TypeAdapter(bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """What a key accepts, in the words of an error; `unit` is empty where the number or text has none.
+    """What a key accepts, as an error puts it; `unit` is empty where the number or text has none.
 
-    A validator that knows better raises a ValueError with words of its own, which show no credential.
+    A validator that knows better raises a ValueError with a text of its own, which holds no credential.
     """
 
     text: str
@@ -69,7 +69,9 @@ def _folder(value: object) -> object:
 def _absolute(path: Path | None) -> Path | None:
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))
-        raise ValueError(f"an absolute path is accepted, such as {example}") if shown(example) != HIDDEN else ValueError
+        if masked(example) == HIDDEN:
+            raise ValueError
+        raise ValueError(f"an absolute path is accepted, such as {example}")
     return path
 
 
@@ -86,15 +88,6 @@ def _map(value: object) -> object:
         return json.loads(value) if isinstance(value, str) and value.strip() else value or {}
     except (ValueError, RecursionError):
         raise ValueError from None
-
-
-def check_remote(url: str, extra_config: Mapping[str, object]) -> None:
-    """ValueError, which shows no credential, for a URL that no remote tier serves. Asks nobody."""
-    try:
-        urlsplit(url)
-    except ValueError:
-        raise ValueError("URLs are accepted, such as redis://host:6379 or s3://bucket/prefix") from None
-    check_url(url, RemoteOptions(extra_config=extra_config))
 
 
 def _flag_or_version(value: object) -> object:
@@ -205,12 +198,12 @@ class EncoderCacheConfig(BaseModel):
         BeforeValidator(_no_flag),
         Field(gt=0, le=600, allow_inf_nan=False),
         Accepts("a number of seconds is accepted, above 0, at most 600, without a unit", "s"),
-    ] = Field(2.0, description="How long a remote tier may be silent.")
+    ] = Field(TIMEOUT_S, description="How long a remote tier may be silent.")
     max_remote_entry_size: Annotated[
         Gibibytes,
         Field(gt=0, le=64),
         Accepts("a number of GiB is accepted, above 0, at most 64, without a unit", "GiB"),
-    ] = Field(0.5, description="Largest entry that is sent to Redis.")
+    ] = Field(MAX_ENTRY_BYTES / GIB, description="Largest entry that is sent to Redis.")
     remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("auto, probe or catalog is accepted")] = (
         Field(
             "auto",
@@ -218,7 +211,7 @@ class EncoderCacheConfig(BaseModel):
             "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
         )
     )
-    catalog_refresh_s: Seconds = Field(300.0, description="Between two listings of a remote.")
+    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Between two listings of a remote.")
     load_deadline_ms: Milliseconds = Field(
         1000, description="Longest wait of a request for all its entries to arrive; then vLLM encodes."
     )
@@ -266,7 +259,7 @@ class EncoderCacheConfig(BaseModel):
     @field_validator("remote_lookup")
     @classmethod
     def _catalog_of_what_can_be_listed(cls, lookup: str, others: ValidationInfo) -> str:
-        unlisted = [url.partition("://")[0] for url in others.data.get("remotes", ()) if not is_listed(url)]
+        unlisted = [url.partition("://")[0] for url in others.data.get("remotes", ()) if not can_list(url)]
         if lookup == "catalog" and unlisted:
             raise ValueError(f"auto or probe is accepted with {unlisted[0]}://, which cannot be listed")
         return lookup
@@ -275,30 +268,46 @@ class EncoderCacheConfig(BaseModel):
     @classmethod
     def _served(cls, urls: tuple[str, ...], others: ValidationInfo) -> tuple[str, ...]:
         for url in urls:
-            check_remote(url, others.data.get("extra_config", {}))
+            check_remote(configured(url, others.data.get("extra_config", {})))
         if len(set(urls)) != len(urls):
             raise ValueError("each remote once is accepted")
         return urls
 
     def __repr_args__(self) -> Sequence[tuple[str | None, object]]:
-        """Whatever shows a configuration shows no credential. (Pydantic puts this into `repr` and `str`.)"""
-        return [(name, _Verbatim(told(self, name))) for name in type(self).model_fields]
+        """However a configuration is printed, no credential is. (Pydantic puts this into `repr` and `str`.)"""
+        return [(name, _Verbatim(describe(self, name))) for name in type(self).model_fields]
+
+    @property
+    def remote_tiers(self) -> list[Remote]:
+        """The remotes as they are opened, in order. They hold credentials."""
+        return [
+            configured(
+                url,
+                self.extra_config,
+                ttl_s=self.ttl_s,
+                timeout_s=self.blocking_timeout_secs,
+                max_entry_bytes=self.max_remote_entry_bytes,
+                lookup=Lookup(self.remote_lookup),
+                refresh_s=self.catalog_refresh_s,
+            )
+            for url in self.remotes
+        ]
 
     @property
     def max_local_cpu_bytes(self) -> int:
-        return int(self.max_local_cpu_size * _GIB)
+        return int(self.max_local_cpu_size * GIB)
 
     @property
     def max_local_disk_bytes(self) -> int:
-        return int(self.max_local_disk_size * _GIB)
+        return int(self.max_local_disk_size * GIB)
 
     @property
     def min_free_disk_bytes(self) -> int:
-        return int(self.min_free_disk_size * _GIB)
+        return int(self.min_free_disk_size * GIB)
 
     @property
     def max_remote_entry_bytes(self) -> int:
-        return int(self.max_remote_entry_size * _GIB)
+        return int(self.max_remote_entry_size * GIB)
 
 
 class _Verbatim(str):
@@ -318,8 +327,8 @@ def default(key: str) -> object:
     return value
 
 
-def told(config: EncoderCacheConfig, key: str) -> str:
-    """What may be said of a value in force: of a remote its tier and place, of LMCache's map nothing."""
+def describe(config: EncoderCacheConfig, key: str) -> str:
+    """A value in force without its credentials: of a remote its tier and address, of LMCache's map nothing."""
     if key == "remotes":
-        return f"[{', '.join(f'{tier_name(url)} {place_of(url)}' for url in config.remotes)}]"
-    return shown(getattr(config, key))
+        return f"[{', '.join(f'{kind_of(url).name} {masked_address(url)}' for url in config.remotes)}]"
+    return masked(getattr(config, key))

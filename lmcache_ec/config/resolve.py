@@ -4,15 +4,14 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from lmcache_ec.config.keys import EncoderCacheConfig, accepts, check_remote, default, told
+from lmcache_ec.config.keys import EncoderCacheConfig, accepts, default, describe
 from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
-from lmcache_ec.config.mask import HIDDEN, holds_credential, shown, shown_name, shown_shape, sounds_secret
 from lmcache_ec.config.sources import (
     FILE_VARIABLE,
     ConfigError,
@@ -23,9 +22,12 @@ from lmcache_ec.config.sources import (
     from_environ,
     from_extra,
     from_file,
+    service_links,
 )
 from lmcache_ec.config.variables import filled
-from lmcache_ec.tiers.remote import is_remote_key
+from lmcache_ec.mask import HIDDEN, holds_credential, masked, masked_name, masked_unknown, sounds_secret
+from lmcache_ec.tiers.kinds import check_remote, configured, is_remote_key, kind_of
+from lmcache_ec.tiers.remote import Lookup
 
 _KEYS = EncoderCacheConfig.model_fields
 SHARED = (
@@ -63,9 +65,12 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     read = from_file(file) if file else FileSettings([], [], [])
     settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}))
     written = {setting.key: setting for setting in map(_as_ours, settings)}
-    inherited, notes = _inherited(read.others, environ, written)
+    ignored = {key: setting for key, setting in written.items() if _is_strange_variable(setting)}
+    written = {key: setting for key, setting in written.items() if key not in ignored}
+    inherited, notes, problems = _inherited(read.others, environ, written)
     written = inherited | written
-    problems = read.problems + list(_named_twice(settings))
+    problems += read.problems + list(_named_twice(settings))
+    problems += _unindented(read)
     problems += [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
     complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
     ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
@@ -74,48 +79,49 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     if problems or config is None:
         raise ConfigError(*problems)
     origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
+    notes += [*_ignored(ignored.values(), service_links(environ)), *_slow_before_quick(config.remotes)]
     return Resolved(config, origins, (*notes, *_without_effect(written.values())))
 
 
 def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = None) -> str:
     """One line for the log at start: what is in force and, with `origins`, where each of it stands."""
 
-    def said(key: str, text: str) -> str:
-        return f"{text} ({origins[key].place})" if origins else text
+    def located(key: str, text: str) -> str:
+        return f"{text} ({origins[key].location})" if origins else text
 
     if not config.enabled:
-        return "encoder cache: " + said("enabled", "off, because ec.enabled is false")
-    parts = [said("max_local_cpu_size", f"LocalCPU {config.max_local_cpu_size:g} GiB")]
+        return "encoder cache: " + located("enabled", "off, because ec.enabled is false")
+    parts = [located("max_local_cpu_size", f"LocalCPU {config.max_local_cpu_size:g} GiB")]
     if config.local_disk:
-        parts.append(said("max_local_disk_size", f"LocalDisk {config.max_local_disk_size:g} GiB"))
-        parts[-1] += said("local_disk", f" at {config.local_disk}")
+        parts.append(located("max_local_disk_size", f"LocalDisk {config.max_local_disk_size:g} GiB"))
+        parts[-1] += located("local_disk", f" at {config.local_disk}")
     else:
         parts.append("no LocalDisk")
     done = {"enabled", "max_local_cpu_size", "local_disk", "max_local_disk_size"}
     changed = (key for key in _KEYS if key not in done and getattr(config, key) != default(key))
-    return "encoder cache: " + ", ".join((*parts, *(said(key, f"{key}={told(config, key)}") for key in changed)))
+    return "encoder cache: " + ", ".join((*parts, *(located(key, f"{key}={describe(config, key)}") for key in changed)))
 
 
 def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
     """One line a reason, with all keys that it holds for."""
-    places: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for setting in written:
         if setting.key in NOTED and setting.value is not None:
-            places.setdefault(NOTED[setting.key], []).append(f"{setting.key} ({setting.origin.place})")
-    for why, named in places.items():
+            reasons.setdefault(NOTED[setting.key], []).append(f"{setting.key} ({setting.origin.location})")
+    for why, named in reasons.items():
         yield f"accepted without effect, {why}: {', '.join(named)}"
 
 
 def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple[EncoderCacheConfig | None, list[str]]:
-    """The configuration, or what is wrong with each bad value; of an address is shown what was written."""
+    """The configuration, or what is wrong with each bad value; of a URL as it was written, variables and all."""
     values = {key: setting.value for key, setting in ours.items()}
     problems: list[str] = []
     remotes = ours.get("remotes")
-    if remotes and remotes.origin.source is not Source.INHERITED:  # LMCache would take it as it is
+    if remotes:
         try:
             values["remotes"] = _filled(remotes.value, environ)
         except ValueError as error:
-            problems.append(f"remotes={shown(remotes.value)} in {remotes.origin.place}: {error}")
+            problems.append(f"remotes={masked(remotes.value)} in {remotes.origin.location}: {error}")
             del values["remotes"]
     try:
         return EncoderCacheConfig.model_validate(values), problems
@@ -123,38 +129,82 @@ def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple
         details = error.errors(include_url=False, include_context=False, include_input=False)
     for detail in details:
         setting = ours[str(detail["loc"][0])]
-        value = shown(setting.value)
+        value = masked(setting.value)
         own_words = detail["msg"].removeprefix("Value error, ") if detail["type"] == "value_error" else ""
-        problems.append(f"{setting.key}={value} in {setting.origin.place}: {own_words or accepts(setting.key).text}")
+        problems.append(f"{setting.key}={value} in {setting.origin.location}: {own_words or accepts(setting.key).text}")
     return None, problems
 
 
 def _complaint(setting: Setting) -> str | None:
     """What is wrong with a setting before its value is looked at as one of ours."""
-    key, value, place = setting.key, setting.value, setting.origin.place
+    key, value, location = setting.key, setting.value, setting.origin.location
     known = key in _KEYS or key in NOTED or key in REFUSED
     secret = holds_credential(value) or (not known and sounds_secret(key))
     if setting.origin.source is Source.EXTRA and (secret or key == "extra_config"):
         holds = "holds a credential" if secret else "may hold credentials"
-        return f"{shown_name(key)} in {place} {holds}: vLLM logs that map, use the file or environment"
+        return f"{masked_name(key)} in {location} {holds}: vLLM logs that map, use the file or environment"
     if not known:
         return _unknown(setting, secret)
-    return f"{key}={shown(value)} in {place}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
+    return f"{key}={masked(value)} in {location}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
+
+
+def _nearest(key: str) -> list[str]:
+    """The key of ours that was probably meant; none if nothing is like it."""
+    plain = key.replace("-", "_").replace(".", "_")
+    for prefix in ("lmcache_", "ec_"):
+        plain = plain.removeprefix(prefix)
+    return difflib.get_close_matches(plain, _KEYS, n=1)
+
+
+def _is_strange_variable(setting: Setting) -> bool:
+    """Whether an environment variable with our prefix is like none of our keys: another program's, most likely."""
+    key = setting.key
+    known = key in _KEYS or key in NOTED or key in REFUSED
+    return setting.origin.source is Source.ENVIRONMENT and not known and not _nearest(key)
+
+
+def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
+    """What is said of variables with our prefix that configure nothing."""
+    if links:
+        yield (
+            f"ignored, as Kubernetes sets them for a Service: {', '.join(map(masked_name, links))} "
+            "(enableServiceLinks: false in the pod leaves them out)"
+        )
+    for setting in strange:
+        yield f"ignored: {setting.origin.location} is the name of no key; accepted are {', '.join(_KEYS)}"
+
+
+def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
+    """One note for the first remote that is asked after one that takes longer to answer."""
+    slow = ""
+    for kind in map(kind_of, urls):
+        if slow and kind.quick:
+            yield f"remotes: {slow} is asked before {kind.name}, which answers sooner: name {kind.name} first"
+            return
+        slow = slow or (kind.name if kind.lookup is Lookup.CATALOG else "")
+
+
+def _unindented(read: FileSettings) -> Iterator[str]:
+    """An `ec:` whose keys were not indented: LMCache would take those that it has, too, and nothing would say so."""
+    beside = [setting for setting in read.others if setting.key in SHARED]
+    if read.empty_ec and not read.ours and beside:
+        named = ", ".join(f"{setting.key} ({setting.origin.location})" for setting in beside)
+        yield (
+            f"ec in {read.empty_ec} has no value, and beside it, not indented, is {named}: "
+            "indent what belongs to ec by two spaces, or write ec: {} if nothing does"
+        )
 
 
 def _unknown(setting: Setting, secret: bool) -> str:
-    plain = setting.key.replace("-", "_").replace(".", "_")
-    for prefix in ("lmcache_", "ec_"):
-        plain = plain.removeprefix(prefix)
-    nearest = difflib.get_close_matches(plain, _KEYS, n=1)
+    nearest = _nearest(setting.key)
     # Under a name that is like none of ours it may be anything, another program's password too.
-    value = shown(setting.value) if nearest else shown_shape(setting.value)
-    named = f"unknown key {shown_name(setting.key)}={HIDDEN if secret else value}"
+    value = masked(setting.value) if nearest else masked_unknown(setting.value)
+    named = f"unknown key {masked_name(setting.name)}={HIDDEN if secret else value}"
     if setting.key == "ec" and isinstance(setting.value, Mapping):
         advice = "the keys stand there directly, without ec around them"
     else:
         advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(_KEYS)}"
-    return f"{named} in {setting.origin.place}: {advice}"
+    return f"{named} in {setting.origin.location}: {advice}"
 
 
 def _is_misplaced(key: str) -> bool:
@@ -164,20 +214,20 @@ def _is_misplaced(key: str) -> bool:
 
 def _misplaced(setting: Setting) -> str:
     key = setting.key[3:] if setting.key.startswith(("ec.", "ec-")) else setting.key
-    value = f"={shown(setting.value)}" if key in _KEYS else ""
+    value = f"={masked(setting.value)}" if key in _KEYS else ""
     return (
-        f"{shown_name(setting.key)}{value} in {setting.origin.place} stands outside of ec: "
-        f"indent it under ec: as {shown_name(key)}, or write ec_{shown_name(key)}"
+        f"{masked_name(setting.key)}{value} in {setting.origin.location} stands outside of ec: "
+        f"indent it under ec: as {masked_name(key)}, or write ec_{masked_name(key)}"
     )
 
 
 def _named_twice(settings: Iterable[Setting]) -> Iterator[str]:
     """`remote_url` and `remotes` side by side: one of them would be passed over in silence."""
-    places: dict[Source, dict[str, str]] = {}
+    locations: dict[Source, dict[str, str]] = {}
     for setting in settings:
         if setting.key in ("remote_url", "remotes"):
-            places.setdefault(setting.origin.source, {})[setting.key] = setting.origin.place
-    for named in places.values():
+            locations.setdefault(setting.origin.source, {})[setting.key] = setting.origin.location
+    for named in locations.values():
         if len(named) == 2:
             both = ", ".join(f"{key} in {place}" for key, place in named.items())
             yield f"{both}: keep one, remotes takes a list"
@@ -187,7 +237,7 @@ def _as_ours(setting: Setting) -> Setting:
     """LMCache's name for one remote is another name for ours."""
     if setting.key != "remote_url":
         return setting
-    return Setting("remotes", setting.value, Origin(setting.origin.source, f"{setting.origin.place}, remote_url"))
+    return Setting("remotes", setting.value, Origin(setting.origin.source, f"{setting.origin.location}, remote_url"))
 
 
 def _filled(value: object, environ: Mapping[str, str]) -> object:
@@ -199,14 +249,15 @@ def _filled(value: object, environ: Mapping[str, str]) -> object:
 
 def _inherited(
     others: list[Setting], environ: Mapping[str, str], written: Mapping[str, Setting]
-) -> tuple[dict[str, Setting], list[str]]:
-    """The places of the KV part that serve here too, and why another does not."""
-    kv = {setting.key: (setting.value, setting.origin.place) for setting in others}
+) -> tuple[dict[str, Setting], list[str], list[str]]:
+    """The places of the KV part that serve here too, why another does not, and what is wrong with one."""
+    kv = {setting.key: (setting.value, setting.origin.location) for setting in others}
     for key in ("local_disk", "remote_url", "extra_config"):
         if (name := f"LMCACHE_{key.upper()}") in environ:
             kv[key] = environ[name].strip("'\" "), name
     found: dict[str, Setting] = {}
     notes: list[str] = []
+    problems: list[str] = []
 
     def inherit(key: str, value: object, of: str) -> None:
         found[key] = Setting(key, value, Origin(Source.INHERITED, f"{of} of the KV part, {kv[of][1]}"))
@@ -216,14 +267,19 @@ def _inherited(
     extra_config = _of_remotes(kv.get("extra_config", (None, ""))[0])
     if extra_config:
         inherit("extra_config", extra_config, "extra_config")
-    url, place = kv.get("remote_url", (None, ""))
+    url, location = kv.get("remote_url", (None, ""))
     if url and "remotes" not in written:
         try:
-            check_remote(str(url), extra_config)
+            address = filled(str(url), environ)
+        except ValueError as error:
+            problems.append(f"remote_url={masked(url)} of the KV part, {location}: {error}")
+            return found, notes, problems
+        try:
+            check_remote(configured(address, extra_config))
             inherit("remotes", [url], "remote_url")
         except ValueError as error:
-            notes.append(f"remote_url of the KV part, {place}, does not serve here: {error}")
-    return found, notes
+            notes.append(f"remote_url of the KV part, {location}, does not serve here: {error}")
+    return found, notes, problems
 
 
 def _of_remotes(extra_config: object) -> dict[str, object]:

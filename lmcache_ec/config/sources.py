@@ -2,13 +2,14 @@
 """Where settings come from: the file, the environment, vLLM's extra configuration. Nothing is judged but form."""
 
 import enum
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from lmcache_ec.config.mask import shown_name, shown_path, shown_shape
+from lmcache_ec.mask import masked_name, masked_path, masked_unknown
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 ENV_PREFIX = "LMCACHE_EC_"
@@ -35,19 +36,25 @@ class Source(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value stands. `place` can be shown: a file and line, a variable, or the extra configuration."""
+    """Where a value stands. `location`, which holds no credential, is a file and line, a variable, or the extra
+    configuration."""
 
     source: Source
-    place: str
+    location: str
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key as somebody wrote it, its name in lower case."""
+    """One key, its name in lower case. `written` is the name in the file, where that differs (`ec_<key>`)."""
 
     key: str
     value: object
     origin: Origin
+    written: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.written or self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +64,31 @@ class FileSettings:
     ours: list[Setting]
     others: list[Setting]
     problems: list[str]
+    empty_ec: str = ""
+    """Where `ec:` stands, if it has no value."""
+
+
+_SERVICE_LINK = re.compile(
+    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)?)"
+)
+
+
+def service_links(environ: Mapping[str, str]) -> list[str]:
+    """Variables that Kubernetes sets in each pod for a Service whose name begins with `lmcache-ec`.
+
+    For a Service `lmcache-ec-redis` these are LMCACHE_EC_REDIS_SERVICE_HOST, LMCACHE_EC_REDIS_PORT=tcp://… and more.
+    """
+    ours = (name for name in environ if name.startswith(ENV_PREFIX))
+    return sorted(name for name in ours if _SERVICE_LINK.fullmatch(name.removeprefix(ENV_PREFIX)))
 
 
 def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
+    """What `LMCACHE_EC_<KEY>` sets; service links of Kubernetes are left out."""
+    passed_over = {*NO_KEYS, *service_links(environ)}
     for name, value in environ.items():
-        if name.startswith(ENV_PREFIX) and name not in NO_KEYS:
+        if name.startswith(ENV_PREFIX) and name not in passed_over:
             key = name.removeprefix(ENV_PREFIX).strip().lower()
-            yield Setting(key, value, Origin(Source.ENVIRONMENT, shown_name(name)))
+            yield Setting(key, value, Origin(Source.ENVIRONMENT, masked_name(name)))
 
 
 def from_extra(extra: Mapping[str, object]) -> Iterator[Setting]:
@@ -73,18 +98,18 @@ def from_extra(extra: Mapping[str, object]) -> Iterator[Setting]:
 
 def from_file(file: str) -> FileSettings:
     """ConfigError for what cannot be read as a map. It names the line and never quotes it: it may hold a password."""
-    shown = f"{FILE_VARIABLE}={shown_path(file)}"
+    asked = f"{FILE_VARIABLE}={masked_path(file)}"
     try:
-        return _parse(Path(file).read_bytes(), shown_path(file))
+        return _parse(Path(file).read_bytes(), masked_path(file))
     except OSError as error:
-        raise ConfigError(f"{shown}: {error.strerror}") from None
+        raise ConfigError(f"{asked}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        raise ConfigError(f"{shown}: not YAML{line}: mend it there or in the line before") from None
+        raise ConfigError(f"{asked}: not YAML{line}: mend it there or in the line before") from None
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError(f"{shown}: not YAML, a text file with a map of keys is accepted") from None
+        raise ConfigError(f"{asked}: not YAML, a text file with a map of keys is accepted") from None
 
 
 def _parse(text: bytes, file: str) -> FileSettings:
@@ -93,6 +118,8 @@ def _parse(text: bytes, file: str) -> FileSettings:
     for key, node, line in _pairs(loader, loader.get_single_node(), file, found.problems):
         lowered = key.strip().lower()
         if lowered == "ec":
+            if isinstance(node, yaml.ScalarNode) and loader.construct_object(node) is None:
+                found = replace(found, empty_ec=f"{file} line {line}")
             for inner, value, inner_line in _pairs(loader, node, f"{file} (ec)", found.problems):
                 origin = Origin(Source.FILE, f"{file} line {inner_line}")
                 found.ours.append(Setting(inner.strip().lower(), loader.construct_object(value, deep=True), origin))
@@ -102,28 +129,29 @@ def _parse(text: bytes, file: str) -> FileSettings:
             lowered.removeprefix("ec_"),
             loader.construct_object(node, deep=True),
             Origin(Source.FILE, f"{file} line {line}"),
+            written=lowered,
         )
         (found.ours if ours else found.others).append(setting)
     return found
 
 
 def _pairs(
-    loader: yaml.SafeLoader, node: yaml.Node | None, place: str, problems: list[str]
+    loader: yaml.SafeLoader, node: yaml.Node | None, location: str, problems: list[str]
 ) -> Iterator[tuple[str, yaml.Node, int]]:
     """Key, value and line of each pair of a map, merged ones (`<<`) first; nothing for null."""
     if not isinstance(node, yaml.MappingNode):
         value = None if node is None else loader.construct_object(node, deep=True)
         if value is not None:
-            place = f"{place} line {node.start_mark.line + 1 if node else 1}"
+            location = f"{location} line {node.start_mark.line + 1 if node else 1}"
             advice = "a map of keys is accepted, such as ec: {enabled: false}"
-            raise ConfigError(f"{place} is {shown_shape(value)}: {advice}")
+            raise ConfigError(f"{location} is {masked_unknown(value)}: {advice}")
         return
     seen: dict[object, int] = {}
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if isinstance(key, str) and seen.setdefault(key, line) != line:
-            problems.append(f"{shown_name(key)} stands twice in {place}, lines {seen[key]} and {line}: keep one")
+            problems.append(f"{masked_name(key)} stands twice in {location}, lines {seen[key]} and {line}: keep one")
     loader.flatten_mapping(node)
     for key_node, value_node in node.value:
         yield str(loader.construct_object(key_node, deep=True)), value_node, key_node.start_mark.line + 1

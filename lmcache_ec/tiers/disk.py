@@ -2,6 +2,7 @@
 """LocalDisk: one file an entry, on a file system that may be shared with other engines.
 
     <root>/.usage                                   how much the folder holds (see disk_account.py)
+    <root>/.news/                                   what was written lately (see disk_news.py)
     <root>/<namespace>/<aa>/<sha256>.safetensors    an entry; its time of modification is that of its last use
     <root>/<namespace>/.tmp/<length>.<random>       an entry being written; its writer holds a lock (flock) on it
 
@@ -33,20 +34,20 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
 from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError
 from lmcache_ec.tiers.disk_account import Account, FolderAccount, in_folder, try_lock
+from lmcache_ec.tiers.disk_news import FolderNews
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 _renaming = threading.Lock()  # where links are not to be had: a rename replaces what another thread just published
 _SHARD = re.compile(r"[0-9a-f]{2}")
-_FILE_NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 _TEMPORARY = re.compile(r"([0-9]+)\.[0-9a-f]{24}")
 _ATTEMPTS = 16
 _VICTIMS = 16_384
@@ -87,6 +88,7 @@ class DiskTier(Tier):
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self._account = FolderAccount(root / ".usage")
+        self._news = FolderNews(root / ".news")
         self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, path; the least recently used first
         self._total: int | None = None  # of the folder as last seen: a guess, which spares most writes to look it up
         self._guard = threading.Lock()
@@ -143,6 +145,8 @@ class DiskTier(Tier):
                 except FileNotFoundError as error:
                     problem = error  # somebody removes the folder at this moment
                     continue
+                if written:
+                    self._news.tell(key.namespace, key.digest)
                 if written is not None:
                     return written
             raise problem
@@ -164,6 +168,9 @@ class DiskTier(Tier):
             survey = _Survey(self.root, self._account, namespace)
             yield from survey.walk(namespace)
         self._begun = survey
+
+    def news(self, namespace: str) -> Sequence[bytes]:
+        return self._news.hear(namespace)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier; without a survey, and so without the sweep that goes with one."""
@@ -190,6 +197,15 @@ class DiskTier(Tier):
             _remove_empty(folder)
         return removed
 
+    def born(self) -> str | None:
+        """As every tier: the account's number. A folder without an account is counted first."""
+        with _Reporting("read the account of", self.root):
+            account = self._account.read()
+            if account is None:
+                self.maintain()
+                account = self._account.read()
+        return None if account is None else f"{account.born:016x}"
+
     def maintain(self) -> None:
         """Survey the folder, bring the account in line with it, evict what is over the limit."""
         survey, self._begun = self._begun, None
@@ -205,6 +221,7 @@ class DiskTier(Tier):
                 if not sum(1 for _ in survey.walk(namespace)):
                     _remove_empty(self.root / namespace)
             self._settle(survey)
+            self._news.sweep()
             account = self._account.read()
             if account is not None:
                 self._evict(account.total - self.max_bytes)
@@ -344,7 +361,7 @@ class _Survey:
         for shard in _shards(self._root / namespace):
             for path, digest, status in _entries(shard):
                 self._add(path, status)
-                yield Listed(bytes.fromhex(digest), status.st_size, status.st_mtime)
+                yield Listed(digest, status.st_size, status.st_mtime)
 
     def sample(self, at_most: int | None) -> None:
         """All namespaces, shard by shard in an order drawn by chance, until `at_most` entries have been seen."""
@@ -568,14 +585,15 @@ def _shards(folder: Path) -> list[str]:
     return [shard.path for shard in _scan(folder) if _SHARD.fullmatch(shard.name)]
 
 
-def _entries(shard: str) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Path, digest in hex and status of the entries in a shard."""
+def _entries(shard: str) -> Iterator[tuple[str, bytes, os.stat_result]]:
+    """Path, digest and status of the entries in a shard."""
+    folder = "/".join(shard.split("/")[-2:])
     for file in _scan(shard):
-        match = _FILE_NAME.fullmatch(file.name)
-        if match and shard.endswith(match[1][:2]):
+        entry = parse_object_name(f"{folder}/{file.name}")
+        if entry is not None:
             status = _status(file)
             if status is not None and stat.S_ISREG(status.st_mode):
-                yield file.path, match[1], status
+                yield file.path, entry.digest, status
 
 
 def _status(file: os.DirEntry[str]) -> os.stat_result | None:

@@ -45,11 +45,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, Tier, TierAway, TierError
-from lmcache_ec.tiers.remote import REFUSED
+from lmcache_ec.mask import masked_url, without_secrets
+from lmcache_ec.tiers.base import UNREACHABLE, Listed, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.lmcache_url import ConnectorTraits, check_lmcache_url, listener, plugin_name, traits_of
+from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, TIMEOUT_S
 
 _LONGEST = (1 << 31) - 1  # LMCache tells a length in a C int
 _LONGEST_NAME = 75  # with the rest of the key, the 150 characters that `lm://` sends
@@ -64,85 +65,9 @@ _OLD_S = 86_400
 
 _PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # no whole number of any token
 _TEMPORARY = ".lmcache-ec-"
-_PLUGIN = "remote_storage_plugin."
-_PLUGIN_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
-_MOONCAKE_MASTER = ("mooncake_master_server_addr", "mooncake_master_server_address", "master_server_address")
 _TEMPORARY_KEY = "fs_connector_relative_tmp_dir"
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """What one of LMCache's connectors is known to do.
-
-    `one_stream`: a single connection, on which whoever speaks out of turn reads the answer to another question.
-    `declines`: given no memory for a value, it leaves that unread and goes on. `lists`: it can say what it has.
-    `replaces`: a second put of a key counts, not the first. `reconnects`: it finds its store again by itself, and a
-    new one is dear. `proven`: it is in the tests of this tier; another one has to keep a small entry when it is opened.
-    """
-
-    one_stream: bool = False
-    declines: bool = False
-    lists: bool = False
-    replaces: bool = False
-    reconnects: bool = False
-    proven: bool = False
-
-
-_KINDS = {
-    "lm": _Kind(one_stream=True, replaces=True, proven=True),
-    "fs": _Kind(declines=True, lists=True, replaces=True, proven=True),
-    "mooncakestore": _Kind(declines=True, reconnects=True),
-}
-_BUILT_IN = ("fs", "mooncakestore", "hf3fs")  # plugins that need no class in extra_config
-_ELSEWHERE = "name it by its own URL, which this cache's own tier serves"
-_REFUSED_PLUGINS = {**REFUSED, **dict.fromkeys(("redis", "valkey", "s3"), _ELSEWHERE)}
-
-
-def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
-    """ValueError, which shows no secret, for a URL that cannot be meant. Imports nothing of LMCache."""
-    parts = urlsplit(url)
-    scheme = parts.scheme.lower()
-    if "@" in parts.netloc:
-        raise ValueError(f"{scheme}://: LMCache's connector takes neither user nor password")
-    if scheme == "lm" and not (parts.hostname and parts.port and parts.path in ("", "/")):
-        raise ValueError("lm://: lm://<host>:<port> is accepted")
-    if scheme == "fs" and (not parts.path.strip("/") or (parts.netloc and parts.port is None)):
-        raise ValueError("fs://: fs:///<folder> is accepted, and fs://<host>:<port>/<folder>, whose host means nothing")
-    if _type_of(url) == "mooncakestore" and not any(extra_config.get(key) for key in _MOONCAKE_MASTER):
-        raise ValueError(f"{scheme}://: extra_config must have {_MOONCAKE_MASTER[0]}, as <host>:<port>")
-    if scheme == "plugin":
-        _check_plugin(_plugin_name(url), extra_config)
-
-
-def can_list(url: str) -> bool:
-    """Whether the connector for `url` is known to say what its store has."""
-    return _kind_of(url).lists
-
-
-def _check_plugin(name: str, extra_config: Mapping[str, object]) -> None:
-    if not _PLUGIN_NAME.fullmatch(name):
-        raise ValueError("plugin://: plugin://<name>, or plugin://<type>.<instance>, is accepted")
-    if why := _REFUSED_PLUGINS.get(name.partition(".")[0]):
-        raise ValueError(f"plugin://{name} cannot keep encoder outputs: {why}")
-    wanted = [f"{_PLUGIN}{name}.{what}" for what in ("module_path", "class_name")]
-    if name.partition(".")[0] not in _BUILT_IN and not all(extra_config.get(key) for key in wanted):
-        raise ValueError(f"plugin://{name}: extra_config must have {' and '.join(wanted)}")
-
-
-def _plugin_name(url: str) -> str:
-    scheme, _, name = url.partition("://")
-    return name.strip("/") if scheme.lower() == "plugin" else ""
-
-
-def _type_of(url: str) -> str:
-    """The scheme, or, for a plugin, the type that its name begins with."""
-    return _plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
-
-
-def _kind_of(url: str) -> _Kind:
-    return _KINDS.get(_type_of(url), _Kind())
 
 
 def open_lmcache_remote(
@@ -150,16 +75,16 @@ def open_lmcache_remote(
     extra_config: Mapping[str, object] | None = None,
     *,
     ttl_s: float | None = None,
-    timeout_s: float = 5.0,
-    max_entry_bytes: int = 512 << 20,
+    timeout_s: float = TIMEOUT_S,
+    max_entry_bytes: int = MAX_ENTRY_BYTES,
 ) -> LMCacheRemoteTier:
     """The tier at a URL of LMCache, after a request that shows that it can be used.
 
-    TierAway if nobody answers, ValueError if something else is wrong, for example that its connector is not known to
-    keep a value as it is and gave back another one. Takes seconds where LMCache is not imported yet.
+    TierUnreachable if nobody answers, ValueError if something else is wrong, for example that its connector is not
+    known to keep a value as it is and gave back another one. Takes seconds where LMCache is not imported yet.
     """
     if timeout_s <= 0:
-        raise ValueError(f"{_said(url)}: timeout_s={timeout_s} must be above 0")
+        raise ValueError(f"{masked_url(url)}: timeout_s={timeout_s} must be above 0")
     check_lmcache_url(url, extra_config or {})
     tier = LMCacheRemoteTier(url, extra_config or {}, ttl_s, timeout_s, max_entry_bytes)
     try:
@@ -194,10 +119,10 @@ class _Memory:
 
     memory_allocator = None
 
-    def __init__(self, config: Any, metadata: Any, kind: _Kind, limit_bytes: int) -> None:
+    def __init__(self, config: Any, metadata: Any, traits: ConnectorTraits, limit_bytes: int) -> None:
         self.config = config
         self.metadata = metadata
-        self._kind = kind
+        self._traits = traits
         self._limit_bytes = limit_bytes
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
@@ -208,7 +133,7 @@ class _Memory:
         if reading is not None:
             reading.found = length
             unwanted = length != reading.wanted
-            reading.declined = unwanted and (self._kind.declines or length > _READ_FOR_NOTHING)
+            reading.declined = unwanted and (self._traits.declines or length > _READ_FOR_NOTHING)
             if reading.declined:
                 return None
         return _memory_object(shapes, dtypes, fmt) if 0 <= length <= self._limit_bytes else None
@@ -253,10 +178,10 @@ class _Entry:
 class _Connection:
     """A connector and who may use it now. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
 
-    def __init__(self, connector: Any, kind: _Kind) -> None:
+    def __init__(self, connector: Any, traits: ConnectorTraits) -> None:
         self.connector = connector
-        self._locks = [asyncio.Lock() for _ in range(1 if kind.one_stream else _STRIPES)]
-        self._socket: socket.socket | None = connector.client_socket if kind.one_stream else None
+        self._locks = [asyncio.Lock() for _ in range(1 if traits.one_stream else _STRIPES)]
+        self._socket: socket.socket | None = connector.client_socket if traits.one_stream else None
         if self._socket is not None:  # LMCache sends a put in two parts: 40 ms without this
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -335,35 +260,36 @@ class LMCacheRemoteTier(Tier):
     ) -> None:
         """Use `open_lmcache_remote`."""
         self._url = url
+        self._address = masked_url(url)
         self._extra_config = extra_config
         self._timeout_s = timeout_s
-        self._kind = _kind_of(url)
+        self._traits = traits_of(url)
         self._limit_bytes = min(max_entry_bytes, _LONGEST)
         self._connection: _Connection | None = None
         self._void: dict[_Entry, None] = {}
-        self._connector = _import(url, extra_config, self._kind, self._limit_bytes)
+        self._connector = _import(url, extra_config, self._traits, self._limit_bytes)
         self.notice = self._limits(ttl_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lmcache-loop", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"LMCacheRemoteTier({_said(self._url)})"
+        return f"LMCacheRemoteTier({self._address})"
 
     def check(self) -> None:
         """Ask for an entry that nobody has; where the connector is not proven, have it keep and give back a small one.
 
-        TierAway if nobody answers, ValueError for anything else that is wrong.
+        TierUnreachable if nobody answers, ValueError for anything else that is wrong.
         """
         try:
             kept = self._ask(None, self._timeout_s, "open", self._prove)
         except TierError as error:
-            if error.errno in AWAY:
-                raise TierAway(error.errno, error.strerror) from None
+            if error.errno in UNREACHABLE:
+                raise TierUnreachable(error.errno, error.strerror) from None
             raise ValueError(error.strerror) from None
         if not kept:
             raise ValueError(
-                f"{_said(self._url)} cannot keep encoder outputs: it gave back another value than it was given, "
+                f"{self._address} cannot keep encoder outputs: it gave back another value than it was given, "
                 f"as a connector does that takes each for a KV chunk of one size"
             )
 
@@ -387,13 +313,13 @@ class LMCacheRemoteTier(Tier):
         carried = _carried(data)
 
         async def write(there: _Connection) -> bool:
-            if not (self._kind.replaces and entry in self._void) and await there.exists(entry):
+            if not (self._traits.replaces and entry in self._void) and await there.exists(entry):
                 return False
-            if self._kind.replaces:  # until it is there for certain: who knows what a write that breaks off leaves
+            if self._traits.replaces:  # until it is there for certain: who knows what a write that breaks off leaves
                 self._count_as_absent(entry)
             await there.put(entry, carried)
             if not await there.exists(entry):  # no connector says what came of a put
-                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was written, and is not there")
+                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was written, and is not there")
             self._void.pop(entry, None)
             return True
 
@@ -416,7 +342,7 @@ class LMCacheRemoteTier(Tier):
                 self._count_as_absent(entry)
                 return
             if not gone and await there.exists(entry):
-                raise TierError(errno.EIO, f"{_said(self._url)}: {key.object_name} was deleted, and is still there")
+                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was deleted, and is still there")
             self._void.pop(entry, None)
 
         self._ask(entry, self._timeout_s, f"delete {key.object_name}", remove)
@@ -424,7 +350,7 @@ class LMCacheRemoteTier(Tier):
     def list(self, namespace: str) -> Iterator[Listed]:
         """Every entry of `fs://`, with 0 for the time, which is not known; of any other connector nothing at all."""
         check_namespace(namespace)
-        if not self._kind.lists:
+        if not self._traits.lists:
             return
         ours = re.compile(rf"{re.escape(_model_name(namespace))}@1@0@([0-9a-f]{{1,64}})@uint8")
         seconds, what = self._timeout_s * _LIST_PATIENCE, f"list {namespace}"
@@ -443,10 +369,7 @@ class LMCacheRemoteTier(Tier):
                     yield Listed(entry.digest, answer[0], 0.0)
 
     def _unlisted(self) -> TierError:
-        """Not `fs://` either: its connector knows no times, and makes folders wherever it is opened."""
-        return TierError(
-            errno.EOPNOTSUPP, f"{_said(self._url)}: namespaces cannot be listed through LMCache's connector"
-        )
+        return TierError(errno.EOPNOTSUPP, f"{self._address}: namespaces cannot be listed through LMCache's connector")
 
     def close(self) -> None:
         async def end() -> None:
@@ -477,29 +400,27 @@ class LMCacheRemoteTier(Tier):
             if (connection := call.connection) is not None:
                 connection.sever()
                 self._loop.call_soon_threadsafe(self._forget, connection)
-            raise TierError(errno.ETIMEDOUT, f"{_said(self._url)}: {what}: no answer in time") from None
+            raise TierError(errno.ETIMEDOUT, f"{self._address}: {what}: no answer in time") from None
         except Exception as error:
             if isinstance(error, struct.error):  # LMCache takes apart what it got of an answer
                 error = ConnectionResetError(errno.ECONNRESET, "the connection broke")
             number = getattr(error, "errno", None) or errno.EIO
-            raise TierError(number, f"{_said(self._url)}: {what}: {self._told(error)}") from None
+            raise TierError(number, f"{self._address}: {what}: {self._explained(error)}") from None
 
-    def _told(self, error: Exception) -> str:
+    def _explained(self, error: Exception) -> str:
         """What an error says, with the name of a key in place of each value of `extra_config`: one may be a secret."""
+        values = {key: value for key, value in self._extra_config.items() if isinstance(value, str) and len(value) > 3}
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        for key, value in self._extra_config.items():
-            if isinstance(value, str) and len(value) > 3:
-                text = text.replace(value, f"<{key}>")
-        return text
+        return without_secrets(text, values)
 
     def _limits(self, ttl_s: float | None) -> str:
         """What a user has to know who reads no source."""
-        said = ["nothing removes what is there"]
+        limits = ["nothing removes what is there"]
         if ttl_s is not None:
-            said.append("ec.ttl_s has no effect")
-        if not self._kind.lists:
-            said.append("it cannot be listed, so it is asked about every item, and not to be used as a catalog")
-        return f"{_said(self._url)}, through LMCache's own connector: {'; '.join(said)}"
+            limits.append("ec.ttl_s has no effect")
+        if not self._traits.lists:
+            limits.append("it cannot be listed, so it is asked about every item, and not to be used as a catalog")
+        return f"{self._address}, through LMCache's own connector: {'; '.join(limits)}"
 
     # ---- on the loop's thread
 
@@ -526,12 +447,12 @@ class LMCacheRemoteTier(Tier):
 
     def _connected(self) -> _Connection:
         """A new connection. Holds up the loop, and what waits on it, for as long as LMCache takes."""
-        if address := _address(self._url, self._extra_config):
+        if address := listener(self._url, self._extra_config):
             socket.create_connection(address, self._timeout_s).close()
-        return _Connection(self._connector(self._loop), self._kind)
+        return _Connection(self._connector(self._loop), self._traits)
 
     def _forget(self, connection: _Connection) -> None:
-        if self._connection is connection and not self._kind.reconnects:
+        if self._connection is connection and not self._traits.reconnects:
             self._connection = None
             connection.discard()
 
@@ -551,10 +472,10 @@ class LMCacheRemoteTier(Tier):
         if held is not None:
             return held.get_size(), held
         if reading.declined and reading.found is not None:
-            if not self._kind.declines:
+            if not self._traits.declines:
                 self._forget(there)  # and with it the value that nobody takes
             return reading.found, None
-        if reading.found is not None or (not self._kind.one_stream and await there.exists(entry)):
+        if reading.found is not None or (not self._traits.one_stream and await there.exists(entry)):
             raise _Unreadable("there is a value, and LMCache's connector could not read it")
         return None
 
@@ -562,7 +483,7 @@ class LMCacheRemoteTier(Tier):
         """Whether a value of a length that no KV chunk has comes back as it was. It stays, under a name of its own."""
         entry = _Entry("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
         kept = await there.exists(entry)
-        if self._kind.proven:
+        if self._traits.proven:
             return True
         if not kept:
             await there.put(entry, _carried(_PROBE))
@@ -571,7 +492,7 @@ class LMCacheRemoteTier(Tier):
 
 
 def _import(
-    url: str, extra_config: Mapping[str, object], kind: _Kind, limit_bytes: int
+    url: str, extra_config: Mapping[str, object], traits: ConnectorTraits, limit_bytes: int
 ) -> Callable[[asyncio.AbstractEventLoop], Any]:
     """What makes connectors for a loop. Imports LMCache, and has it be silent where it was not there before us: it logs
     URLs and each miss of a file."""
@@ -582,9 +503,10 @@ def _import(
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.storage_backend.connector import CreateConnector
 
-    plugin = _plugin_name(url) or None
-    scheme, _, place = url.partition("://")
-    address = f"{scheme.lower()}://{'localhost:0' if scheme.lower() == 'fs' and place[:1] == '/' else ''}{place}"
+    plugin = plugin_name(url) or None
+    scheme, _, rest = url.partition("://")
+    host = "localhost:0" if scheme.lower() == "fs" and rest.startswith("/") else ""
+    address = f"{scheme.lower()}://{host}{rest}"
     metadata = LMCacheMetadata("lmcache-ec", 1, 1, 0, 0, torch.uint8, (1, 1, 256, 1, 1))
 
     def connect(loop: asyncio.AbstractEventLoop) -> Any:
@@ -592,26 +514,12 @@ def _import(
         config = LMCacheEngineConfig.from_defaults(
             extra_config={**extra_config, **own}, remote_storage_plugins=[plugin] if plugin else None
         )
-        memory = _Memory(config, metadata, kind, limit_bytes)
+        memory = _Memory(config, metadata, traits, limit_bytes)
         connector = CreateConnector(address, loop, memory, config, metadata, plugin).getWrappedConnector()
         _sweep(connector)
         return connector
 
     return connect
-
-
-def _address(url: str, extra_config: Mapping[str, object]) -> tuple[str, int] | None:
-    """Where somebody has to listen before a connector may be made, for those that wait without end if nobody does.
-
-    Mooncake even holds the interpreter meanwhile, for 90 s, and with it every other tier.
-    """
-    if _type_of(url) == "mooncakestore":
-        named = (extra_config.get(key) for key in _MOONCAKE_MASTER)
-        url = f"//{next((text for text in named if text), '')}"
-    elif _type_of(url) != "lm":
-        return None
-    parts = urlsplit(url)
-    return (parts.hostname, parts.port) if parts.hostname and parts.port else None
 
 
 def _model_name(namespace: str) -> str:
@@ -620,9 +528,3 @@ def _model_name(namespace: str) -> str:
     if len(name) <= _LONGEST_NAME:
         return name
     return f"{name[: _LONGEST_NAME - 17]}~{hashlib.sha256(namespace.encode()).hexdigest()[:16]}"
-
-
-def _said(url: str) -> str:
-    """What an error may show of a URL."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

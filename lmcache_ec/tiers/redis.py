@@ -2,10 +2,12 @@
 """Redis (or Valkey, or what speaks like it): one value an entry, on a single server, behind Sentinels, or a Cluster.
 
 An entry is under `<prefix><object name>`. It is written with SET NX and lives until its time (PX, counted from the
-write) is over or the server evicts it: both are plain misses.
+write) is over or the server evicts it: both are plain misses. Under `<prefix>born` the store has a name, without a time
+to live (see `Tier.born`).
 """
 
 import errno
+import os
 import re
 import threading
 import time
@@ -26,21 +28,21 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Answer, Answers, Listed, NamespaceUse, Tier, TierAway, TierError
+from lmcache_ec.key import EncoderCacheKey, ObjectName, check_namespace, parse_object_name
+from lmcache_ec.tiers.base import UNREACHABLE, Answer, Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
-from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.redis_counts import Counts
+from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
 
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
-_OBJECT = rb"([a-z0-9_-][a-z0-9._-]{0,79})/([0-9a-f]{2})/(\2[0-9a-f]{62})\.safetensors"
 
 _Replies = list[object]
 _Numbers = list[int]
-_Names = dict[bytes, re.Match[bytes]]
-"""Of entries, each with the match of `_OBJECT` in it."""
+_Keys = dict[bytes, ObjectName]
+"""Keys of the server under which entries are, with what their names say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,15 @@ class _Stored:
     used: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What `born` found: the name that the store bears, the one that was told, and what the servers counted."""
+
+    marker: bytes
+    told: bytes
+    counts: Counts
+
+
 class RedisTier(Tier):
     """Entries as values of a Redis store; made by `open_redis`.
 
@@ -72,16 +83,17 @@ class RedisTier(Tier):
     name = "redis"
     batches = True
 
-    def __init__(self, client: Any, place: Place, options: RedisOptions) -> None:
-        self.place = place
+    def __init__(self, client: Any, address: RedisAddress, options: RedisOptions) -> None:
+        self.address = address
         self.options = options
         self._client = client
-        self._entry_name = re.compile(re.escape(options.prefix.encode()) + _OBJECT)
+        self._prefix = options.prefix.encode()
+        self._last_look: _Look | None = None
         self._slots = threading.BoundedSemaphore(options.connections)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
     def __repr__(self) -> str:
-        return f"RedisTier({self.place.layout.value}, {self.place})"
+        return f"RedisTier({self.address.deployment.value}, {self.address})"
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
         with self._call(f"read {key.object_name}"):
@@ -163,9 +175,47 @@ class RedisTier(Tier):
                 removed += sum(_or_raise(reply) for reply in replies)
         return removed
 
+    def born(self) -> str | None:
+        """As every tier. Needs the right to INFO; where a server does not count evictions, it cannot be told.
+
+        Under a policy that evicts any key the name may go by itself, and comes back: what the servers have counted
+        tells this from a flush. One thread calls it. Of a Cluster it is the server with the name that is watched.
+        """
+        with self._call("look whether it was emptied"):
+            try:
+                counts, marker = self._counts(), self._marker()
+                last = self._last_look
+                told = marker if last is None else last.told
+                if last is not None and marker != last.marker:
+                    counts = self._counts()  # after the name was missed: a flush in between is in them
+                    told = told if counts.explain_loss_since(last.counts) else marker
+            except (KeyError, ResponseError):
+                return None
+        self._last_look = _Look(marker, told, counts)
+        return told.decode(errors="replace")
+
     def close(self) -> None:
         self._fan_out.shutdown(wait=False)
         disconnect(self._client)
+
+    def _marker(self) -> bytes:
+        """The name that the store bears, given to it if it has none."""
+        name = f"{self.options.prefix}born".encode()
+        found = self._ask(_Command(("GET", name)))
+        if found is None:
+            self._ask(_Command(("SET", name, os.urandom(8).hex(), "NX")))
+            found = self._ask(_Command(("GET", name)))
+        if not isinstance(found, bytes):
+            raise InvalidResponse("the store's name was expected")
+        return found
+
+    def _counts(self) -> Counts:
+        asked = [_Command(args) for args in (("INFO", "server"), ("INFO", "stats"), ("DBSIZE",))]
+        servers = []
+        for pool in self._masters(learn=False):
+            server, stats, keys = map(_or_raise, _exchange(pool, asked))
+            servers.append((server + b"\n" + stats, keys))
+        return Counts.of(servers)
 
     @contextmanager
     def _call(self, action: str) -> Iterator[None]:
@@ -184,8 +234,8 @@ class RedisTier(Tier):
                 self._slots.release()
 
     def _failure(self, action: str, error: Exception) -> TierError:
-        number, reason = explain(error, self.place, self.options)
-        return TierError(number, f"Redis tier at {self.place} could not {action}: {reason}")
+        number, reason = explain(error, self.address, self.options)
+        return TierError(number, f"Redis tier at {self.address} could not {action}: {reason}")
 
     def _answer(self, action: str, reply: object) -> Answer:
         return self._failure(action, reply) if isinstance(reply, Exception) else self._length(reply)
@@ -204,7 +254,7 @@ class RedisTier(Tier):
             return there or None
         return length or self._ask(_Command(("GET", name), _NOTHING))  # empty; or gone in between
 
-    def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Names]]:
+    def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Keys]]:
         """The names of the entries below `folder`, as each server tells them step by step; each name once."""
         prefix = f"{self.options.prefix}{folder}".encode()
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
@@ -217,10 +267,16 @@ class RedisTier(Tier):
                 with self._call(action):
                     (page,) = _exchange(pool, [_Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
                     cursor, names = _or_raise(page)
-                new = {match[0]: match for match in map(self._entry_name.fullmatch, {*names} - seen) if match}
+                new = {name: entry for name in {*names} - seen if (entry := self._parsed(name))}
                 if new:
                     seen.update(new)
                     yield pool, new
+
+    def _parsed(self, name: bytes) -> ObjectName | None:
+        """What the name of a key says, None if no entry has it."""
+        if not name.startswith(self._prefix):
+            return None
+        return parse_object_name(name[len(self._prefix) :].decode("ascii", "replace"))
 
     def _pages(self, action: str, folder: str) -> Iterator[Sequence[_Stored]]:
         """What is below `folder`, as `_keys`."""
@@ -257,7 +313,7 @@ class RedisTier(Tier):
 
     def _ask_again(self, commands: Sequence[_Command], replies: _Replies) -> _Replies:
         """The replies, after one more try, one by one, for what another server has or a broken connection cost."""
-        clustered = self.place.layout is Layout.CLUSTER
+        clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
         if clustered and isinstance(replies[-1], lost):
             self._learn_topology()
@@ -280,7 +336,7 @@ class RedisTier(Tier):
 
     def _pool_of(self, name: bytes) -> Any:
         """The connections to the server that has this key; None if a Cluster's slot is nobody's, as far as is known."""
-        if self.place.layout is not Layout.CLUSTER:
+        if self.address.deployment is not Deployment.CLUSTER:
             return self._client.connection_pool
         try:
             node = self._client.get_node_from_key(name)
@@ -288,11 +344,12 @@ class RedisTier(Tier):
             return None
         return self._client.get_redis_connection(node).connection_pool
 
-    def _masters(self) -> Sequence[Any]:
-        """The connections to each server that has entries of its own."""
-        if self.place.layout is not Layout.CLUSTER:
+    def _masters(self, learn: bool = True) -> Sequence[Any]:
+        """The connections to each server that has entries of its own, a Cluster's as it says itself if `learn`."""
+        if self.address.deployment is not Deployment.CLUSTER:
             return [self._client.connection_pool]
-        self._client.nodes_manager.initialize()
+        if learn:
+            self._client.nodes_manager.initialize()
         return [self._client.get_redis_connection(node).connection_pool for node in self._client.get_primaries()]
 
 
@@ -336,18 +393,18 @@ def _exchange(pool: Any, commands: Sequence[_Command]) -> list[object]:
     return replies + [failure] * (len(commands) - len(replies))
 
 
-def _described(pool: Any, names: _Names) -> list[_Stored]:
+def _described(pool: Any, names: _Keys) -> list[_Stored]:
     """What a server has under `names`."""
     asked = [_Command(args) for name in names for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
     on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
     _, *replies, _ = _exchange(pool, [on, *asked, off])
     now, found = time.time(), []
-    for match, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
+    for entry, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
         if isinstance(length, ResponseError):
             continue  # it is another server's by now, or no entry
         if _or_raise(length) or isinstance(idle_s, int):  # else it is gone
             used = now - idle_s if isinstance(idle_s, int) else None
-            found.append(_Stored(match[1].decode(), bytes.fromhex(match[3].decode()), _or_raise(length), used))
+            found.append(_Stored(entry.namespace, entry.digest, _or_raise(length), used))
     return found
 
 
@@ -363,17 +420,17 @@ def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:
     ValueError says which it is: the URL, the address, the credentials, the rights, TLS, or what kind of store it is;
     it shows no credentials. Takes at most a little more than twice `timeout_s`.
     """
-    place, options = parse_redis_url(url, options or RedisOptions())
+    address, options = parse_redis_url(url, options or RedisOptions())
     try:
         with until(time.monotonic() + 2 * options.timeout_s):
-            client = connect(place, options)
+            client = connect(address, options)
             try:
-                probe(client, place, options)
+                probe(client, address, options)
             except BaseException:
                 disconnect(client)
                 raise
     except Exception as error:
-        number, reason = explain(error, place, options)
-        text = f"Redis tier at {place}: {reason}"
-        raise (TierAway(number, text) if number in AWAY else ValueError(text)) from None
-    return RedisTier(client, place, options)
+        number, reason = explain(error, address, options)
+        text = f"Redis tier at {address}: {reason}"
+        raise (TierUnreachable(number, text) if number in UNREACHABLE else ValueError(text)) from None
+    return RedisTier(client, address, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""redis-py's client for each layout of a store, with connections of ours, and what its errors mean."""
+"""redis-py's client for each deployment of a store, with connections of ours, and what its errors mean."""
 
 import errno
 import re
@@ -24,7 +24,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
-from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, host_and_port
+from lmcache_ec.mask import without_secrets
+from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, host_and_port
 from lmcache_ec.tiers.resp import (
     CLOSED,
     PlainConnection,
@@ -47,7 +48,7 @@ def _any_answers(servers: Sequence[Any]) -> None:
         raise failure
 
 
-def connect(place: Place, options: RedisOptions) -> Any:
+def connect(address: RedisAddress, options: RedisOptions) -> Any:
     """redis-py's client for the store. That of a Cluster asks for the topology at once."""
     settings: dict[str, Any] = {
         "protocol": 2,
@@ -57,7 +58,7 @@ def connect(place: Place, options: RedisOptions) -> Any:
         "socket_connect_timeout": options.connect_timeout_s,
         "max_connections": 2 * options.connections,  # a call may ask the same server for the topology as well
     }
-    if place.tls:
+    if address.tls:
         settings |= {
             "ssl_ca_certs": options.ca_file,
             "ssl_certfile": options.certificate_file,
@@ -67,10 +68,10 @@ def connect(place: Place, options: RedisOptions) -> Any:
             "ssl_cert_reqs": "required" if options.verify else "none",
         }
         _check_files(options)
-    connection = TlsConnection if place.tls else PlainConnection
+    connection = TlsConnection if address.tls else PlainConnection
     once_more = Retry(NoBackoff(), 1, (RedisConnectionError,))
-    if place.layout is Layout.CLUSTER:
-        first, *others = place.servers
+    if address.deployment is Deployment.CLUSTER:
+        first, *others = address.servers
         return RedisCluster(
             url=f"redis://{host_and_port(first)}",  # only with a URL may we name the class of its connections
             startup_nodes=[ClusterNode(host, port) for host, port in others],
@@ -80,17 +81,17 @@ def connect(place: Place, options: RedisOptions) -> Any:
             **settings,
         )
     settings |= {"retry": once_more, "db": options.database}
-    if place.layout is Layout.SENTINEL:
-        return _sentinels(place, options, settings, connection).master_for(
+    if address.deployment is Deployment.SENTINEL:
+        return _sentinels(address, options, settings, connection).master_for(
             options.service,
-            connection_class=SentinelTlsConnection if place.tls else SentinelPlainConnection,
+            connection_class=SentinelTlsConnection if address.tls else SentinelPlainConnection,
             **settings,
         )
-    if place.layout is Layout.SOCKET:
+    if address.deployment is Deployment.SOCKET:
         return redis.Redis.from_pool(
-            redis.ConnectionPool(connection_class=SocketFileConnection, path=place.path, **settings)
+            redis.ConnectionPool(connection_class=SocketFileConnection, path=address.path, **settings)
         )
-    ((host, port),) = place.servers
+    ((host, port),) = address.servers
     return redis.Redis.from_pool(redis.ConnectionPool(connection_class=connection, host=host, port=port, **settings))
 
 
@@ -109,7 +110,7 @@ def _check_files(options: RedisOptions) -> None:
         raise ValueError(f"TLS: {files} cannot be used: {reason}") from None
 
 
-def _sentinels(place: Place, options: RedisOptions, settings: dict[str, Any], connection: type) -> Sentinel:
+def _sentinels(address: RedisAddress, options: RedisOptions, settings: dict[str, Any], connection: type) -> Sentinel:
     manager = Sentinel([])
     own = settings | {
         "db": 0,
@@ -119,7 +120,7 @@ def _sentinels(place: Place, options: RedisOptions, settings: dict[str, Any], co
     }
     manager.sentinels = [
         redis.Redis.from_pool(redis.ConnectionPool(connection_class=connection, host=host, port=port, **own))
-        for host, port in place.servers
+        for host, port in address.servers
     ]
     return manager
 
@@ -134,11 +135,11 @@ def disconnect(client: Any) -> None:
             sentinel.close()
 
 
-def probe(client: Any, place: Place, options: RedisOptions) -> None:
-    if place.layout is Layout.SENTINEL:
+def probe(client: Any, address: RedisAddress, options: RedisOptions) -> None:
+    if address.deployment is Deployment.SENTINEL:
         _any_answers(client.connection_pool.sentinel_manager.sentinels)
     client.execute_command("STRLEN", f"{options.prefix}is-anybody-there")
-    if place.layout is Layout.SINGLE:
+    if address.deployment is Deployment.SINGLE:
         try:
             clustered = client.info("cluster").get("cluster_enabled")
         except ResponseError:
@@ -147,25 +148,24 @@ def probe(client: Any, place: Place, options: RedisOptions) -> None:
             raise AskError("0 another:1")
 
 
-def explain(error: BaseException, place: Place, options: RedisOptions) -> tuple[int, str]:
-    """What went wrong: a number of `errno`, and words that show no credentials."""
-    said = str(error) or type(error).__name__
+def explain(error: BaseException, address: RedisAddress, options: RedisOptions) -> tuple[int, str]:
+    """What went wrong: a number of `errno`, and a text that holds no credentials."""
+    text = str(error) or type(error).__name__
     link: BaseException | None = error
     while link is not None:  # the outermost that says something; further in is what was tried before
         if isinstance(link, ssl.SSLError) or "handshake" in str(link):
             return _explain_tls(link)
         if isinstance(link, ConnectionResetError | BrokenPipeError) or CLOSED in str(link):
-            return _explain_end("a client certificate" if place.tls else "TLS, rediss://")
-        for kinds, number, words in _EXPLANATIONS:
+            return _explain_end("a client certificate" if address.tls else "TLS, rediss://")
+        for kinds, number, reason in _EXPLANATIONS:
             if isinstance(link, kinds):
-                return number, words
-        said = f"{said} {link}" if link is not error else said
+                return number, reason
+        text = f"{text} {link}" if link is not error else text
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    if "Cluster mode is not enabled" in said:
+    if "Cluster mode is not enabled" in text:
         return errno.EPROTO, "this is no Cluster: a single server is redis://"
-    for secret in options.secrets:  # a server may answer an AUTH that it does not know with what it was sent
-        said = said.replace(secret, "***")
-    return errno.EIO, said
+    # A server may answer an AUTH that it does not know with what it was sent.
+    return errno.EIO, without_secrets(text, options.secrets)
 
 
 _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (

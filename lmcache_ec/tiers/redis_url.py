@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-_MIB = 1 << 20
+from lmcache_ec.sizes import MIB
+from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, TIMEOUT_S
 
 
-class Layout(enum.Enum):
+class Deployment(enum.Enum):
     """How the servers of one store are arranged."""
 
     SINGLE = "a single server"
@@ -37,15 +38,15 @@ class RedisOptions:
     """Of each key."""
     ttl_s: float | None = None
     """How long an entry lives from its write on; None: as long as the server keeps it."""
-    max_entry_bytes: int = 512 * _MIB
+    max_entry_bytes: int = MAX_ENTRY_BYTES
     """Larger ones are not sent (a server's own limit, `proto-max-bulk-len`, is 512 MiB)."""
-    timeout_s: float = 2.0
+    timeout_s: float = TIMEOUT_S
     """The longest silence of a server. A whole call takes at most twice as long, retries and all."""
     connect_timeout_s: float = 1.0
     """For one address. A Sentinel that is silent for so long is passed over."""
     connections: int = 16
     """Calls that may be under way at once; more wait."""
-    batch_bytes: int = 64 * _MIB
+    batch_bytes: int = 64 * MIB
     """Of replies that one server is asked for in one go."""
     database: int = 0
     service: str = "mymaster"
@@ -76,23 +77,23 @@ class RedisOptions:
             raise ValueError(f"database of a Redis tier: {self.database} given, 0 or more is accepted")
 
     @property
-    def secrets(self) -> list[str]:
-        """What no text may show."""
-        given = (self.username, self.password, self.sentinel_username, self.sentinel_password, self.key_password)
-        return [secret for secret in given if secret]
+    def secrets(self) -> dict[str, str]:
+        """Name to value of what no text may contain."""
+        names = ("username", "password", "sentinel_username", "sentinel_password", "key_password")
+        return {name: secret for name in names if (secret := getattr(self, name))}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RedisAddress:
     """Where a store is: its servers (those that are asked first), or the path of a socket."""
 
-    layout: Layout
+    deployment: Deployment
     servers: tuple[tuple[str, int], ...]
     path: str
     tls: bool
 
     def __str__(self) -> str:
-        if self.layout is Layout.SOCKET:
+        if self.deployment is Deployment.SOCKET:
             return self.path
         return ",".join(map(host_and_port, self.servers))
 
@@ -103,16 +104,16 @@ def host_and_port(server: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-_SCHEMES = {
-    scheme: (layout, tls)
-    for names, layout, tls in (
-        ("redis valkey resp", Layout.SINGLE, False),
-        ("rediss valkeys resps", Layout.SINGLE, True),
-        ("redis-sentinel valkey-sentinel", Layout.SENTINEL, False),
-        ("rediss-sentinel valkeys-sentinel", Layout.SENTINEL, True),
-        ("redis-cluster valkey-cluster", Layout.CLUSTER, False),
-        ("rediss-cluster valkeys-cluster", Layout.CLUSTER, True),
-        ("unix", Layout.SOCKET, False),
+SCHEMES = {
+    scheme: (deployment, tls)
+    for names, deployment, tls in (
+        ("redis valkey resp", Deployment.SINGLE, False),
+        ("rediss valkeys resps", Deployment.SINGLE, True),
+        ("redis-sentinel valkey-sentinel", Deployment.SENTINEL, False),
+        ("rediss-sentinel valkeys-sentinel", Deployment.SENTINEL, True),
+        ("redis-cluster valkey-cluster", Deployment.CLUSTER, False),
+        ("rediss-cluster valkeys-cluster", Deployment.CLUSTER, True),
+        ("unix", Deployment.SOCKET, False),
     )
     for scheme in names.split()
 }
@@ -151,50 +152,50 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
 }
 
 
-def parse_redis_url(url: str, options: RedisOptions) -> tuple[Place, RedisOptions]:
-    """Where the store is, and `options` with what the URL says of them. ValueError, which shows nothing of the URL."""
+def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, RedisOptions]:
+    """Where the store is, and `options` with what the URL says of them. ValueError, which quotes nothing of the URL."""
     try:
         parts = urlsplit(url)
     except ValueError:
         raise ValueError("URL of a Redis tier: it cannot be read") from None
-    if parts.scheme not in _SCHEMES:
-        raise ValueError(f"URL of a Redis tier: one that begins with {', '.join(_SCHEMES)} is accepted")
+    if parts.scheme not in SCHEMES:
+        raise ValueError(f"URL of a Redis tier: one that begins with {', '.join(SCHEMES)} is accepted")
     if "@" in parts.path + parts.query + parts.fragment or parts.fragment:
         raise ValueError("URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @")
-    layout, tls = _SCHEMES[parts.scheme]
+    deployment, tls = SCHEMES[parts.scheme]
     credentials, _, hosts = parts.netloc.rpartition("@")
     found: dict[str, Any] = {}
     if credentials:
         username, _, password = (unquote(part) for part in credentials.partition(":"))
         found |= {"username": username or None, "password": password or None}
     path = unquote(parts.path)
-    if layout is Layout.SENTINEL and path.strip("/"):
+    if deployment is Deployment.SENTINEL and path.strip("/"):
         found["service"] = path.strip("/")
-    elif layout in (Layout.SINGLE, Layout.CLUSTER) and path.strip("/"):
+    elif deployment in (Deployment.SINGLE, Deployment.CLUSTER) and path.strip("/"):
         found["database"] = _value("the path (number of a database)", int, path.strip("/"))
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _PARAMETERS:
             raise ValueError(f"URL of a Redis tier: of parameters {', '.join(_PARAMETERS)} are accepted")
         option, reads = _PARAMETERS[name]
         found[option] = _value(f"parameter {name}", reads, text)
-    port = 26379 if layout is Layout.SENTINEL else 6379
-    servers = () if layout is Layout.SOCKET else tuple(_server(text, port) for text in hosts.split(","))
-    if layout is Layout.SOCKET and (hosts or path in ("", "/")):
+    port = 26379 if deployment is Deployment.SENTINEL else 6379
+    servers = () if deployment is Deployment.SOCKET else tuple(_server(text, port) for text in hosts.split(","))
+    if deployment is Deployment.SOCKET and (hosts or path in ("", "/")):
         raise ValueError("URL of a Redis tier: unix:///path/of/the/socket is accepted")
-    if layout is Layout.SINGLE and len(servers) > 1:
+    if deployment is Deployment.SINGLE and len(servers) > 1:
         raise ValueError("URL of a Redis tier: several servers are a redis-cluster:// or a redis-sentinel://")
     merged = replace(options, **found)
-    if layout is Layout.CLUSTER and merged.database:
+    if deployment is Deployment.CLUSTER and merged.database:
         raise ValueError(f"URL of a Redis tier: a Cluster has no database {merged.database}, only 0")
-    return Place(layout, servers, path, tls), merged
+    return RedisAddress(deployment, servers, path, tls), merged
 
 
 def _value(what: str, reads: Callable[[str], object], text: str) -> object:
     try:
         return reads(text)
     except ValueError as error:
-        told = "a number is accepted" if reads in (int, float) else str(error)
-        raise ValueError(f"URL of a Redis tier: {what}: {told}") from None
+        accepted = "a number is accepted" if reads in (int, float) else str(error)
+        raise ValueError(f"URL of a Redis tier: {what}: {accepted}") from None
 
 
 def _server(text: str, port: int) -> tuple[str, int]:

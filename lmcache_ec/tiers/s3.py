@@ -8,7 +8,8 @@ the bucket, as it does for every program of an AWS user, and does what an admini
 an S3 remote is opened, and not before.
 
 An object is written with `If-None-Match: *`, so that a fleet writes it once, and with the SHA-256 of its bytes, so
-that the server refuses what was torn or altered on the way.
+that the server refuses what was torn or altered on the way. The object `<prefix>/lmcache-ec-born` holds the name of
+what is there (see `Tier.born`).
 
 Every request is bounded. Reading is given up when nothing arrives for `timeout_s`. An upload cannot be watched like
 that, so it has a total that grows with its length, and a page of a list has a total of its own.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import errno
 import math
-import re
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +28,11 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import AWAY, Listed, NamespaceUse, Tier, TierAway, TierError
+from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
+from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
-from lmcache_ec.tiers.s3_faults import Fault, told
+from lmcache_ec.tiers.s3_faults import Fault, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
@@ -44,10 +46,11 @@ _PAGE = 1000  # what S3 answers at most
 _LISTERS = 16
 _DAY_S = 86_400
 _NEVER_WRITTEN = "lmcache-ec-probe"
+_BORN = "lmcache-ec-born"
+_BORN_REWRITTEN_S = 6 * 3600.0
+"""Before a lifecycle rule, which counts in days, takes it for an aged entry."""
 
 _Answer = TypeVar("_Answer")
-
-_OBJECT = re.compile(r"[^/]+/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
 
 
 def open_s3(
@@ -55,7 +58,7 @@ def open_s3(
     extra_config: Mapping[str, object] | None = None,
     *,
     ttl_s: float | None = None,
-    timeout_s: float = 5.0,
+    timeout_s: float = TIMEOUT_S,
 ) -> S3Tier:
     """The tier at an S3 URL (see `s3_options`), after one request that shows that it can be read.
 
@@ -96,7 +99,7 @@ class S3Tier(Tier):
         return f"S3Tier({self._access.where})"
 
     def check(self) -> None:
-        """Ask for an object that is not there. ValueError for any other answer than that, TierAway for none at all."""
+        """Ask for an object that is not there. ValueError for any other answer than that, TierUnreachable for none."""
         from obstore.exceptions import BaseError
 
         access = self._access
@@ -108,8 +111,8 @@ class S3Tier(Tier):
             if fault.code == "NoSuchKey":
                 return
             advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
-            if fault.number in AWAY:
-                raise TierAway(fault.number, f"S3 at {access.where}: {advice}") from None
+            if fault.number in UNREACHABLE:
+                raise TierUnreachable(fault.number, f"S3 at {access.where}: {advice}") from None
         raise ValueError(f"S3 at {access.where}: {advice}")
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
@@ -159,9 +162,9 @@ class S3Tier(Tier):
         """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel."""
         for page in self._pages(check_namespace(namespace)):
             for found in page:
-                match = _OBJECT.fullmatch(found["path"])
-                if match and not self._aged(found):
-                    yield Listed(bytes.fromhex(match[2]), found["size"], found["last_modified"].timestamp())
+                entry = parse_object_name(found["path"])
+                if entry and not self._aged(found):
+                    yield Listed(entry.digest, found["size"], found["last_modified"].timestamp())
 
     def close(self) -> None:
         """There is nothing to let go of: idle connections end by themselves."""
@@ -185,6 +188,38 @@ class S3Tier(Tier):
                     self._lister.delete(names)
                 removed += len(names)
         return removed
+
+    def born(self) -> str | None:
+        """As every tier. Not in a bucket that may not be listed: there S3 does not tell what is not there."""
+        with _reported("look whether it was emptied"):
+            name, meta = self._born() or self._christened()
+            if meta is not None and time.time() - meta["last_modified"].timestamp() > _BORN_REWRITTEN_S:
+                self._rewrite_born(name, meta)
+        return name
+
+    def _born(self) -> tuple[str, ObjectMeta | None] | None:
+        found = _unless_absent(lambda: self._prompt.get(_BORN))
+        return None if found is None else (bytes(found.bytes()).decode(errors="replace"), found.meta)
+
+    def _christened(self) -> tuple[str, ObjectMeta | None]:
+        from obstore.exceptions import AlreadyExistsError
+
+        name = os.urandom(8).hex()
+        try:
+            self._within(self._timeout_s).put(_BORN, name.encode(), mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return self._born() or (name, None)
+        return name, None
+
+    def _rewrite_born(self, name: str, meta: ObjectMeta) -> None:
+        """Make it young again, unless it has gone meanwhile. Another engine, or a later look, does it if this fails."""
+        from obstore.exceptions import BaseError
+
+        try:
+            client = self._within(self._timeout_s)
+            client.put(_BORN, name.encode(), mode={"e_tag": meta["e_tag"]}, use_multipart=False)
+        except (BaseError, OSError):
+            pass
 
     def set_lifecycle(self, ttl_s: float) -> None:
         """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up.
@@ -307,7 +342,7 @@ def _reported(action: str) -> Iterator[None]:
     except TierError:
         raise
     except (BotoCoreError, ClientError) as error:
-        raise TierError(errno.EIO, f"s3 tier could not {action}: {told(error)}") from None
+        raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
     except (BaseError, OSError) as error:
         fault = Fault.of(error)
         raise TierError(fault.number, f"s3 tier could not {action}: {fault}") from None
@@ -324,7 +359,7 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
 
 
 def _is_entry(found: ObjectMeta) -> bool:
-    return _OBJECT.fullmatch(found["path"]) is not None
+    return parse_object_name(found["path"]) is not None
 
 
 def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:

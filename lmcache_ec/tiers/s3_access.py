@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lmcache_ec.tiers.s3_faults import told
+from lmcache_ec.tiers.s3_faults import summary
 from lmcache_ec.tiers.s3_url import S3Options
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class S3Access:
             certificates = options.ca_bundle or core.get_config_variable("ca_bundle")
             trusted = Path(certificates).read_bytes() if certificates else None
         except (BotoCoreError, ClientError, AssertionError, OSError, ValueError) as error:
-            raise ValueError(f"S3: credentials or configuration cannot be used: {told(error)}") from None
+            raise ValueError(f"S3: credentials or configuration cannot be used: {summary(error)}") from None
         if credentials is None:
             raise ValueError(
                 "S3: no credentials found, neither in the environment (AWS_ACCESS_KEY_ID and "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong with S3, in words that may be shown.
+"""What went wrong with S3, in a text that holds no secret.
 
 Of obstore's and boto3's error texts only S3's error code, the HTTP status and the kind of failure are passed on: the
 rest may quote the request, access key and signature included.
@@ -13,7 +13,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What may be told of an error of obstore."""
+    """What may be passed on of an error of obstore."""
 
     number: int  # errno
     status: str  # HTTP, or ""
@@ -92,8 +92,8 @@ _ADVICE = {
 }
 
 
-def told(error: Exception) -> str:
-    """What may be told of an error of boto3: the name of its class and S3's code, no text."""
+def summary(error: Exception) -> str:
+    """What may be passed on of an error of boto3: the name of its class and S3's code, no text."""
     response = getattr(error, "response", {})
     return f"{type(error).__name__} {response.get('Error', {}).get('Code', '')}".strip()
 

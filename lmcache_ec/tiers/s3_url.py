@@ -17,7 +17,7 @@ _CREDENTIALS = "S3 URL with credentials: leave them to the environment, a profil
 
 @dataclass(frozen=True, slots=True)
 class S3Options:
-    """A bucket, the place in it, and how to get there. Made by `s3_options`; its repr shows no secret."""
+    """A bucket, the prefix in it, and how to reach it. Made by `s3_options`; its repr holds no secret."""
 
     bucket: str
     prefix: str = ""
@@ -47,7 +47,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     parts = urlsplit(url)
     asked = _query(parts.query)
     tls = asked.get("tls", not extra.get("disable_tls", False))
-    bucket, region, host = _place(parts.netloc, "s3_region" in extra and "endpoint" not in asked)
+    bucket, region, host = _bucket_and_host(parts.netloc, "s3_region" in extra and "endpoint" not in asked)
     endpoint = asked.get("endpoint", host)
     prefix = parts.path.strip("/")
     if parts.scheme != "s3" or parts.fragment or not _BUCKET.fullmatch(bucket):
@@ -76,7 +76,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     )
 
 
-def _place(netloc: str, lmcache: bool) -> tuple[str, str | None, str | None]:
+def _bucket_and_host(netloc: str, lmcache: bool) -> tuple[str, str | None, str | None]:
     """Bucket, region and host that the first part of an S3 URL names; without a host it names AWS or our endpoint."""
     aws = _AWS_HOST.fullmatch(netloc)
     if aws:

@@ -19,6 +19,7 @@ class Request(msgspec.Struct, frozen=True):
     """A prompt with its time. With a `grid` it carries no pixels: only what sizes its images' place in the prompt.
 
     `foreign`: it is made by a front end without this package's plugin. `processor` are arguments of the processor.
+    `tokens`: the prompt is sent as token ids. `hashes`: it is sent as vLLM renders it, with these in place of its own.
     """
 
     prompt: Prompt
@@ -32,6 +33,8 @@ class Request(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     processor: dict[str, Any] | None = None
     foreign: bool = False
+    tokens: bool = False
+    hashes: tuple[str, ...] | None = None
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -132,6 +135,12 @@ def rendered(engine: Engine, request: Request) -> dict[str, Any]:
         prompt["cache_salt"] = request.cache_salt
     if request.processor:
         prompt["mm_processor_kwargs"] = request.processor
+    if request.tokens:
+        prompt["prompt_token_ids"] = engine.llm.get_tokenizer().encode(prompt.pop("prompt"))
+    if request.hashes is not None:
+        [prompt] = engine.llm.renderer.render_cmpl([prompt], skip_mm_cache=bool(request.hashes))
+        if request.hashes:
+            prompt["mm_hashes"] = {"image": list(request.hashes)}
     return prompt
 
 
@@ -140,12 +149,12 @@ def foreign_front_end() -> Iterator[None]:
     """Requests as a front end makes them that knows nothing of this package: as a client spelled them, unsigned."""
     from lmcache_ec.adapters.vllm import front_end
 
-    ours = front_end._is_ours
-    front_end._is_ours = lambda config: False
+    ours = front_end.is_ours
+    front_end.is_ours = lambda config: False
     try:
         yield
     finally:
-        front_end._is_ours = ours
+        front_end.is_ours = ours
 
 
 def chat_with_embeddings(engine: Engine, seed: int) -> Any:

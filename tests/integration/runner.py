@@ -11,7 +11,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from lmcache_ec.adapters.vllm import worker_calls
+from lmcache_ec.adapters.vllm import ours
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from tests.unit.fakes import WIDTH, sent
@@ -54,7 +54,7 @@ class V1Runner:
 
     @classmethod
     def of(cls, config: Any) -> "V1Runner":
-        worker_calls._watched.add(engine_name(config))  # as if an executor had been made
+        ours.watched.add(engine_name(config))  # as if an executor had been made
         runner = cls(ECLMCacheConnector(config, ECConnectorRole.WORKER))
         runner.connector.start_worker_services()
         runner.weights.weight.data.fill_(1.0)

@@ -120,6 +120,12 @@ class TierConformance:
         assert {one.digest: one.length for one in found} == {key.digest: number for number, key in enumerate(keys)}
         assert len(found) == len(keys)
 
+    def test_what_it_wrote_itself_is_no_news_to_it(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert list(tier.news(key.namespace)) == []
+        tier.put(key, value("a", 1000))
+        assert list(tier.news(key.namespace)) == []
+
     def test_what_each_namespace_takes_is_counted_and_to_be_counted_changes_nothing(self, tier: Tier) -> None:
         if not self.counts_namespaces:
             with pytest.raises(TierError, match="cannot be listed") as raised:
@@ -168,6 +174,26 @@ class TierConformance:
         for bad in ("", "..", "a/b", "*"):
             with pytest.raises(ValueError, match="namespace"):
                 tier.remove(bad)
+
+    def test_the_name_of_what_it_holds_outlasts_all_that_goes_on_in_it_and_is_no_entry(self, tier: Tier) -> None:
+        """Only who empties it from outside changes that: it is the evidence for writing everything again."""
+        namespace = new_namespace()
+        keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(4)]
+        name = tier.born()
+        for key in keys:
+            tier.put(key, value("a", 100))
+        assert len(list(tier.list(namespace))) == len(keys)
+        tier.maintain()
+        tier.delete(keys[0])
+        if self.counts_namespaces:
+            assert sum(use.entries for use in tier.namespaces() if use.namespace == namespace) == 3
+            assert tier.remove(namespace) == 3
+        else:
+            for key in keys:
+                tier.delete(key)
+        assert list(tier.list(namespace)) == []
+        tier.maintain()
+        assert tier.born() == name
 
     def test_values_of_one_key_are_never_mixed(self, tier: Tier) -> None:
         """Writers of different bytes, a deleter and readers, all on one key at once."""

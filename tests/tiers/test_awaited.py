@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.remote import AwaitedTier
 from tests.tiers.conformance import MIB, TierConformance, new_namespace, value
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Listed, Tier, TierAway, TierError
+from lmcache_ec.tiers.base import Listed, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.kinds import REFUSED, SCHEMES, check_remote, is_remote_key, open_remote
 from lmcache_ec.tiers.lmcache_remote import LMCacheRemoteTier, open_lmcache_remote
-from lmcache_ec.tiers.remote import REFUSED, SCHEMES, RemoteOptions, check_url, is_remote_key, open_remote
+from lmcache_ec.tiers.remote import Remote
 from tests.servers.lmcache_server import LMCacheServer, lmcache_server
 from tests.servers.relay import Then, relay
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
@@ -224,8 +225,8 @@ def test_a_killed_server_is_an_error_and_after_its_restart_the_first_call_is_ser
                 with pytest.raises(TierError) as caught:
                     use()
                 assert caught.value.errno == errno.ECONNREFUSED
-            with pytest.raises(TierAway):
-                open_remote(server.url, RemoteOptions())
+            with pytest.raises(TierUnreachable):
+                open_remote(Remote(server.url))
         finally:
             server.start()
         assert idle.put(key, value("a", 1000)) is True
@@ -243,8 +244,8 @@ def test_a_server_that_hangs_is_an_error_in_bounded_time_and_served_again(server
                 with pytest.raises(TierError, match="no answer in time") as caught:
                     use()
                 assert caught.value.errno == errno.ETIMEDOUT
-            with pytest.raises(TierAway, match="no answer in time"):
-                open_remote(server.url, RemoteOptions(timeout_s=0.3))
+            with pytest.raises(TierUnreachable, match="no answer in time"):
+                open_remote(Remote(server.url, timeout_s=0.3))
         finally:
             server.thaw()
         deadline = time.monotonic() + 30
@@ -403,7 +404,7 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
 )
 def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        check_url(url, RemoteOptions())
+        check_remote(Remote(url))
     assert "canary" not in str(caught.value)
 
 
@@ -493,7 +494,7 @@ def test_a_plugin_that_keeps_values_as_they_are_serves() -> None:
     key = new_key()
     extra_config = plugin("Sound")
     assert all(is_remote_key(name) for name in extra_config)
-    with closing(open_remote("plugin://mine", RemoteOptions(extra_config=extra_config))) as tier:
+    with closing(open_remote(Remote("plugin://mine", extra_config))) as tier:
         assert tier.put(key, value("a", 5 * MIB)) is True
         assert tier.contains(key) == 5 * MIB
         assert fetch(tier, key) == value("a", 5 * MIB)
@@ -505,14 +506,14 @@ def test_a_plugin_that_keeps_values_as_they_are_serves() -> None:
 @pytest.mark.parametrize("class_name", ["Shapes", "Forgetful"])
 def test_a_plugin_that_does_not_is_refused_when_it_is_opened(class_name: str) -> None:
     with pytest.raises(ValueError, match="cannot keep encoder outputs") as caught:
-        open_remote("plugin://mine", RemoteOptions(extra_config=plugin(class_name)))
-    assert not isinstance(caught.value, TierAway)
+        open_remote(Remote("plugin://mine", plugin(class_name)))
+    assert not isinstance(caught.value, TierUnreachable)
 
 
 @pytest.mark.usefixtures("module")
 def test_what_a_store_does_not_take_or_does_not_give_up_is_an_error() -> None:
     key = EncoderCacheKey("kept", "picture")
-    with closing(open_remote("plugin://mine", RemoteOptions(extra_config=plugin("Stubborn")))) as tier:
+    with closing(open_remote(Remote("plugin://mine", plugin("Stubborn")))) as tier:
         with pytest.raises(TierError, match="was written, and is not there"):
             tier.put(new_key(), value("a", 10))
         assert tier.put(key, value("a", 10)) is True
@@ -523,7 +524,7 @@ def test_what_a_store_does_not_take_or_does_not_give_up_is_an_error() -> None:
 @pytest.mark.usefixtures("module")
 def test_no_error_shows_a_secret_of_extra_config() -> None:
     with pytest.raises(ValueError, match=r"not let in with <remote_storage_plugin\.mine\.password>") as caught:
-        open_remote("plugin://mine", RemoteOptions(extra_config=plugin("Sound", "canary-refused")))
+        open_remote(Remote("plugin://mine", plugin("Sound", "canary-refused")))
     assert "canary" not in str(caught.value)
 
 
@@ -531,8 +532,9 @@ def test_neither_torch_nor_lmcache_is_imported_before_such_a_remote_is_opened() 
     code = """
 import sys
 import lmcache_ec.store
-from lmcache_ec.tiers.remote import RemoteOptions, check_url
-check_url("lm://host:1", RemoteOptions())
+from lmcache_ec.tiers.kinds import check_remote
+from lmcache_ec.tiers.remote import Remote
+check_remote(Remote("lm://host:1"))
 print([name for name in ("torch", "lmcache", "vllm") if name in sys.modules])
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

@@ -22,7 +22,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Tier, TierError
 from lmcache_ec.tiers.redis import RedisTier, open_redis
 from lmcache_ec.tiers.redis_client import connect
-from lmcache_ec.tiers.redis_url import Layout, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.redis_url import Deployment, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import PayloadParser
 from tests.servers.authority import Authority, Identity
 from tests.servers.redis import (
@@ -288,8 +288,8 @@ def answering_gets_with(*pieces: bytes, pause_s: float = 0.0) -> Iterator[RedisT
 
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=accept, daemon=True).start()
-    place, options = parse_redis_url(f"redis://127.0.0.1:{listener.getsockname()[1]}", QUICK)
-    tier = RedisTier(connect(place, options), place, options)
+    address, options = parse_redis_url(f"redis://127.0.0.1:{listener.getsockname()[1]}", QUICK)
+    tier = RedisTier(connect(address, options), address, options)
     try:
         yield tier
     finally:
@@ -943,22 +943,22 @@ def test_a_server_that_repeats_the_credentials_in_its_error_does_not_make_us_rep
 
 
 @pytest.mark.parametrize(
-    ("url", "layout", "servers", "tls"),
+    ("url", "deployment", "servers", "tls"),
     [
-        ("redis://h", Layout.SINGLE, [("h", 6379)], False),
-        ("valkey://h:1/2", Layout.SINGLE, [("h", 1)], False),
-        ("resp://u:p@h:1", Layout.SINGLE, [("h", 1)], False),
-        ("rediss://[::1]:7", Layout.SINGLE, [("::1", 7)], True),
-        ("redis-sentinel://a,b:2/pictures", Layout.SENTINEL, [("a", 26379), ("b", 2)], False),
-        ("redis-cluster://u:p@a,b:2", Layout.CLUSTER, [("a", 6379), ("b", 2)], False),
-        ("rediss-cluster://a", Layout.CLUSTER, [("a", 6379)], True),
-        ("unix:///run/redis%20socket?db=2", Layout.SOCKET, [], False),
+        ("redis://h", Deployment.SINGLE, [("h", 6379)], False),
+        ("valkey://h:1/2", Deployment.SINGLE, [("h", 1)], False),
+        ("resp://u:p@h:1", Deployment.SINGLE, [("h", 1)], False),
+        ("rediss://[::1]:7", Deployment.SINGLE, [("::1", 7)], True),
+        ("redis-sentinel://a,b:2/pictures", Deployment.SENTINEL, [("a", 26379), ("b", 2)], False),
+        ("redis-cluster://u:p@a,b:2", Deployment.CLUSTER, [("a", 6379), ("b", 2)], False),
+        ("rediss-cluster://a", Deployment.CLUSTER, [("a", 6379)], True),
+        ("unix:///run/redis%20socket?db=2", Deployment.SOCKET, [], False),
     ],
 )
-def test_urls_that_are_accepted(url: str, layout: Layout, servers: list[tuple[str, int]], tls: bool) -> None:
-    place, options = parse_redis_url(url, RedisOptions(ttl_s=5))
-    assert (place.layout, list(place.servers), place.tls) == (layout, servers, tls)
-    assert place.path == ("/run/redis socket" if layout is Layout.SOCKET else place.path)
+def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[tuple[str, int]], tls: bool) -> None:
+    address, options = parse_redis_url(url, RedisOptions(ttl_s=5))
+    assert (address.deployment, list(address.servers), address.tls) == (deployment, servers, tls)
+    assert address.path == ("/run/redis socket" if deployment is Deployment.SOCKET else address.path)
     assert options.database == (2 if url.endswith(("/2", "db=2")) else 0)
     assert (options.username, options.password) == (("u", "p") if "u:p@" in url else (None, None))
     assert options.service == ("pictures" if "pictures" in url else "mymaster")

@@ -180,6 +180,7 @@ class Runner:
         if not output.total_num_scheduled_tokens:
             return
         self.worker.bind(output.ec_connector_metadata)
+        self.worker.encode_again()
         self.worker.retry_saves(self.cache)
         self.worker.load(self.cache)
         by_name = {request.request_id: request for request in requests}
@@ -214,6 +215,7 @@ class Served:
     ) -> None:
         """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights."""
         name = name or uuid.uuid4().hex
+        self.name = name
         self.runner = runner or Runner(name)
         config = EncoderCacheConfig(
             local_disk=folder,
@@ -222,7 +224,8 @@ class Served:
             persist_updated_weights=persist_updated_weights,
         )
         try:
-            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, watched))
+            saves = policy.get("producer", True)
+            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, saves, watched))
         except BaseException:
             self.runner.worker.shutdown()
             raise

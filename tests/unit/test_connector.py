@@ -16,14 +16,14 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 from lmcache_ec.adapters.vllm import connector as connector_module
-from lmcache_ec.adapters.vllm import namespace, worker_calls
+from lmcache_ec.adapters.vllm import namespace
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.adapters.vllm.scheduler import Promised
 from lmcache_ec.config import ConfigError
-from lmcache_ec.config.host import memory
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
+from lmcache_ec.host import memory
 from tests.models import model_path
 from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, sent, until
 from tests.unit.test_namespace import vllm_config
@@ -52,11 +52,14 @@ def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     for name in ("LMCACHE_CONFIG_FILE", "LMCACHE_LOCAL_DISK"):
         monkeypatch.delenv(name, raising=False)
 
-    def connector(role: ECConnectorRole, model: str = "qwen3vl", **extra: Any) -> ECLMCacheConnector:
+    def connector(
+        role: ECConnectorRole, model: str = "qwen3vl", watched: bool = True, **extra: Any
+    ) -> ECLMCacheConnector:
         config = configs[model]
         monkeypatch.setattr(config.ec_transfer_config, "ec_connector_extra_config", extra)
         monkeypatch.setattr(config.ec_transfer_config, "engine_id", engine)
-        monkeypatch.setattr(worker_calls, "_watched", {engine_name(config)})
+        engines = {engine_name(config)} if watched else set()
+        monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", engines)
         built.append(ECLMCacheConnector(config, role))
         return built[-1]
 
@@ -131,12 +134,11 @@ def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
 
 
 def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
-    build: Build, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
+    build: Build, errors: list[logging.LogRecord]
 ) -> None:
     """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
     worker = build(ECConnectorRole.WORKER)
-    monkeypatch.setattr("lmcache_ec.adapters.vllm.build.watched", lambda config: False)
-    serves_without(worker, build(ECConnectorRole.SCHEDULER))
+    serves_without(worker, build(ECConnectorRole.SCHEDULER, watched=False))
     assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
 
 
@@ -351,7 +353,9 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters.vllm.front_end",
         "lmcache_ec.adapters.vllm.identifiers",
         "lmcache_ec.adapters.vllm.layout",
+        "lmcache_ec.adapters.vllm.ours",
         "lmcache_ec.adapters.vllm.plugin",
+        "lmcache_ec.adapters.vllm.start",
         "lmcache_ec.adapters.vllm.worker_calls",
         "lmcache_ec.key",
     }

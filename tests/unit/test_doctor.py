@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from lmcache_ec.cli import app
 from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.config import EncoderCacheConfig
-from lmcache_ec.config.host import disk, memory, stored_bytes
+from lmcache_ec.host import disk, memory, stored_bytes
 
 CANARY = "hunter2"
 GIB = 1 << 30

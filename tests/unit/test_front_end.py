@@ -32,7 +32,7 @@ from lmcache_ec.adapters.vllm.identifiers import (
     hashed_name,
     signed_identifiers,
 )
-from lmcache_ec.adapters.vllm.plugin import NAME
+from lmcache_ec.adapters.vllm.ours import NAME
 
 front_end.install()
 front_end.install()

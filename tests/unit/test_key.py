@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace, namespace_of
+from lmcache_ec.key import EncoderCacheKey, check_namespace, namespace_of, object_name, parse_object_name
 
 DIGEST = hashlib.sha256(b"picture").hexdigest()
 
@@ -19,6 +19,19 @@ def test_object_names_are_distinct_and_stay_below_their_namespace(one: str, othe
     for name in names:
         assert re.fullmatch(r"ns-1/([0-9a-f]{2})/\1[0-9a-f]{62}\.safetensors", name)
     assert (names[0] == names[1]) == (one == other)
+
+
+@given(st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,79}", fullmatch=True), st.binary(min_size=32, max_size=32), st.data())
+def test_an_object_name_is_read_back_and_nothing_else_is_taken_for_one(
+    namespace: str, digest: bytes, data: st.DataObject
+) -> None:
+    name = object_name(namespace, digest)
+    assert parse_object_name(name) == (namespace, digest)
+    at = data.draw(st.integers(0, len(name) - 1))
+    damaged = name[:at] + data.draw(st.characters()) + name[at + 1 :]
+    for other in (damaged, name[:at] + name[at + 1 :], f"{name}\n", f"/{name}", f"a/{name}", name.upper()):
+        found = parse_object_name(other)
+        assert found is None or object_name(*found) == other
 
 
 @given(st.text(max_size=200), st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.booleans())))

@@ -16,8 +16,7 @@ from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
-from lmcache_ec.book import Outcome
-from lmcache_ec.channel import LinkClosed, Report, Saved, Segment
+from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved, Segment
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from tests.unit.fakes import PATIENCE_S, SILENT, WIDTH, PreallocatedCache, SchedulerEnd, embedding, sent, until
 

@@ -17,7 +17,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lmcache_ec.adapters.vllm import worker_calls
-from lmcache_ec.adapters.vllm.plugin import NAME, register
+from lmcache_ec.adapters.vllm.layout import engine_name
+from lmcache_ec.adapters.vllm.ours import NAME
+from lmcache_ec.adapters.vllm.plugin import register
 from lmcache_ec.adapters.vllm.worker_calls import UNCHANGING, carry_out, may_change_weights
 
 CHANGING = {
@@ -97,7 +99,7 @@ def executor_of(kind: type, connector: str) -> Any:
 def kind(monkeypatch: pytest.MonkeyPatch) -> type:
     """An executor as a user may write one, with a worker in this process; and a plugin that was loaded twice."""
     monkeypatch.setattr(worker_calls, "why_inert", lambda config: "")
-    monkeypatch.setattr(worker_calls, "_watched", set())
+    monkeypatch.setattr(worker_calls, "watched", set())
     register()
     register()
 
@@ -124,7 +126,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type:
 def test_an_engine_of_ours_is_watched_from_the_moment_its_executor_is_made(kind: type) -> None:
     executor = executor_of(kind, NAME)
     assert executor.sent == [worker_calls.begin]
-    assert worker_calls.watched(executor.vllm_config)
+    assert engine_name(executor.vllm_config) in worker_calls.watched
     assert executor.collective_rpc("reload_weights", None, (1,), {"path": "p"}) == ["reloaded"]
     assert executor.worker.called == [((1,), {"path": "p"})]
     assert executor.sent[-1].func is carry_out
@@ -140,7 +142,7 @@ def test_an_engine_with_another_connector_is_left_alone_even_beside_one_of_ours(
     executor_of(kind, NAME)
     other = executor_of(kind, "ECExampleConnector")
     assert other.sent == []
-    assert not worker_calls.watched(other.vllm_config)
+    assert engine_name(other.vllm_config) not in worker_calls.watched
     assert other.collective_rpc("reload_weights") == ["reloaded"]
     assert other.sent == ["reload_weights"]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this machine has to give: memory within the host and the control group, and room on a file system.
 
-Only reads (/proc, /sys, statvfs), for messages at start and for `lmcache-ec doctor`; it may take as long as a `stat` on
-that file system takes.
+Only reads (/proc, /sys, statvfs), for messages at an engine's start and for `lmcache-ec doctor`. A call may take as
+long as a `stat` on that file system.
 """
 
 import os
@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-GIB, MIB = 1 << 30, 1 << 20
+from lmcache_ec.sizes import rounded_size
+
 _NO_FILES = {
     *("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "selinuxfs", "configfs", "efivarfs"),
     *("devpts", "mqueue", "nsfs", "pstore", "bpf", "binfmt_misc", "fusectl"),
 }
-"""File systems that show the kernel: even root makes no file there."""
+"""File systems that are a view of the kernel: even root makes no file there."""
 _LONGEST_COUNT_S = 2.0
 
 
@@ -44,13 +45,6 @@ class Disk:
         return self.kind not in _NO_FILES
 
 
-def amount(size_bytes: int) -> str:
-    """As a person reads it: GiB, or MiB where that would be less than one; and KiB."""
-    if size_bytes >= GIB:
-        return f"{size_bytes / GIB:.1f} GiB"
-    return f"{size_bytes / 1024:.0f} KiB" if 0 < size_bytes < MIB else f"{size_bytes / MIB:.0f} MiB"
-
-
 def memory(root: Path = Path("/")) -> Memory | None:
     """The smallest room: the host's MemAvailable, or that of a control group above this process (v1 or v2).
 
@@ -68,11 +62,11 @@ def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0) -> str | None:
     room = memory()
     if room is None or limit_bytes + kv_pool_bytes <= room.available_bytes:
         return None
-    beside = f" beside the {amount(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
+    beside = f" beside the {rounded_size(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
     advice = "lower max_local_cpu_size" + (", here (ec:) or there" if kv_pool_bytes else "")
+    limit, available = rounded_size(limit_bytes), rounded_size(room.available_bytes)
     return (
-        f"LocalCPU may grow to {amount(limit_bytes)}{beside}, and {amount(room.available_bytes)} of memory are "
-        f"available ({room.limited_by}): {advice}"
+        f"LocalCPU may grow to {limit}{beside}, and {available} of memory are available ({room.limited_by}): {advice}"
     )
 
 

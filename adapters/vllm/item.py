@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The multimodal inputs of a request, and what the scheduler side remembers of them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from lmcache_ec.cache import Probe
+from lmcache_ec.place import Place
+
+from .identifiers import Durability, Name
+
+
+class Standing(enum.Enum):
+    """Where an item of a request stands before the request is scheduled."""
+
+    SETTLED = enum.auto()
+    """Leased to the request, or in vLLM's own cache, or to be promised when it is asked for."""
+    PENDING = enum.auto()
+    """It can still arrive."""
+    MISSED = enum.auto()
+    """Nothing will come: vLLM encodes it, if it carries anything to encode."""
+
+
+@dataclass(slots=True)
+class Item:
+    """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
+
+    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
+    `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
+    more tokens and no preemption since, the request holds it.
+    """
+
+    identifier: str
+    start: int
+    end: int
+    modality: str
+    rows: int
+    names: tuple[Name, ...]
+    encodable: bool
+    announced: bool = False
+    """A producer has said that it stored the item: it is waited for even if no listing has it."""
+    missed: bool = False
+    held_at: tuple[int, int] | None = None
+    probe: Probe | None = None
+    """A producer's question which tiers have it, asked for this request."""
+    rewritten: bool = False
+    """The producer has asked for this request that they be given it again."""
+
+    @property
+    def name(self) -> str:
+        """The one that it is saved under."""
+        return self.names[0].text if self.names else self.identifier
+
+    @property
+    def persists(self) -> bool:
+        return bool(self.names) and self.names[0].durability is Durability.PERSISTENT
+
+    def shape_of(self, name: Name) -> Shape:
+        return name.text, self.modality, self.rows
+
+
+Shape = tuple[str, str, int]
+"""Name, modality and rows: what an entry is asked to be."""
+
+
+@dataclass(slots=True)
+class Memo:
+    """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
+
+    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
+    the identifiers that a front end of this engine spelled.
+    """
+
+    request_id: str
+    items: list[Item]
+    named: dict[str, Item]
+    end: int
+    signed: frozenset[str]
+    computed: int = 0
+    preemptions: int = 0
+    deadline_s: float = 0.0
+    leases: dict[str, Place] = field(default_factory=dict)
+    waiting_since: float | None = None
+    waited_s: float = 0.0

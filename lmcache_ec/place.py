@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A place, the extent of the arena that it owns, and the states it goes through.
+
+Data only: `book.py` decides what a place is for, `space.py` which bytes it gets. Both run on the scheduler side's one
+thread, and so does everything that holds a place.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from lmcache_ec.entry import TensorSpec
+
+ALIGNMENT = 4096
+"""Places start and end on pages, so that a payload is page-aligned and two places never share one."""
+
+
+def aligned(length: int) -> int:
+    """`length` bytes rounded up to whole pages."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+class State(enum.Enum):
+    RESERVED = "reserved"
+    WRITING = "writing"
+    SEALING = "sealing"
+    FILLING = "filling"
+    LIVE = "live"
+    ORPHANED = "orphaned"
+    FREE = "free"
+
+
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A run of bytes in one segment of the arena, free or owned by a place; it never crosses the segment's end.
+
+    Linked to its neighbours by address. `place` is None while it is free. Offset and length are in bytes.
+    """
+
+    offset: int
+    length: int
+    place: Place | None = None
+    before: Extent | None = None
+    after: Extent | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A run of the arena with one entry in it, or on its way into it. `length` is the entry's, in bytes."""
+
+    id: int
+    identifier: str
+    length: int
+    extent: Extent
+    state: State
+    spec: TensorSpec | None
+    persist: bool = False
+    dirty: bool = False
+    tiers: int = 0
+    """The tiers that have it, a bit each in their order, as far as the store process has answered."""
+    lacks: int = 0
+    """The tiers that should have it and have neither taken nor refused it."""
+    owed: int = 0
+    """The tiers that it is to be written to again, see `Rewrites`."""
+    rewriting: int = 0
+    """The tiers that it is being written to again."""
+    checked: int = 0
+    """The last news of the tiers that it was checked against."""
+    origin: str = ""
+    """The tier that filled it; empty for an encoder's own output."""
+    incarnation: int = 0
+    """The store process that it was last handed to."""
+    pins: int = 0
+    lessees: int = 0
+    forgotten: bool = False
+    last_used: int = 0
+
+    @property
+    def offset(self) -> int:
+        return self.extent.offset

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis as a kind of remotes."""
+
+from __future__ import annotations
+
+from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.redis_url import SCHEMES, RedisOptions, parse_redis_url
+from lmcache_ec.tiers.remote import Remote, RemoteKind
+
+
+def _check(remote: Remote) -> None:
+    parse_redis_url(remote.url, RedisOptions())
+
+
+def _open(remote: Remote) -> Tier:
+    from lmcache_ec.tiers.redis import open_redis
+
+    return open_redis(
+        remote.url,
+        RedisOptions(ttl_s=remote.ttl_s, timeout_s=remote.timeout_s, max_entry_bytes=remote.max_entry_bytes),
+    )
+
+
+REDIS = RemoteKind(
+    name="redis",
+    schemes=tuple(SCHEMES),
+    check=_check,
+    open=_open,
+    quick=True,
+    environment=("SSL_CERT_",),  # where OpenSSL finds the authorities that it trusts
+)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which file imports which: no circle, one direction, and no more in a rank than it needs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"lmcache_ec": ROOT / "lmcache_ec", "lmcache_ec.adapters": ROOT / "adapters"}
+
+
+def modules() -> dict[str, Path]:
+    """Name, as it is imported, to file."""
+    found = {}
+    for package, folder in FOLDERS.items():
+        for file in folder.rglob("*.py"):
+            parts = file.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *parts)).removesuffix(".__init__")] = file
+    return found
+
+
+def imported(name: str, file: Path) -> Iterator[str]:
+    """Every module that a file names in an import, wherever that stands: in a function, or for type checkers alone."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def graph() -> dict[str, set[str]]:
+    """Module to those of ours that it imports: the module that an import names, or the one that has the name."""
+    files = modules()
+    edges: dict[str, set[str]] = {}
+    for name, file in files.items():
+        named = (each if each in files else each.rpartition(".")[0] for each in imported(name, file))
+        edges[name] = {each for each in named if each in files and each != name}
+    return edges
+
+
+def reach(edges: dict[str, set[str]], start: str) -> set[str]:
+    found, coming = set[str](), [start]
+    while coming:
+        new = edges[coming.pop()] - found
+        found |= new
+        coming += new
+    return found
+
+
+def test_no_circle_among_the_files() -> None:
+    edges = graph()
+    assert {"lmcache_ec.adapters.vllm.worker", "lmcache_ec.rank"} <= edges.keys()
+    assert "lmcache_ec.adapters.vllm.copier" in edges["lmcache_ec.adapters.vllm.worker"], "relative imports count"
+    assert "lmcache_ec.tiers.s3" in edges["lmcache_ec.tiers.s3_kind"], "so do those within functions"
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(error.args[1])) from None
+
+
+def test_imports_go_one_way_adapters_to_cache_to_tiers() -> None:
+    edges = graph()
+    for name in edges:
+        if name.startswith(("lmcache_ec.adapters", "lmcache_ec.cli")):  # the program looks at all of it
+            continue
+        reached = reach(edges, name)
+        assert not any(each.startswith("lmcache_ec.adapters") for each in reached), name
+        if name.startswith("lmcache_ec.tiers"):
+            upper = {"lmcache_ec.cache", "lmcache_ec.store", "lmcache_ec.channel", "lmcache_ec.config"}
+            assert not upper & reached, name
+
+
+def test_a_rank_needs_neither_the_book_nor_the_store() -> None:
+    reached = reach(graph(), "lmcache_ec.adapters.vllm.worker")
+    assert not {"lmcache_ec.book", "lmcache_ec.space", "lmcache_ec.cache", "lmcache_ec.store"} & reached
