@@ -8,7 +8,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Of the demo: a name in tests/models.py, or the folder of a checkpoint.
 MODEL ?= gemma3
-# Of the tests: more arguments for pytest, for example ARGS="-k whisper"; of the benchmark: ARGS=--help shows them.
+# Of the tests: more arguments for pytest, for example ARGS="-k whisper"; of benchmark and soak: ARGS=--help shows them.
 ARGS ?=
 
 SHELL := bash
@@ -20,7 +20,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo bench test test-all lint env clean
+.PHONY: help demo bench soak test test-all lint env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -29,6 +29,9 @@ demo: $(READY)  ## Encode once, kill the engine, start again: a table of what wa
 
 bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks/results/ (ARGS="--rounds 3"; 4 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(BIN)/python -m pytest $(ARGS)

@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A soak: a real OpenAI server over all tiers, too small for all pictures, under faults, and every answer judged.
+
+`judge.py` decides what is right and does no I/O. `population.py` draws what clients ask, `faults.py` breaks things from
+outside, `events.py` uses the engine's own interface, `leftovers.py` finds what may not be there at the end. `server.py`
+and `stores.py` start the real parts; what they still borrow from the tests is in `parts.py` alone. `engines.py` plays
+all of this against a server, `core.py` against the store process and the tiers, without an engine.
+"""

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One life of a real OpenAI server with the cache: started, asked through its own interface, looked at, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks.soak.leftovers import Traces, arenas, processes_with
+from benchmarks.soak.parts import ROOT, Layout, descendants, engine_environment, free_port
+from lmcache_ec.cli.status import engines
+
+_START_S = 240.0
+_ENCODE_LOG = "EC_TEST_ENCODE_LOG"
+"""The variable that has the tests' vLLM plugin write a line for each encoder output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """How a server is started. `prefix_caching`, which is in the arguments too: a name must not change its meaning."""
+
+    name: str
+    arguments: Sequence[str]
+    prefix_caching: bool = False
+    vouched: bool = False
+    """`persist_client_ids`."""
+
+
+FLAVOURS = (
+    Flavour("lru", ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0.05"]),
+    Flavour("prefix", ["--enable-prefix-caching", "--block-size", "32", "--mm-processor-cache-gb", "0.05"], True),
+    Flavour("no caches", ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]),
+    Flavour("vouched", ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0.05"], vouched=True),
+    Flavour(
+        "shm",
+        ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0.05", "--mm-processor-cache-type", "shm"],
+    ),
+    Flavour("prefix, no processor cache", ["--enable-prefix-caching", "--mm-processor-cache-gb", "0"], True),
+)
+
+
+class ServerFailed(Exception):
+    """It did not start, or what it was told by its own interface it did not do."""
+
+
+@dataclass
+class Server:
+    """`model` is the folder of the checkpoint; `keys` are those of `ec:`. On the event loop's thread, where not said
+    otherwise."""
+
+    number: int
+    flavour: Flavour
+    model: Path
+    keys: Mapping[str, object]
+    environment: Mapping[str, str]
+    folder: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+    port: int = field(init=False)
+    status: dict[str, Any] = field(default_factory=dict)
+    """Of its cache, as last seen. Empty where there is none."""
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True)
+        self.id = f"soak-{self.number}-{uuid.uuid4()}"
+        self.log = self.folder / "log"
+        self.encodes = self.folder / "encodes"
+        self.port = free_port()
+        self._arenas: set[int] = set()
+        self._core = 0
+        environment = engine_environment(
+            Layout.MULTI_PROCESS,
+            encode_log=self.encodes,
+            VLLM_SERVER_DEV_MODE="1",
+            VLLM_CPU_KVCACHE_SPACE="1",
+        )
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments()],
+                cwd=ROOT,
+                env={**environment, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,  # Ctrl-C is the soak's: it ends what it started
+            )
+
+    def _arguments(self) -> list[str]:
+        connector = {
+            "ec_connector": "ECLMCacheConnector",
+            "ec_role": "ec_both",
+            "engine_id": self.id,
+            "ec_connector_extra_config": {**self.keys, "persist_client_ids": self.flavour.vouched},
+        }
+        options: dict[str, object] = {
+            "model": self.model,
+            "host": "127.0.0.1",
+            "port": self.port,
+            "dtype": "float32",
+            "max-model-len": 1024,
+            "max-num-seqs": 8,
+            "max-num-batched-tokens": 256,  # and so vLLM's own cache of encoder outputs
+            "seed": 0,
+            "kv-cache-memory-bytes": 64 << 20,
+            "ec-transfer-config": json.dumps(connector),
+            "worker-extension-cls": "benchmarks.soak.extension.InPlace",
+        }
+        flags = ["--enforce-eager", "--skip-mm-profiling", "--trust-request-mm-kwargs", "--disable-uvicorn-access-log"]
+        return [*(f"--{name}={value}" for name, value in options.items()), *flags, *self.flavour.arguments]
+
+    # ---- its own interface
+
+    async def ready(self, session: aiohttp.ClientSession) -> None:
+        """Until it serves; its cache, too, if it has one. Raises ServerFailed."""
+        deadline = time.monotonic() + _START_S
+        while not await self._answers(session):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise ServerFailed(f"server {self.number} ({self.flavour.name}) did not start:\n{self.last_words()}")
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(self.look)
+
+    async def _answers(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            async with session.get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(2)) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def post(self, session: aiohttp.ClientSession, path: str, body: object = None) -> Any:
+        """Raises ServerFailed for any other answer than 200."""
+        try:
+            async with session.post(f"{self.url}{path}", json=body, timeout=aiohttp.ClientTimeout(60)) as answer:
+                text = await answer.text()
+                if answer.status != 200:
+                    raise ServerFailed(f"{path}: {answer.status} {text[:300]}")
+                return json.loads(text) if text else None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise ServerFailed(f"{path}: {error!r}") from error
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # ---- what is seen of it from outside; on any thread
+
+    def look(self) -> None:
+        """Remember its status and its memory while it can be seen."""
+        for engine in engines():
+            if engine["engine"].startswith(self.id):
+                self.status = engine if engine["book"] or not self.status else {**engine, "book": self.status["book"]}
+        self._arenas |= arenas(self.core())
+
+    def core(self) -> int:
+        """The process that the scheduler runs in; 0 while there is none."""
+        return self._titled("VLLM::EngineCore") or 0
+
+    def worker(self) -> int:
+        return self._titled("VLLM::Worker") or 0
+
+    def store_processes(self) -> list[int]:
+        """Those that hold its arena: of every incarnation that has not ended."""
+        return processes_with(self._arenas, b"lmcache_ec.store") if self._arenas else []
+
+    def traces(self) -> Traces:
+        return Traces.of([self.process.pid, *descendants(self.process.pid), *self.store_processes()])
+
+    def encoded(self) -> int:
+        return len(self.encodes.read_bytes().splitlines()) if self.encodes.exists() else 0
+
+    def last_words(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def _titled(self, title: str) -> int | None:
+        for pid in descendants(self.process.pid):
+            try:
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title.encode()):
+                    return pid
+            except OSError:
+                pass
+        return None
+
+    # ---- its death; on any thread
+
+    def kill(self, *, store_process: bool) -> None:
+        """SIGKILL front end, EngineCore and worker at once; the store process with them, or it finishes its writes."""
+        stores = self.store_processes() if store_process else []
+        for pid in [*stores, self.process.pid, *descendants(self.process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait()
+
+    def signal(self, pid: int, what: signal.Signals, patience_s: float) -> None:
+        """Send a signal to one of its processes; the server has to end by that."""
+        try:
+            if pid:
+                os.kill(pid, what)
+            self.process.wait(patience_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
+        self.kill(store_process=False)  # what vLLM itself leaves of it

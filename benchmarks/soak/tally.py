@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a soak has counted, and the one line that says it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+_SHOWN = 40
+"""Of the wrong answers and failures, so many are told one by one."""
+
+
+@dataclass
+class Tally:
+    """One thread's. Exit status 0 asks that nothing is wrong, failed, or left."""
+
+    seed: int
+    requests: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+    verdicts: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    """By kind."""
+    failed: Counter[str] = field(default_factory=Counter)
+    restarts: Counter[str] = field(default_factory=Counter)
+    """By how the server ended."""
+    events: Counter[str] = field(default_factory=Counter)
+    loads: Counter[str] = field(default_factory=Counter)
+    """By tier."""
+    left: list[str] = field(default_factory=list)
+    encodes: int = 0
+
+    def __post_init__(self) -> None:
+        self._began = time.monotonic()
+        self._shown = 0
+
+    @property
+    def good(self) -> bool:
+        return not (self.wrong or self.failed or self.left)
+
+    def is_wrong(self, kind: str, text: str) -> None:
+        self.wrong[kind] += 1
+        self._show(f"wrong: {text}")
+
+    def has_failed(self, kind: str, text: str) -> None:
+        self.failed[kind] += 1
+        self._show(f"failed: {text}")
+
+    def is_left(self, what: list[str], where: str) -> None:
+        self.left += [f"{where}: {each}" for each in what]
+        for each in what:
+            self.say(f"left: {where}: {each}")
+
+    def say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._began:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+    def line(self, mode: str, faults: Counter[str]) -> str:
+        """The JSON line at the end."""
+        what: dict[str, Any] = {
+            "mode": mode,
+            "seed": self.seed,
+            "seconds": round(time.monotonic() - self._began, 1),
+            "requests": self.requests.total(),
+            "faults": faults.total(),
+            "wrong": self.wrong.total(),
+            "failed": self.failed.total(),
+            "left": self.left,
+            "restarts": self.restarts.total(),
+            "encodes": self.encodes,
+            "loads_by_tier": _sorted(self.loads),
+            "faults_by_kind": _sorted(faults),
+            "events_by_kind": _sorted(self.events),
+            "requests_by_kind": _sorted(self.requests),
+            "verdicts": _sorted(self.verdicts),
+            "wrong_by_kind": _sorted(self.wrong),
+            "failed_by_kind": _sorted(self.failed),
+            "restarts_by_kind": _sorted(self.restarts),
+        }
+        return json.dumps(what, ensure_ascii=False)
+
+    def _show(self, line: str) -> None:
+        self._shown += 1
+        if self._shown <= _SHOWN:
+            self.say(line)
+
+
+def _sorted(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted((name, number) for name, number in counts.items() if number))
