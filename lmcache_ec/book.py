@@ -12,7 +12,8 @@ Who owns what, and when it may be freed:
 5. FILLING belongs to the store process in the same way.
 6. LIVE belongs to the index. Promises, leases, loads under way, a write-through under way and a store process that may
    still read it are pins; only an unpinned place is evicted. Forgotten while pinned: out of the index now, freed at the
-   last unpin.
+   last unpin. Forgotten while on its way: out of the index now, finished as it began, never live to anyone, and freed
+   when its write-through is over.
 7. A load holds its pin until every rank's report has covered its step.
 8. When a store process is lost, what it was filling and sealing is ORPHANED and what it was writing stays pinned, until
    that process is gone; then the bytes are free, and the writes are owed again.
@@ -29,6 +30,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.rewrites import Rewrites
 from lmcache_ec.space import Extent, Space, aligned
 
 _EVICTION_CANDIDATES = 64
@@ -62,6 +64,17 @@ class Outcome(enum.IntEnum):
     FAILED = 2
 
 
+class Landing(enum.IntEnum):
+    """What became of the write of an entry to one tier.
+
+    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
+    """
+
+    TOOK = 0
+    REFUSED = 1
+    FAILED = 2
+
+
 @dataclass(slots=True, eq=False)
 class Place:
     """A run of the arena with one entry in it, or on its way into it. `length` is the entry's, in bytes."""
@@ -74,8 +87,16 @@ class Place:
     spec: TensorSpec | None
     persist: bool = False
     dirty: bool = False
-    stored: bool = False
-    """Whether a tier has it, as far as the store process has said."""
+    tiers: int = 0
+    """The tiers that have it, a bit each in their order, as far as the store process has answered."""
+    lacks: int = 0
+    """The tiers that should have it and have neither taken nor refused it."""
+    owed: int = 0
+    """The tiers that it is to be written to again, see `Rewrites`."""
+    rewriting: int = 0
+    """The tiers that it is being written to again."""
+    checked: int = 0
+    """The last news of the tiers that it was checked against."""
     origin: str = ""
     """The tier that filled it; empty for an encoder's own output."""
     incarnation: int = 0
@@ -109,6 +130,7 @@ class Counts:
     seals_failed: int = 0
     writes: int = 0
     writes_failed: int = 0
+    rewrites: int = 0
     fills: int = 0
     fills_refused: int = 0
     evictions: int = 0
@@ -132,6 +154,9 @@ class Book:
         self.counts = Counts()
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
+        self.tiers = 0
+        """All tiers, a bit each."""
+        self._rewrites = Rewrites()
         self._space = Space()
         self._index: dict[str, Place] = {}
         self._evictable: OrderedDict[Place, None] = OrderedDict()
@@ -206,6 +231,7 @@ class Book:
         else:
             self._touch(place)
             self._evictable[place] = None
+            self._rewrites.check(place)
 
     def lease(self, place: Place) -> bool:
         """Pin a prefetched entry for a request that waits. False, and no pin, over the budget of half the arena."""
@@ -231,9 +257,26 @@ class Book:
             place.forgotten = True
             del self._index[place.identifier]
             self._unwritten.pop(place.id, None)
+            self._rewrites.drop(place)
             if not place.pins:
                 del self._evictable[place]
                 self._free(place)
+
+    def forget_all(self) -> int:
+        """Forget what is live, what is on its way and what is owed: it is of no use to whoever looks from now on.
+
+        Microseconds an entry, all at once. Returns how many there were.
+        """
+        places = list(self._index.values())
+        for place in places:
+            if place.state is State.LIVE:
+                self.forget(place)
+            else:
+                place.forgotten = True
+                del self._index[place.identifier]
+        self.unsaved.clear()
+        self.revision += 1
+        return len(places)
 
     # ---- saves
 
@@ -293,10 +336,11 @@ class Book:
         del self._saving[place_id]
         place.incarnation = incarnation
         self.counts.saves += 1
+        place.lacks = self.tiers if place.persist else 0
         self._publish(place)
         if place.dirty:
             self._dirty[place.id] = place
-        elif place.persist:
+        elif place.persist and not place.forgotten:
             self._unwritten[place.id] = place
 
     def written(self, place_id: int, ok: bool) -> None:
@@ -306,8 +350,17 @@ class Book:
             return
         self.counts.writes += ok
         self.counts.writes_failed += not ok
-        place.stored = ok
+        place.rewriting = 0
         self._clear_dirty(place)
+
+    def landed(self, place_id: int, identifier: str, tier: int, landing: Landing) -> None:
+        """One tier has answered to the write of an entry. Whether its place may go, `written` says."""
+        place = self._index.get(identifier)
+        if place is None or place.id != place_id:
+            return
+        bit = 1 << tier
+        place.tiers = place.tiers | bit if landing is Landing.TOOK else place.tiers & ~bit
+        place.lacks = place.lacks | bit if landing is Landing.FAILED else place.lacks & ~bit
 
     def owed_write(self) -> Place | None:
         """The entry whose write-through was put off longest, if it fits the budget now."""
@@ -321,6 +374,51 @@ class Book:
     def begin_write(self, place: Place, incarnation: int) -> None:
         """The owed write of a live entry was handed to the store process."""
         del self._unwritten[place.id]
+        place.incarnation = incarnation
+        self._mark_dirty(place)
+        self._dirty[place.id] = place
+
+    # ---- writes of what a tier lost
+
+    def tier_emptied(self, tier: int) -> None:
+        """A tier has nothing any more of what it had: give it again what is live."""
+        self._rewrites.emptied(tier, reversed(self._evictable))
+        self.revision += 1
+
+    def tier_back(self, tier: int) -> None:
+        """A tier that was left alone is there: give it what it could not take meanwhile."""
+        self._rewrites.back(tier, reversed(self._evictable))
+        self.revision += 1
+
+    def located(self, identifier: str, tiers: int, held: int) -> None:
+        """Of `tiers`, those in `held` have the entry now."""
+        if (place := self.live(identifier)) is not None:
+            place.tiers = place.tiers & ~tiers | held
+
+    def rewrite(self, place: Place, tiers: int) -> None:
+        """Have a live entry written to `tiers` again before all others: somebody waits for it."""
+        self._rewrites.owe(place, tiers, first=True)
+
+    def is_writing(self, place: Place) -> bool:
+        """Whether it is being written to the tiers, or is due to be written again."""
+        return place.dirty or self._rewrites.due(place)
+
+    def owed_rewrite(self) -> Place | None:
+        """The entry to write again next; `Place.owed` says where. These writes take half of the budget at most, and
+        none while one that was never made is owed."""
+        place = self._rewrites.next()
+        return None if place is None or self._unwritten or self._over("dirty", place, self.capacity // 8) else place
+
+    def owed_rewrites(self) -> list[Place]:
+        """All entries that are to be written again."""
+        return self._rewrites.all()
+
+    def begin_rewrite(self, place: Place, incarnation: int) -> None:
+        """The store process was asked to write an entry again."""
+        self._rewrites.drop(place)
+        self.counts.rewrites += 1
+        place.rewriting, place.owed = place.owed, 0
+        place.lacks |= place.rewriting
         place.incarnation = incarnation
         self._mark_dirty(place)
         self._dirty[place.id] = place
@@ -345,20 +443,24 @@ class Book:
         self._bytes["filling"] += place.extent.length
         return place
 
-    def filled(self, place_id: int, spec: TensorSpec | None, origin: str = "") -> Place | None:
-        """FILLING → LIVE with the verified entry's `spec`, or FREE (None). Returns the live place."""
+    def filled(self, place_id: int, spec: TensorSpec | None, origin: str = "", tier: int = 0) -> Place | None:
+        """FILLING → LIVE with the verified entry's `spec`, or FREE (None). Returns the live place.
+
+        `tier`, called `origin`, had it; those before it are being given a copy.
+        """
         place = self._filling.pop(place_id, None)
         if place is None:
             return None
         self._bytes["filling"] -= place.extent.length
-        if spec is None:
+        if spec is None or place.forgotten:
             self._leave_index(place)
             self._free(place)
             return None
         self.counts.fills += 1
         self.unsaved.pop(place.identifier, None)
         place.spec = spec
-        place.stored = True
+        place.tiers |= 1 << tier
+        place.lacks = ((1 << tier) - 1) & ~place.tiers
         place.origin = origin
         self._publish(place)
         return place
@@ -421,7 +523,8 @@ class Book:
         for place in [p for p in self._filling.values() if p.incarnation == incarnation]:
             del self._filling[place.id]
             self._bytes["filling"] -= place.extent.length
-            missed.append(place.identifier)
+            if not place.forgotten:
+                missed.append(place.identifier)
             self._orphan(place)
         for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
             del self._saving[place.id]
@@ -434,7 +537,10 @@ class Book:
             self.pin(place)
             held.append(place)
             self._clear_dirty(place)
-            if not place.forgotten:
+            rewriting, place.rewriting = place.rewriting, 0
+            if rewriting:
+                self._rewrites.owe(place, rewriting)
+            elif not place.forgotten:
                 self._unwritten[place.id] = place
         return missed
 
@@ -489,6 +595,7 @@ class Book:
             "orders": sum(map(len, self._orders)),
             "unsaved": len(self.unsaved),
             "unwritten": len(self._unwritten),
+            "rewrites_owed": len(self._rewrites),
             "live_bytes": self._bytes["live"],
             "dirty_bytes": self._bytes["dirty"],
             "filling_bytes": self._bytes["filling"],
@@ -566,12 +673,17 @@ class Book:
     def _publish(self, place: Place) -> None:
         self._move(place, State.LIVE)
         self._bytes["live"] += place.length
+        self._rewrites.published(place)
         self._touch(place)
-        if not place.pins:
+        if place.pins:
+            return
+        if place.forgotten:
+            self._free(place)
+        else:
             self._evictable[place] = None
 
     def _owe(self, place: Place) -> None:
-        if place.spec is not None:
+        if place.spec is not None and not place.forgotten:
             self.remember(place.identifier, place.spec)
 
     def _void(self, place: Place) -> None:
@@ -593,6 +705,7 @@ class Book:
     def _free(self, place: Place) -> Extent:
         if place.state is State.LIVE:
             self._bytes["live"] -= place.length
+        self._rewrites.drop(place)
         self._move(place, State.FREE)
         return self._space.give(place.extent)
 

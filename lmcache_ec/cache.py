@@ -9,23 +9,29 @@ import secrets
 import select
 import socket
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
-from lmcache_ec.book import Book, Place
+from lmcache_ec.book import Book, Landing, Place
 from lmcache_ec.channel import (
     Attach,
     Attached,
-    Discard,
+    Back,
+    Born,
+    Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
+    Landed,
     Ledger,
     Link,
     LinkClosed,
+    Locate,
+    Located,
     NotFilled,
     Notice,
     Ping,
@@ -38,6 +44,7 @@ from lmcache_ec.channel import (
     Start,
     StoreLink,
     ToStore,
+    WeightsReport,
     Write,
     Written,
     rank_address,
@@ -45,13 +52,15 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
-from lmcache_ec.entry import TensorSpec
+from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Lookup
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.recent import Recent
 from lmcache_ec.space import aligned
 from lmcache_ec.tiers.remote import S3_ENVIRONMENT, is_remote_key, tier_name
+from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
 
@@ -66,11 +75,16 @@ asked nothing new."""
 _OPENING_S = 20.0
 """How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
 
+_LOOK_S = 2.0
+"""Between two looks whether a tier was emptied."""
+
 _MISS_REMEMBERED_S = 2.0
+MISFIT_REMEMBERED_S = 60.0
+"""How long nobody asks again for an entry that is there and of no use here."""
+
 _ASKED_AGAIN_S = 0.05
 """Between two questions about an entry that a producer has announced."""
 
-_MISSES_REMEMBERED = 4096
 _FETCHES_AT_ONCE = 4096
 """While a tier answers nothing and passes for alive, no more than this waits for it."""
 
@@ -83,7 +97,9 @@ class Engine:
     """What the cache has to know of the engine that it serves.
 
     `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves).
+    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
+    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
+    `saves` nothing, a consumer, never gives a tier again what that has lost.
     """
 
     name: str
@@ -91,6 +107,16 @@ class Engine:
     producer: str
     ranks: int
     largest_entry_bytes: int
+    saves: bool = True
+    watched: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
+
+    asked_at: float
+    held: int | None = None
 
 
 class EncoderCache:
@@ -104,7 +130,15 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "discarded": 0}
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0, "weight_changes": 0}
+        self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
+        self.held: Held | None = self.weights.held
+        """The weights that everything here is of."""
+        self.in_doubt = self.held is None
+        """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
+        self._home = Home(engine.namespace, True)
+        self._listed = engine.namespace  # what the store process lists
+        self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
@@ -115,8 +149,13 @@ class EncoderCache:
         self._complaints = Complaints(_logger)
         self._presence: PresenceFilter | None = None
         self._fetches: dict[str, int] = {}  # identifier -> times asked
+        self._probes: dict[int, tuple[str, Probe]] = {}  # not yet answered
+        self._asked = 0
+        self._tiers: list[str] = []
+        self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
         self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
-        self._misses: OrderedDict[str, float] = OrderedDict()
+        self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
+        self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._attached: set[int] = set()
         self._segment: tuple[int, int] | None = None
         self._segment_untold: list[Link] = []
@@ -151,16 +190,49 @@ class EncoderCache:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has mapped the arena and the store process serves."""
-        return len(self._attached) == self._engine.ranks and self.book.opened and self._presence is not None
+        """Whether every rank has mapped the arena and told its weights, and the store process serves."""
+        attached = len(self._attached) == self._engine.ranks and self.weights.started
+        return attached and self.book.opened and self._presence is not None
 
     @property
     def namespace(self) -> str:
-        return self._engine.namespace
+        """Of the entries for the weights that the ranks have."""
+        return self._home.namespace
 
     @property
     def persists(self) -> bool:
-        return bool(self._config.local_disk or self._config.remotes)
+        """Whether these entries leave memory at all."""
+        return self._home.persists and bool(self._config.local_disk or self._config.remotes)
+
+    def follow_weights(self) -> bool:
+        """Act on what the ranks have reported of their weights. Between passes. True if all that was held is forgotten.
+
+        What is on its way is finished under the name that it began with, and is nobody's here (see `Book.forget_all`).
+        """
+        self.weights.moved = False
+        held = self.weights.held
+        self.in_doubt = held is None
+        if held is None:
+            return False
+        self.held = held
+        home = self.weights.home(held)
+        if home == self._home:
+            return False
+        self._home = home
+        self._enters = home.persists and home.namespace != self._listed
+        self._enter()
+        forgotten = self.book.forget_all()
+        self._fetches.clear()
+        self._put_off.clear()
+        self._misses.clear()
+        self._unusable.clear()
+        self._probes.clear()
+        self.counts["weight_changes"] += 1
+        kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
+        self._complaints.warn(
+            "weights", f"the encoder's weights have changed; {forgotten} entries are forgotten, new ones go to {kept}"
+        )
+        return True
 
     def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
@@ -176,28 +248,54 @@ class EncoderCache:
             return False
         if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
             return False
-        missed_until = self._misses.get(identifier, 0.0)
-        if announced:
-            just_missed = now < missed_until - _MISS_REMEMBERED_S + _ASKED_AGAIN_S
-            return just_missed or self._ask(identifier, length, certain=False, insist=True)
-        if missed_until > now:
+        if self._unusable.holds(identifier, now):
             return False
-        key = EncoderCacheKey(self._engine.namespace, identifier)
-        if presence.all_complete and not presence.may_contain(key.digest):
+        if announced:
+            just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
+            return just_missed or self._ask(identifier, length, certain=False, insist=True)
+        if self._misses.holds(identifier, now):
+            return False
+        key = EncoderCacheKey(self.namespace, identifier)
+        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
             self.counts["filtered"] += 1
             return False
         return self._ask(identifier, length, certain=False)
 
+    def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
+        """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
+        it could not be). What is known at once, or cannot be found out, is answered at once."""
+        probe = Probe(now)
+        presence = self._presence
+        if spec is None or presence is None or not self.ready or not self.persists or not self._responsive(now):
+            return self._located(identifier, probe, 0)
+        key = EncoderCacheKey(self.namespace, identifier)
+        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
+            self.counts["filtered"] += 1
+            return self._located(identifier, probe, 0)
+        number = self._asked + 1
+        question = Locate(number, self.namespace, identifier, entry_length(identifier, spec), self._reached)
+        if len(self._probes) >= _FETCHES_AT_ONCE or not self._tell(question):
+            return self._located(identifier, probe, 0)
+        self.counts["probes"] += 1
+        self._asked = number
+        self._probes[number] = (identifier, probe)
+        return probe
+
+    def covers(self, tiers: int) -> bool:
+        """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
+        return bool(self._reached) and tiers & self._reached == self._reached
+
+    def rewrite(self, place: Place) -> None:
+        """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""
+        self.book.rewrite(place, self._reached & ~place.tiers)
+
+    def is_writing(self, place: Place, now: float) -> bool:
+        """Whether a live entry is being written to the tiers, or soon will be."""
+        return self.book.is_writing(place) and self._responsive(now)
+
     def under_way(self, identifier: str, now: float) -> bool:
         """Whether an entry is on its way into the arena: from a tier, or from an encode of this engine's."""
         return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
-
-    def discard(self, place: Place, now: float) -> None:
-        """Delete an entry, here and in the tiers, that is not what its identifier stands for."""
-        self.counts["discarded"] += 1
-        self.book.forget(place)
-        self._miss(place.identifier, now)
-        self._tell(Discard(place.identifier))
 
     def drain(self, now: float) -> None:
         """Take in what ranks and store process have said. Once a scheduling pass, before anything is decided."""
@@ -210,8 +308,11 @@ class EncoderCache:
         self._fetch_again(now)
         self._introduce_saver()
         self._grow()
-        while (place := self.book.owed_write()) is not None and self._tell(_write(place)):
+        self._enter()
+        while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
             self.book.begin_write(place, self._store.number)
+        while (place := self.book.owed_rewrite()) is not None and self._tell(self._write(place, place.owed)):
+            self.book.begin_rewrite(place, self._store.number)
         self.book.evict_ahead()
         self._complaints.tell_withheld()
 
@@ -231,8 +332,12 @@ class EncoderCache:
         if self._closed:
             return
         self._closed = True
+        if self._presence is not None and not self.inert:
+            self._drain(self._store.link, self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
-            self._tell(_write(place))
+            self._tell(self._write(place))
+        for place in self.book.owed_rewrites():
+            self._tell(self._write(place, place.owed))
         for link in self._ranks:
             link.close()
         for store in (self._store, *self._old):
@@ -269,12 +374,13 @@ class EncoderCache:
     def _begin_store(self) -> None:
         """The first words to a new store process, and its link for the saving rank."""
         self._revision = -1  # it has not been told the counts
+        self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
         self._tell(
             Start(
                 incarnation=self._store.number,
                 engine=self._engine.name,
-                namespace=self._engine.namespace,
+                namespace=self.namespace,
                 producer=self._engine.producer,
                 disk=str(disk) if disk else "",
                 disk_bytes=self._config.max_local_disk_bytes,
@@ -282,6 +388,8 @@ class EncoderCache:
                 drain_s=self._config.drain_s,
                 deadline_s=self._config.load_deadline_ms / 1000,
                 remotes=_remotes(self._config),
+                saves=self._engine.saves,
+                look_s=_LOOK_S,
             )
         )
         self._introduce_saver()
@@ -331,6 +439,8 @@ class EncoderCache:
                 self.book.report(rank, step, outcomes, self._alive())
             case Attached():
                 self._attached.add(rank)
+            case WeightsReport(calls=calls, digest=digest):
+                self.weights.report(rank, calls, digest)
             case SegmentReady(offset=offset) if self._segment is not None and offset == self._segment[0]:
                 self._segment_acks += 1
                 if self._segment_acks == self._engine.ranks:
@@ -341,7 +451,7 @@ class EncoderCache:
         match message:
             case Filled():
                 spec = TensorSpec(message.rows, message.width, message.dtype)
-                place = self.book.filled(message.place, spec, message.tier)
+                place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
                 if place is not None:
                     self._fetches.pop(place.identifier, None)
             case NotFilled():
@@ -350,6 +460,16 @@ class EncoderCache:
                 self.book.sealed(place_id, self._store.number, ok)
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
+            case Landed():
+                self.book.landed(message.place, message.identifier, message.tier, Landing(message.landing))
+            case Located(number=number, held=held) if number in self._probes:
+                self._located(*self._probes.pop(number), held)
+            case Back(tier=tier):
+                self._tier_back(tier)
+            case Born(tier=tier, name=name):
+                self._tier_born(tier, name)
+            case Entered(namespace=namespace) if namespace == self.namespace:
+                self._enters = False
             case Pong(number=number) if number == self._ping:
                 self._ping_answered = now
                 self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
@@ -363,11 +483,38 @@ class EncoderCache:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
                     self._adopt_presence(fds[1], tiers)
+                    self._adopt_tiers(tiers)
 
     def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:
             self._presence.close()
         self._presence = PresenceFilter.attach(fd, tiers)
+
+    def _adopt_tiers(self, tiers: list[str]) -> None:
+        """What a store process that was lost had yet to write to any of them is written by this one."""
+        self._tiers = tiers
+        self.book.tiers = (1 << len(tiers)) - 1
+        if self._store.number > 1:
+            for tier in range(len(tiers)):
+                self._tier_back(tier)
+
+    @property
+    def _reached(self) -> int:
+        """The tiers that consumers reach, a bit each. A disk is shared with them if nothing else is."""
+        private = 1 if self._config.local_disk and self._config.remotes else 0
+        return self.book.tiers & ~private
+
+    def _tier_back(self, tier: int) -> None:
+        if self._engine.saves:
+            self.book.tier_back(tier)
+
+    def _tier_born(self, tier: int, name: str) -> None:
+        known, self._born[tier] = self._born.get(tier), name
+        if known not in (None, name) and self._engine.saves:
+            self._complaints.warn(
+                f"emptied-{tier}", f"{self._tiers[tier]} was emptied; what memory still holds is written to it again"
+            )
+            self.book.tier_emptied(tier)
 
     def _tell(self, message: ToStore) -> bool:
         try:
@@ -390,7 +537,7 @@ class EncoderCache:
     def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
         """Ask the store process for an entry, with a place for it where its length is known."""
         if not length:
-            asked = self._tell(Fill(0, 0, 0, identifier, insist))
+            asked = self._tell(Fill(0, 0, 0, self.namespace, identifier, insist))
         else:
             place = self.book.reserve_fill(identifier, length, self._store.number, certain)
             if place is None and certain:
@@ -399,7 +546,7 @@ class EncoderCache:
                 return self._ask(
                     identifier, 0, certain, insist
                 )  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, identifier, insist))
+            asked = self._tell(Fill(place.id, place.offset, place.length, self.namespace, identifier, insist))
             if not asked:
                 self.book.filled(place.id, None)
         if asked:
@@ -407,15 +554,25 @@ class EncoderCache:
             self._fetches[identifier] = self._fetches.get(identifier, 0) + 1
         return asked
 
+    def _located(self, identifier: str, probe: Probe, held: int) -> Probe:
+        probe.held = held
+        self.book.located(identifier, self._reached, held)
+        return probe
+
     def _not_filled(self, answer: NotFilled, now: float) -> None:
-        """A miss, or an entry of another length than guessed: then it is fetched once more."""
+        """A miss, or an entry of another length than guessed: then it is fetched once more.
+
+        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
+        """
         self.book.filled(answer.place, None)
+        if answer.namespace != self.namespace:
+            return  # nobody waits for it any more
         plausible = 0 < answer.length <= self._largest
         if plausible and self._fetches.get(answer.identifier, 0) == 1:
             self._put_off.append((answer.identifier, answer.length))
             return
-        if answer.length > self._largest:
-            self._tell(Discard(answer.identifier))  # else it would stand in the way of the next save for ever
+        if answer.length > self._largest or answer.kept:
+            self._unusable.add(answer.identifier, now)
         self._miss(answer.identifier, now)
 
     def _fetch_again(self, now: float) -> None:
@@ -433,9 +590,7 @@ class EncoderCache:
     def _miss(self, identifier: str, now: float) -> None:
         self._fetches.pop(identifier, None)
         self.counts["fetch_misses"] += 1
-        self._misses[identifier] = now + _MISS_REMEMBERED_S
-        while len(self._misses) > _MISSES_REMEMBERED:
-            self._misses.popitem(last=False)
+        self._misses.add(identifier, now)
 
     # ---- the store process
 
@@ -473,6 +628,9 @@ class EncoderCache:
             for identifier in self.book.store_lost(self._store.number):
                 self._miss(identifier, now)
             self._put_off.clear()
+            for identifier, probe in self._probes.values():
+                self._located(identifier, probe, 0)
+            self._probes.clear()
             for identifier in list(self._fetches):
                 self._miss(identifier, now)
             words = self._store.last_words()
@@ -491,6 +649,13 @@ class EncoderCache:
             return
         self._ping_sent = self._ping_answered = now
         self._begin_store()
+
+    def _enter(self) -> None:
+        if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
+            self._listed = self.namespace
+
+    def _write(self, place: Place, tiers: int = 0) -> Write:
+        return Write(place.id, place.offset, place.length, self.namespace, place.identifier, tiers)
 
     # ---- segments
 
@@ -522,7 +687,3 @@ def _remotes(config: EncoderCacheConfig) -> list[Remote]:
         )
         for url in config.remotes
     ]
-
-
-def _write(place: Place) -> Write:
-    return Write(place.id, place.offset, place.length, place.identifier)

@@ -24,7 +24,10 @@ _FDS = 4
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes."""
+    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes.
+
+    What is about an entry carries its namespace, so that it says the same after the engine has moved to another one.
+    """
 
 
 # ---- scheduler side -> store process
@@ -33,7 +36,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `remotes` may hold credentials: it is for opening them, and for nothing else.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials: it is for opening them, and for
+    nothing else. For an engine that `saves`, the tiers are looked at every `look_s` seconds, to see whether one was
+    emptied.
     """
 
     incarnation: int
@@ -46,6 +51,8 @@ class Start(Message, frozen=True):
     drain_s: float
     deadline_s: float
     remotes: list[Remote]
+    saves: bool
+    look_s: float
 
 
 class Remote(Message, frozen=True):
@@ -60,6 +67,13 @@ class Remote(Message, frozen=True):
     refresh_s: float
 
 
+class Enter(Message, frozen=True):
+    """From now on the engine looks for entries of this namespace: what the tiers hold of it is to be listed. The store
+    process answers `Entered`."""
+
+    namespace: str
+
+
 class Fill(Message, frozen=True):
     """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
 
@@ -69,23 +83,30 @@ class Fill(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     insist: bool = False
 
 
 class Write(Message, frozen=True):
-    """Write a live entry through to the tiers."""
+    """Write a live entry through to all tiers, or again to those of `tiers` (a bit each, in their order)."""
 
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
+    tiers: int = 0
 
 
-class Discard(Message, frozen=True):
-    """Delete an entry that cannot be what its identifier stands for: rows, width or dtype differ, or it is too long."""
+class Locate(Message, frozen=True):
+    """Find out which of `tiers` (a bit each, in their order) hold an entry of this length. Nothing is moved."""
 
+    number: int
+    namespace: str
     identifier: str
+    length: int
+    tiers: int
 
 
 class Ping(Message, frozen=True):
@@ -113,6 +134,12 @@ class Hello(Message, frozen=True):
     tiers: list[str]
 
 
+class Entered(Message, frozen=True):
+    """From now on the presence filter is not complete before it holds what the tiers have of this namespace."""
+
+    namespace: str
+
+
 class Filled(Message, frozen=True):
     """The place holds the verified entry of shape (rows, width), read from `tier`."""
 
@@ -124,11 +151,16 @@ class Filled(Message, frozen=True):
 
 
 class NotFilled(Message, frozen=True):
-    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none)."""
+    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none).
+
+    `kept`: an entry of another version of the format has the name, and keeps it.
+    """
 
     place: int
+    namespace: str
     identifier: str
     length: int
+    kept: bool = False
 
 
 class Sealed(Message, frozen=True):
@@ -137,8 +169,39 @@ class Sealed(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
+    """Nothing reads the place any more to write its entry. `ok`: a tier has it."""
+
     place: int
     ok: bool
+
+
+class Landed(Message, frozen=True):
+    """A tier has answered to the write of an entry from a place, or of a copy of it. `landing` is a `book.Landing`."""
+
+    place: int
+    identifier: str
+    tier: int
+    landing: int
+
+
+class Located(Message, frozen=True):
+    """The answer to `Locate`: the tiers that hold the entry now, a bit each."""
+
+    number: int
+    held: int
+
+
+class Back(Message, frozen=True):
+    """A tier that had been left alone, because it failed, answers again."""
+
+    tier: int
+
+
+class Born(Message, frozen=True):
+    """What a tier holds goes by this name (see `Tier.born`): another one than before means that it was emptied."""
+
+    tier: int
+    name: str
 
 
 class Pong(Message, frozen=True):
@@ -164,6 +227,7 @@ class Saved(Message, frozen=True):
     place: int
     offset: int
     length: int
+    namespace: str
     identifier: str
     rows: int
     width: int
@@ -222,8 +286,19 @@ class Report(Message, frozen=True):
     outcomes: list[tuple[int, int, int]]
 
 
-ToStore = Start | Fill | Write | Discard | Ping | Ledger | Saved
-ToScheduler = Hello | Filled | NotFilled | Sealed | Written | Pong | Notice | Attached | SegmentReady | Report
+class WeightsReport(Message, frozen=True):
+    """The digest of the encoder's weights on this rank after so many `calls` that may have changed them.
+
+    No digest: they cannot be told at the moment. Sent before a call begins and once it is over.
+    """
+
+    calls: int
+    digest: str
+
+
+ToStore = Start | Enter | Fill | Write | Locate | Ping | Ledger | Saved
+FromStore = Hello | Entered | Filled | NotFilled | Sealed | Written | Landed | Located | Back | Born | Pong | Notice
+ToScheduler = FromStore | Attached | SegmentReady | Report | WeightsReport
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 

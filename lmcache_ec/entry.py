@@ -7,10 +7,11 @@ A valid safetensors blob: 8 bytes of header length (little endian), a JSON heade
      "ec":{"dtype":…,"shape":[rows,width],"data_offsets":[0,bytes]}}
 
 in one line without spaces, exactly so: the digest lies at a fixed place, and a header that says the same in other
-words is refused. A payload that is more than rows of an encoder's output has a `"layout":…` after the producer: text to
-this format, which whoever wrote it knows how to read. The digest is xxh3_128 over the whole entry with its own 32 hex
-digits read as zeros, so that it covers every byte: length field, header, padding and payload. The payload starts on a
-4096-byte boundary that depends on the identifier alone, so that the length of an entry is known before it is fetched.
+words is refused. An entry of another `lmcache-ec/<n>`, or with more fields, is no damage: see `OtherVersion`. A payload
+that is more than rows of an encoder's output has a `"layout":…` after the producer: text to this format, which whoever
+wrote it knows how to read. The digest is xxh3_128 over the whole entry with its own 32 hex digits read as zeros, so
+that it covers every byte: length field, header, padding and payload. The payload starts on a 4096-byte boundary that
+depends on the identifier alone, so that the length of an entry is known before it is fetched.
 
 These functions run in the store process; `room`, `entry_length` and `payload` on any side. They keep no state.
 """
@@ -37,6 +38,8 @@ _DIGEST_AT = _LENGTH.size + len('{"__metadata__":{"format":"lmcache-ec/1","diges
 _DIGEST_END = _DIGEST_AT + 32
 _NO_DIGEST = "0" * 32
 _MAX_COUNT = 2**63 - 1
+_MAX_HEADER = 1 << 20  # of another version's header
+_VERSIONS = re.compile(r"lmcache-ec/[0-9]{1,9}")
 _LAYOUT = re.compile(r"[A-Za-z0-9_.,:=+\[\] -]*")  # nothing that JSON escapes
 
 
@@ -64,7 +67,9 @@ class _Header(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Header).decode
+_decode_any = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _encode = msgspec.json.Encoder().encode
+_KNOWN = {kind: {field.encode_name for field in msgspec.structs.fields(kind)} for kind in (_Metadata, _Tensor)}
 _DTYPE_BYTES = {
     "BF16": 2,
     "F16": 2,
@@ -86,6 +91,7 @@ class Reason(enum.StrEnum):
     LENGTH = "length"
     HEADER = "header"
     FORMAT = "format"
+    VERSION = "version"
     IDENTIFIER = "identifier"
     NAMESPACE = "namespace"
     SHAPE = "shape"
@@ -98,6 +104,17 @@ class EntryError(ValueError):
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(f"{reason}: {text}")
         self.reason = reason
+
+
+class OtherVersion(EntryError):
+    """An entry of another version of this format, or with fields that this version does not know.
+
+    It may be damaged or not, only its own version can tell. A miss here, and kept: while an update rolls out, two
+    versions of this package run on one store.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Reason.VERSION, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +179,19 @@ def seal(buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: s
 
 
 def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
-    """What tensor `buffer` holds, if it is the sealed entry of `key` to the last bit; EntryError for all else."""
+    """What tensor `buffer` holds, if it is the sealed entry of `key` to the last bit.
+
+    OtherVersion for an entry that this version cannot judge; EntryError for all else.
+    """
+    try:
+        return _verified(buffer, key)
+    except EntryError:
+        if version := _other_version(buffer):
+            raise OtherVersion(version) from None
+        raise
+
+
+def _verified(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
     size = room(key.identifier)
     if len(buffer) < size:
         raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, the header alone takes {size}")
@@ -192,6 +221,28 @@ def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
     if header[_DIGEST_AT:_DIGEST_END] != _digest(buffer):
         raise EntryError(Reason.DIGEST, f"the bytes are not those that were sealed with {metadata.digest}")
     return spec
+
+
+def _other_version(buffer: memoryview) -> str:
+    """What shows that an entry, whole or torn, is of another version; empty if nothing does."""
+    if len(buffer) < _LENGTH.size:
+        return ""
+    (given,) = _LENGTH.unpack_from(buffer)
+    if given > min(len(buffer) - _LENGTH.size, _MAX_HEADER):
+        return ""
+    header = bytes(buffer[_LENGTH.size : _LENGTH.size + given])
+    try:
+        fields = _decode_any(header)
+        metadata = _decode_any(fields["__metadata__"])
+        written = msgspec.json.decode(metadata["format"], type=str)
+        if written != FORMAT:
+            return f"written as {written}" if _VERSIONS.fullmatch(written) else ""
+        _decode(header)
+        unknown = fields.keys() - {"__metadata__", "ec"} | metadata.keys() - _KNOWN[_Metadata]
+        unknown |= _decode_any(fields["ec"]).keys() - _KNOWN[_Tensor]
+    except (KeyError, ValueError, RecursionError):
+        return ""
+    return f"it has {len(unknown)} fields that {FORMAT} does not know here" if unknown else ""
 
 
 def _padded(header: _Header, size: int) -> bytes:

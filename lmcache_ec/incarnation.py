@@ -17,6 +17,9 @@ _KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VI
 
 _LAST_WORDS_BYTES = 2000
 
+PROCESS_NAME = "lmcache-ec"
+"""As `ps -o comm` and /proc/<pid>/stat give it; 15 characters at most."""
+
 
 class Incarnation:
     """A store process and the scheduler side's end of its link. Runs on the scheduler side's one thread.

@@ -4,7 +4,6 @@
 Nothing here blocks, and every function is safe to call from any thread.
 """
 
-import enum
 import hashlib
 import json
 import re
@@ -15,50 +14,7 @@ MAX_IDENTIFIER_BYTES = 4096
 MAX_NAMESPACE_CHARS = 80
 
 _SLUG_CHARS = 48
-_CONTENT_DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
-_LORA_DIGEST = re.compile(r".+:[0-9a-f]{64}(?:[0-9a-f]{64})?", re.DOTALL)
-_REQUEST_SCOPED = re.compile(r"(?:\A|:)renderer[0-9]+-mm-[0-9]+-|-(?:image|video|audio|vision_chunk)-[0-9]+\Z")
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]{0,79}")
-
-
-class Durability(enum.Enum):
-    """How far an entry may travel, judged by its identifier alone."""
-
-    PERSISTENT = "any tier"
-    LOCAL = "LocalCPU only: the identifier does not outlive the process"
-    REFUSED = "never cached: the identifier says nothing about the media, or cannot be stored"
-
-
-def durability(identifier: str, *, persist_client_ids: bool) -> Durability:
-    """Judge one identifier (a microsecond; runs on the scheduler thread once for each item of a request).
-
-    The forms an identifier takes in vLLM 0.32:
-
-    - a hex digest of media and processing arguments, 64 digits (blake3, sha256) or 128 (sha512):
-      `multimodal/hasher.py`, `MultiModalHasher.hash_kwargs`. Persistent.
-    - a client's uuid, verbatim: `multimodal/processing/inputs.py`, `ProcessorInputs.get_mm_hashes`. Local, unless
-      `persist_client_ids` vouches for them. A uuid of 64 or 128 hex digits cannot be told from a digest.
-    - `renderer<rank>-mm-<n>-<modality>-<i>`, where processor cache and prefix caching are both off:
-      `renderers/base.py`, `BaseRenderer._process_mm_uuids`. It counts from 1 in each process, so the next process
-      gives the same name to another picture: refused. So is anything else that ends in `-<modality>-<i>`.
-      With processor arguments in the request vLLM hashes the counter, and nobody can tell: where both are off, the
-      caller must not persist anything.
-    - `<lora name>:<one of the above>` with tower LoRA: `v1/engine/input_processor.py`,
-      `InputProcessor._get_mm_identifier`. The adapter behind a name changes and its content digest is not known:
-      local. `<lora name>:<client uuid>` looks like a client's uuid, so with tower LoRA the caller leaves
-      `persist_client_ids` off.
-    """
-    if _CONTENT_DIGEST.fullmatch(identifier):
-        return Durability.PERSISTENT
-    try:
-        size = len(identifier) if identifier.isascii() else len(identifier.encode())
-    except UnicodeEncodeError:
-        return Durability.REFUSED
-    if not 0 < size <= MAX_IDENTIFIER_BYTES or _REQUEST_SCOPED.search(identifier):
-        return Durability.REFUSED
-    if persist_client_ids and not _LORA_DIGEST.fullmatch(identifier):
-        return Durability.PERSISTENT
-    return Durability.LOCAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +29,7 @@ class EncoderCacheKey:
 
     @property
     def digest(self) -> bytes:
-        """sha256 of the identifier in UTF-8, 32 bytes. UnicodeEncodeError where `durability` says REFUSED."""
+        """sha256 of the identifier in UTF-8, 32 bytes. UnicodeEncodeError for what is no UTF-8."""
         return hashlib.sha256(self.identifier.encode()).digest()
 
     @property

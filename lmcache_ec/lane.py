@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier
 
 NEVER = float("inf")
@@ -67,7 +67,7 @@ class Lane:
     never held across I/O.
     """
 
-    def __init__(self, tier: Tier, name: str, presence: PresenceFilter, habits: Habits) -> None:
+    def __init__(self, tier: Tier, name: str, presence: PresenceWriter, habits: Habits) -> None:
         self.tier = tier
         self.name = name
         self.habits = habits
@@ -80,6 +80,7 @@ class Lane:
         self.scans = ThreadPoolExecutor(1, f"{name}-scan")
         self._presence = presence
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
+        self._follows = False
         self._list_at = 0.0
         self._answer_s = 0.0
         self._failures = 0
@@ -99,7 +100,7 @@ class Lane:
         """Whether the tier is worth asking for the entry of this key; `insist`: even if its listing lacks it."""
         if self.habits.local:
             return True
-        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest)
+        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest, self.name)
         return listed and not self.rests
 
     def answered(self, seconds: float) -> None:
@@ -139,12 +140,7 @@ class Lane:
             if not self.habits.local:
                 self._measured(min(self._timed_look_up(namespace) for _ in range(_LOOK_UPS)))
             if self._lists and began >= self._list_at:
-                listed = 0
-                for listed, entry in enumerate(self.tier.list(namespace), 1):
-                    self._presence.add(entry.digest)
-                    self.listed = max(self.listed, listed)
-                self.listed = listed
-                self._presence.set_complete(self.name)
+                self._list(namespace)
                 self.tier.maintain()
                 self._list_at = time.monotonic() + max(self.habits.refresh_s, 20 * (time.monotonic() - began))
         except Exception:
@@ -159,6 +155,47 @@ class Lane:
             remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
             self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
         return away
+
+    def _list(self, namespace: str) -> None:
+        """Know what the tier holds, and forget what it holds no longer."""
+        self._take_news(namespace)  # so that what is written from here on is listed, or news
+        self._follows = True
+        listed = 0
+        with self._presence.listing(self.name) as add:
+            for listed, entry in enumerate(self.tier.list(namespace), 1):
+                add(entry.digest)
+                self.listed = max(self.listed, listed)
+        self.listed = listed
+        self._presence.set_complete(self.name)
+
+    def follow(self, namespace: str) -> None:
+        """Take in what neighbours have written lately, once a listing has begun. Never during another call of it."""
+        if self._follows:
+            self._take_news(namespace)
+
+    def _take_news(self, namespace: str) -> None:
+        for digest in self.tier.news(namespace):
+            if self._presence.add(self.name, digest):
+                self._count_listed()
+
+    def has(self, digest: bytes, new: bool) -> None:
+        """The tier has this entry; `new` if it was written just now."""
+        if self.habits.lookup is Lookup.PROBE:
+            return  # it is asked, whatever is known
+        self._presence.add(self.name, digest)
+        if new and self.habits.local:
+            self._count_listed()
+
+    def _count_listed(self) -> None:
+        with self._lock:
+            self.listed += 1  # the next listing sees what was evicted for it
+
+    def relist(self) -> None:
+        """What has been listed is of another namespace than is asked for now: list anew, and ask until that is done."""
+        with self._lock:
+            self._list_at = self.due_at = 0.0
+        if self._lists:
+            self._presence.set_complete(self.name, False)
 
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()

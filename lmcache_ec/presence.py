@@ -1,5 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The presence filter: what no tier has is known without asking one."""
+"""The presence filter: what no tier has is known without asking one.
+
+A memfd holds a Bloom filter and a "complete" flag for each tier. The store process writes it, the scheduler side reads
+it, and between the two there is neither a lock nor a message. How that never denies what was added:
+
+- A tier has two regions of the memory. One is live; the other is empty, except while a listing fills it. The tier's
+  *shape*, one aligned 8-byte word, says which region is live and how much of it is in use; it never repeats.
+- The writer's lock of a tier covers each change: what is added meanwhile goes into both regions, so that at the swap
+  the new one holds what was listed and what was added since the listing began. The swap is one store to the shape.
+- A live filter grows in place: its upper half becomes a copy of the lower one, then the shape says so. Who still looks
+  by the smaller shape finds in the lower half all that was there before.
+- A reader reads the shape, looks, and before it says no reads the shape again; if that has changed, it starts over. So
+  a no is about a filter that was live all the while, and the region that is given up may be emptied at once.
+
+Memory: between 12.5 and 25 bits a key at a listing, at least 128 KiB a tier; so 16 MiB for 10^7 keys, and both regions
+while a listing runs. Of others 0.4 % pass for present at 12.5 bits a key. A region ends at 64 MiB, 43 million keys;
+beyond, the filter errs more often and takes no more memory.
+"""
 
 import fcntl
 import mmap
@@ -7,36 +24,110 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations, islice
+from typing import Final, Self
+
+_REGION_BYTES = 1 << 26
+_SMALLEST_BYTES = 1 << 17
+_FIRST_BYTES = 1 << 24
+"""In use when a tier is listed for the first time and nobody knows its count: enough for 10^7 keys, cut down after."""
+
+_BITS_A_KEY = 12.5
+"""At least, after a listing."""
+_FULL_AT = 10
+"""Bits a key at which a filter doubles: by a tenth it errs then."""
 
 _HEADER_BYTES = 4096
-_FILTER_BITS = 1 << 24
-_SIZE = _HEADER_BYTES + _FILTER_BITS // 8
-_MASK = _FILTER_BITS - 1
-_FIRST_BIT = _HEADER_BYTES * 8
-_PROBES = struct.Struct("<8I")
 _HEADER = struct.Struct("<8sIII")  # magic, version, number of tiers, checksum of their names
-_MAGIC, _VERSION = b"LMCECPRE", 1
-_COMPLETE_AT = 64
+_MAGIC, _VERSION = b"LMCECPRE", 2
+_COMPLETE_AT = 64  # in bytes: a flag a tier
+_SHAPES_AT = 128  # in words of 8 bytes: a shape a tier
+_MOST_TIERS = _HEADER_BYTES // 8 - _SHAPES_AT
+
+_PROBES = struct.Struct("=QQ16x")
+_PATTERNS: Final = tuple(1 << a | 1 << b | 1 << c for a, b, c in islice(combinations(range(64), 3), 0, 40_960, 10))
+"""4096 ways to set three bits of a word. A key sets one such pattern in each of two words: that errs as seldom as six
+bits anywhere, and takes a third of the time."""
+
+_CHUNK_WORDS = 8192  # so much is copied at a time: the other threads of the process get their turn
+_Shape = tuple[int, int, int]  # the word itself; the first word of the live region; a mask for the place in it
 
 
 class PresenceFilter:
-    """A Bloom filter over key digests in shared memory (a memfd), with one "complete" byte a tier.
+    """What the tiers hold, as whoever reads it sees it: one process, one thread, no wait.
 
-    2 MiB of bits hold 1.4 million keys at 12 bits a key: 8 probes then err in 3 of 1000 answers, and in none that
-    matters below 100 000 keys. Keys cannot be taken out again: what was deleted is asked for in vain, no more.
-
-    One process writes (the store process; `add` may be called from each of its threads), any number reads, without a
-    lock: bits only ever go from 0 to 1. A tier's flag is set when all that the tier held has been added, or when it is
-    not worth waiting for; until then "no" means nothing.
+    A tier's flag is set when all that the tier held has been added, or when it is not worth waiting for; until then
+    "no" means nothing.
     """
+
+    _protection = mmap.PROT_READ
 
     def __init__(self, fd: int, tiers: Sequence[str]) -> None:
         self.fd = fd
-        self._memory = mmap.mmap(fd, _SIZE)
-        self._adding = threading.Lock()
-        self._complete_at = {tier: _COMPLETE_AT + index for index, tier in enumerate(tiers)}
+        self._map = mmap.mmap(fd, _size(tiers), prot=self._protection)
+        self._words = memoryview(self._map).cast("Q")
+        self._flags = {tier: _COMPLETE_AT + index for index, tier in enumerate(tiers)}
+        self._all = tuple(_Section(index) for index in range(len(tiers)))
+        self._sections = {tier: (section,) for tier, section in zip(tiers, self._all, strict=True)}
+
+    @classmethod
+    def attach(cls, fd: int, tiers: Sequence[str]) -> Self:
+        """The filter that a writer created over the same `tiers`; `fd` is ours to close from here on.
+
+        ValueError if `fd` is something else; it is then still the caller's.
+        """
+        if os.fstat(fd).st_size != _size(tiers) or os.pread(fd, _HEADER.size, 0) != _header(tiers):
+            raise ValueError(f"no presence filter of version {_VERSION} over {list(tiers)} at this descriptor")
+        return cls(fd, tiers)
+
+    def may_contain(self, digest: bytes, tier: str | None = None) -> bool:
+        """Whether a tier, any or the one that is named, may hold the key with this 32-byte digest.
+
+        False: it was never added. True: it was, or it looks so by chance. KeyError for a tier that was not named at
+        creation. 0.3 µs for the first tier and half of that for each other; runs on the scheduler thread.
+        """
+        one, other = _PROBES.unpack(digest)
+        words, pattern, another = self._words, _PATTERNS[one & 4095], _PATTERNS[other & 4095]
+        one, other = one >> 12, other >> 12
+        for section in self._all if tier is None else self._sections[tier]:
+            while True:
+                shape, first, mask = section.seen
+                if words[section.shape_at] != shape:
+                    shape, first, mask = section.look(words)
+                held = words[first + (one & mask)] & pattern == pattern
+                if held and words[first + (other & mask)] & another == another:
+                    return True
+                if words[section.shape_at] == shape:
+                    break  # a no: on to the next tier
+        return False
+
+    def complete(self, tier: str) -> bool:
+        """Whether all that `tier` holds has been added. KeyError for a tier that was not named at creation."""
+        return self._map[self._flags[tier]] == 1
+
+    @property
+    def all_complete(self) -> bool:
+        """Whether a "no" of `may_contain` can be relied on; true if there are no tiers."""
+        return all(map(self.complete, self._flags))
+
+    def close(self) -> None:
+        """Unmap the filter and close its descriptor; a second call does nothing."""
+        if not self._map.closed:
+            self._words.release()
+            self._map.close()
+            os.close(self.fd)
+
+
+class PresenceWriter(PresenceFilter):
+    """The store process's end, which created the memory. Each method may be called from any of its threads."""
+
+    _protection = mmap.PROT_READ | mmap.PROT_WRITE
+
+    def __init__(self, fd: int, tiers: Sequence[str]) -> None:
+        super().__init__(fd, tiers)
+        self._bits = {tier: _Bits(self._map, self._words, index) for index, tier in enumerate(tiers)}
 
     @classmethod
     def create(cls, tiers: Sequence[str]) -> Self:
@@ -44,7 +135,7 @@ class PresenceFilter:
         header = _header(tiers)
         fd = os.memfd_create("lmcache-ec-presence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, _SIZE)
+            os.ftruncate(fd, _size(tiers))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             os.pwrite(fd, header, 0)
             return cls(fd, tiers)
@@ -52,54 +143,179 @@ class PresenceFilter:
             os.close(fd)
             raise
 
-    @classmethod
-    def attach(cls, fd: int, tiers: Sequence[str]) -> Self:
-        """The filter that another process created over the same `tiers`; `fd` is ours to close from here on.
+    def add(self, tier: str, digest: bytes) -> bool:
+        """`tier` holds the key with this 32-byte digest. Whether that was news to the filter."""
+        return self._bits[tier].add(digest)
 
-        ValueError if `fd` is something else; it is then still the caller's.
+    @contextmanager
+    def listing(self, tier: str) -> Iterator[Callable[[bytes], object]]:
+        """Replace what is known of `tier` by what it lists: the context is a function that takes each digest.
+
+        What is listed counts at once; what is not, and was not added meanwhile, is forgotten when the context is left
+        in the end. If it is left by an exception, nothing is. One listing of a tier at a time.
         """
-        if os.fstat(fd).st_size != _SIZE or os.pread(fd, _HEADER.size, 0) != _header(tiers):
-            raise ValueError(f"no presence filter of version {_VERSION} over {list(tiers)} at this descriptor")
-        return cls(fd, tiers)
-
-    def add(self, digest: bytes) -> None:
-        """Remember a key by its 32-byte digest."""
-        memory = self._memory
-        with self._adding:  # two threads of this process must not lose one another's bits of a byte
-            for word in _PROBES.unpack(digest):
-                bit = (word & _MASK) + _FIRST_BIT
-                memory[bit >> 3] |= 1 << (bit & 7)
-
-    def may_contain(self, digest: bytes) -> bool:
-        """False: never added. True: added, or by chance."""
-        memory = self._memory
-        for word in _PROBES.unpack(digest):
-            bit = (word & _MASK) + _FIRST_BIT
-            if not memory[bit >> 3] & (1 << (bit & 7)):
-                return False
-        return True
+        bits = self._bits[tier]
+        bits.begin()
+        try:
+            yield bits.add
+        except BaseException:
+            bits.abandon()
+            raise
+        bits.finish()
 
     def set_complete(self, tier: str, complete: bool = True) -> None:
         """All that `tier` holds has been added; or, with False, it is to be asked again."""
-        self._memory[self._complete_at[tier]] = complete
+        self._map[self._flags[tier]] = complete
 
-    def complete(self, tier: str) -> bool:
-        """Whether all that `tier` holds has been added. KeyError for a tier that was not named at creation."""
-        return self._memory[self._complete_at[tier]] == 1
 
-    @property
-    def all_complete(self) -> bool:
-        """Whether a "no" of `may_contain` can be relied on; true if there are no tiers."""
-        return all(map(self.complete, self._complete_at))
+class _Section:
+    """A tier's part of the memory, as it was when somebody looked last."""
 
-    def close(self) -> None:
-        """Unmap the filter and close its descriptor; a second call does nothing."""
-        if not self._memory.closed:
-            self._memory.close()
-            os.close(self.fd)
+    __slots__ = ("_index", "seen", "shape_at")
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.shape_at = _SHAPES_AT + index
+        self.seen: _Shape = (0, 0, 0)
+        """Replaced as a whole: threads of the writer share it."""
+
+    def look(self, words: memoryview) -> _Shape:
+        word: int = words[self.shape_at]
+        self.seen = word, _first_word(self._index, word & 1), (1 << (word >> 1 & 127)) - 1
+        return self.seen
+
+
+class _Bits:
+    """A tier's part of the memory, to write: the live region, and the one that a listing fills. `_lock` covers both."""
+
+    def __init__(self, memory: mmap.mmap, words: memoryview, index: int) -> None:
+        self._words = words
+        self._shape_at = _SHAPES_AT + index
+        self._index = index
+        self._regions = tuple(_Region(memory, words, _first_word(index, number)) for number in range(2))
+        self._live = 0
+        self._filling: _Region | None = None
+        self._listed = False
+        self._lock = threading.Lock()
+        self._regions[0].clear(_SMALLEST_BYTES // 8)
+        self._publish()
+
+    def add(self, digest: bytes) -> bool:
+        one, other = _PROBES.unpack(digest)
+        with self._lock:
+            if self._filling is not None:
+                self._filling.add(one, other)
+            live = self._regions[self._live]
+            size = live.size
+            new = live.add(one, other)
+            if live.size != size:
+                self._publish()
+            return new
+
+    def begin(self) -> None:
+        with self._lock:
+            filling, count = self._regions[1 - self._live], self._regions[self._live].count
+            filling.clear(_words_for(count) if self._listed else min(_FIRST_BYTES, _REGION_BYTES) // 8)
+            self._filling = filling
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._regions[1 - self._live].clear(0)
+            self._filling = None
+
+    def finish(self) -> None:
+        with self._lock:
+            old, new = self._regions[self._live], self._regions[1 - self._live]
+            new.fold(_words_for(new.count))
+            self._live, self._filling, self._listed = 1 - self._live, None, True
+            self._publish()
+            old.clear(0)
+
+    def _publish(self) -> None:
+        turn = (self._words[self._shape_at] >> 8) + 1
+        size = self._regions[self._live].size.bit_length() - 1
+        self._words[self._shape_at] = turn << 8 | size << 1 | self._live
+
+
+class _Region:
+    """A Bloom filter in the first `size` words of a region, a power of two. The caller has the lock."""
+
+    def __init__(self, memory: mmap.mmap, words: memoryview, first: int) -> None:
+        self._memory = memory
+        self._words = words
+        self._first = first
+        self.size = 0
+        self.count = 0
+        """Of keys that it did not hold before."""
+
+    def add(self, one: int, other: int) -> bool:
+        words, pattern, another = self._words, _PATTERNS[one & 4095], _PATTERNS[other & 4095]
+        first, mask = self._first, self.size - 1
+        place, elsewhere = first + (one >> 12 & mask), first + (other >> 12 & mask)
+        if words[place] & pattern == pattern and words[elsewhere] & another == another:
+            return False
+        words[place] |= pattern
+        words[elsewhere] |= another
+        self.count += 1
+        if self.count * _FULL_AT > self.size * 64 and self.size < _REGION_BYTES // 8:
+            self._double()
+        return True
+
+    def clear(self, size: int) -> None:
+        """Forget all, give the memory back, and be `size` words large from here on."""
+        self._give_back(0, self.size)
+        self.size, self.count = size, 0
+
+    def fold(self, size: int) -> None:
+        """Cut it down to `size` words, where it is larger: each part that is cut off is laid over what stays."""
+        words, first, whole = self._words, self._first, self.size
+        while self.size > size:
+            self.size //= 2
+            for low, high in _chunks(first, first + self.size, self.size):
+                if cut := int.from_bytes(words[high], "little"):
+                    laid = int.from_bytes(words[low], "little") | cut
+                    words[low] = memoryview(laid.to_bytes(words[low].nbytes, "little")).cast("Q")
+        self._give_back(self.size, whole)
+
+    def _double(self) -> None:
+        for low, high in _chunks(self._first, self._first + self.size, self.size):
+            self._words[high] = self._words[low]
+        self.size *= 2
+
+    def _give_back(self, begin: int, end: int) -> None:
+        if begin >= end:
+            return
+        start, length = (self._first + begin) * 8, (end - begin) * 8
+        try:
+            self._memory.madvise(mmap.MADV_REMOVE, start, length)
+        except OSError:  # sandboxes that know no such thing: the memory stays, what is in it does not
+            self._memory[start : start + length] = bytes(length)
+
+
+def _chunks(low: int, high: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Two runs of `size` words each, beginning at `low` and `high`, in pieces."""
+    for begin in range(0, size, _CHUNK_WORDS):
+        end = min(begin + _CHUNK_WORDS, size)
+        yield slice(low + begin, low + end), slice(high + begin, high + end)
+
+
+def _words_for(count: int) -> int:
+    """The size of a filter for so many keys, in words."""
+    most, size = _REGION_BYTES // 8, _SMALLEST_BYTES // 8
+    while size < most and size * 64 < count * _BITS_A_KEY:
+        size *= 2
+    return size
+
+
+def _first_word(index: int, region: int) -> int:
+    return (_HEADER_BYTES + (2 * index + region) * _REGION_BYTES) // 8
+
+
+def _size(tiers: Sequence[str]) -> int:
+    return _HEADER_BYTES + 2 * len(tiers) * _REGION_BYTES
 
 
 def _header(tiers: Sequence[str]) -> bytes:
-    if len(set(tiers)) != len(tiers) or len(tiers) > _HEADER_BYTES - _COMPLETE_AT:
-        raise ValueError(f"tiers {list(tiers)}: each name once is accepted")
+    if len(set(tiers)) != len(tiers) or len(tiers) > _MOST_TIERS:
+        raise ValueError(f"tiers {list(tiers)}: each name once is accepted, {_MOST_TIERS} of them at most")
     return _HEADER.pack(_MAGIC, _VERSION, len(tiers), zlib.crc32("\0".join(tiers).encode()))

@@ -26,6 +26,7 @@ from lmcache_ec.channel import (
     Segment,
     SegmentReady,
     StoreLink,
+    WeightsReport,
     rank_address,
     same_user,
 )
@@ -54,7 +55,8 @@ class Rank:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._store: Link | None = None
-        self._unsent: deque[Report] = deque()
+        self._unsent: deque[Report | WeightsReport] = deque()
+        self._weights: WeightsReport | None = None  # the last, for a scheduler side that comes later
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,9 +109,19 @@ class Rank:
         """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
         message = Report(step, [(place, int(outcome), incarnation) for place, outcome, incarnation in outcomes])
         with self._lock:
-            if self._unsent or not self._send(message):
-                self._unsent.append(message)
-                os.eventfd_write(self._wake, 1)
+            self._post(message)
+
+    def report_weights(self, calls: int, digest: str) -> None:
+        """Tell the scheduler side what weights the encoder has (see `WeightsReport`), as soon as it is there."""
+        with self._lock:
+            self._weights = WeightsReport(calls, digest)
+            self._post(self._weights)
+
+    def _post(self, message: Report | WeightsReport) -> None:
+        """Under the lock: send it, now or as soon as the link has room."""
+        if self._unsent or not self._send(message):
+            self._unsent.append(message)
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """End the thread and give back links and memory. Views of the memory may outlive this."""
@@ -168,6 +180,9 @@ class Rank:
                 os.close(fds[0])
                 self.arena_id = arena_id
                 self._answer(Attached(self._rank))
+                with self._lock:
+                    if self._weights is not None:
+                        self._post(self._weights)
             case StoreLink(incarnation=incarnation):
                 with self._lock:
                     if self._store is not None:
@@ -190,7 +205,7 @@ class Rank:
             while self._unsent and self._send(self._unsent[0]):
                 self._unsent.popleft()
 
-    def _send(self, message: Report | Attached | SegmentReady) -> bool:
+    def _send(self, message: Report | WeightsReport | Attached | SegmentReady) -> bool:
         """Under the lock. With the scheduler side gone there is nobody to tell."""
         if self._link is None:
             return True

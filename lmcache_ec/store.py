@@ -19,23 +19,29 @@ import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from lmcache_ec import arena, entry
+from lmcache_ec.book import Landing
 from lmcache_ec.channel import (
     AnyMessage,
-    Discard,
+    Back,
+    Born,
     Durable,
+    Enter,
+    Entered,
     Fill,
     Filled,
     Hello,
+    Landed,
     Ledger,
     Link,
     LinkClosed,
+    Locate,
     NotFilled,
     Notice,
     Ping,
@@ -49,9 +55,11 @@ from lmcache_ec.channel import (
     same_user,
     status_address,
 )
+from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.locate import Locator
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier, TierAway
 from lmcache_ec.tiers.remote import AwaitedTier, RemoteOptions, lane_names, open_remote, tier_name
 
@@ -60,6 +68,8 @@ Opener = Callable[[], Tier]
 _OPEN_TIMEOUT_S = 8.0
 """Of which importing LMCache for one of its remotes takes up to 6.5 s."""
 _DISK_RESCAN_S = 30.0
+_NEWS_S = 0.25
+"""How often it is looked what neighbours on the folder have written."""
 _PROMOTED_BYTES = 256 << 20
 """Copies of entries on their way from a remote tier to those before it, at most."""
 
@@ -85,12 +95,16 @@ class Store:
         self._jobs = 0
         self._promoted_bytes = 0
         self._asked: list[_Asked] = []  # since this turn began: what belongs to one request comes together
+        self._sought: list[Locate] = []  # ... likewise
+        self._locator: Locator | None = None
+        self._looks: list[_Look] = []
         self._held: dict[str, int] = {}  # tier -> bytes, where it knows
         self._engine_pid = _creator(link)
         self._since = time.time()
         self._deliveries: dict[int, _Delivery] = {}
         self._start: Start | None = None
-        self._presence: PresenceFilter | None = None
+        self._namespace = ""  # what is listed
+        self._presence: PresenceWriter | None = None
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._woken)
         self._selector.register(link, selectors.EVENT_READ, self._from_scheduler)
@@ -106,9 +120,11 @@ class Store:
     def run(self) -> None:
         """Serve until the scheduler side is gone, then finish what was handed over."""
         while self._link in self._links:
-            due_at = min((lane.due_at for lane in self._lanes), default=NEVER)
+            due = [*(lane.due_at for lane in self._lanes), *(look.due_at for look in self._looks)]
+            due_at = min(due, default=NEVER)
             self._turn(max(0.0, min(due_at - time.monotonic(), 3600.0)))
             self._survey()
+            self._look()
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
@@ -121,6 +137,9 @@ class Store:
         if self._asked:
             asked, self._asked = self._asked, []
             self._fill(asked)
+        if self._sought and self._locator is not None:
+            sought, self._sought = self._sought, []
+            self._locator.ask(sought)
         self._flush()
 
     def _woken(self) -> None:
@@ -148,20 +167,24 @@ class Store:
                 self._asked.append(_Asked(message, time.monotonic()))
             case Write() if self._owns(message.offset, message.length):
                 self._write(message)
+            case Locate():
+                self._sought.append(message)
             case Ping(number=number):
                 self._post(Pong(number))
             case Ledger(counts=counts):
                 self._ledger = counts
-            case Discard(identifier=identifier):
+            case Enter(namespace=namespace):
+                self._namespace = namespace
                 for lane in self._lanes:
-                    self._submit(lane.writes, partial(self._delete, lane, self._key(identifier)))
+                    lane.relist()
+                self._post(Entered(namespace))
             case Start():
                 self._begin(message)
             case _:
                 self._post(Notice("message", f"the store process cannot act on {type(message).__name__}"))
 
     def _begin(self, start: Start) -> None:
-        self._start = start
+        self._start, self._namespace = start, start.namespace
         openings: list[tuple[str, Opener, Habits]] = []
         if start.disk:
             habits = Habits(Lookup.CATALOG, refresh_s=_DISK_RESCAN_S, local=True)
@@ -171,11 +194,16 @@ class Store:
             openings.append((tier_name(remote.url), partial(_remote, remote), habits))
         tiers = self._opened(openings)
         names = lane_names([tier.name for tier, _ in tiers])
-        presence = self._presence = PresenceFilter.create(names)
+        presence = self._presence = PresenceWriter.create(names)
         self._lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
         for lane in self._lanes:
             if isinstance(lane.tier, AwaitedTier):
                 lane.failed()
+            if lane.habits.local:
+                threading.Thread(target=self._follow, args=(lane,), daemon=True).start()
+        self._locator = Locator(self._lanes, self._post)
+        self._looks = [_Look(number, _look_s(lane.habits, start)) for number, lane in enumerate(self._lanes)]
+        self._looks *= start.saves
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), presence.fd])
         self._survey()
 
@@ -242,7 +270,7 @@ class Store:
         return {
             "pid": os.getpid(),
             "engine": start.engine,
-            "namespace": start.namespace,
+            "namespace": self._namespace,
             "engine_pid": self._engine_pid,
             "since": self._since,
             "state": "serving" if self._link in self._links else "finishing",
@@ -308,7 +336,7 @@ class Store:
             self._counts[name] += number
 
     def _seal(self, saved: Saved) -> None:
-        key = self._key(saved.identifier)
+        key = _key(saved)
         try:
             spec = entry.TensorSpec(saved.rows, saved.width, saved.dtype)
             entry.seal(self._at(saved.offset, saved.length), key, spec, self._start.producer if self._start else "")
@@ -326,40 +354,52 @@ class Store:
             with self._lock:
                 self._deliveries[saved.place] = _Delivery(len(self._lanes))
         if saved.persist:
-            self._write(Write(saved.place, saved.offset, saved.length, saved.identifier))
+            self._write(Write(saved.place, saved.offset, saved.length, saved.namespace, saved.identifier))
 
     def _write(self, write: Write, index: int = 0, stored: bool = False) -> None:
         """Write a place to the tiers from `index` on, one after another. It stays its entry's until the answer."""
-        for number, lane in enumerate(self._lanes[index:], index):
+        for number, lane in self._wanted(write, index):
             if self._enqueue(lane, write.length, partial(self._write_place, number, write, stored)):
                 return
-            self._delivered(write.place, False)
+            self._landed(write, number, Landing.FAILED)
         self._post(Written(write.place, stored))
 
     def _write_place(self, index: int, write: Write, stored: bool) -> None:
         """What is in a file need not stay in the arena: the tiers after the disk are written from there."""
-        lane, key = self._lanes[index], self._key(write.identifier)
-        took = self._put(lane, key, self._at(write.offset, write.length))
+        lane, key = self._lanes[index], _key(write)
+        landing = self._put(lane, key, self._at(write.offset, write.length))
+        took = landing is Landing.TOOK
+        self._landed(write, index, landing)
         if not (took and lane.habits.local):
             self._write(write, index + 1, stored or took)
-            self._delivered(write.place, took)
             return
         self._post(Written(write.place, True))
-        self._delivered(write.place, True)
-        for later in self._lanes[index + 1 :]:
-            if not self._enqueue(later, write.length, partial(self._copy, lane, later, key, write.place)):
-                self._delivered(write.place, False)
+        for number, later in self._wanted(write, index + 1):
+            if not self._enqueue(later, write.length, partial(self._copy, lane, number, write)):
+                self._landed(write, number, Landing.FAILED)
 
-    def _copy(self, source: Lane, lane: Lane, key: EncoderCacheKey, place: int) -> None:
+    def _wanted(self, write: Write, index: int) -> Iterator[tuple[int, Lane]]:
+        """The lanes from `index` on that are to have the entry, with their numbers."""
+        for number in range(index, len(self._lanes)):
+            if not write.tiers or write.tiers >> number & 1:
+                yield number, self._lanes[number]
+
+    def _copy(self, source: Lane, number: int, write: Write) -> None:
         """From one tier to another. What is gone meanwhile, or does not verify, is not."""
-        took = False
+        landing, key = Landing.FAILED, _key(write)
         try:
             data = memoryview(bytearray(source.tier.contains(key) or 0))
             if data and source.tier.get_into(key, data) == len(data):
                 entry.verify(data, key)
-                took = self._put(lane, key, data)
+                landing = self._put(self._lanes[number], key, data)
         finally:
-            self._delivered(place, took)
+            self._landed(write, number, landing)
+
+    def _landed(self, write: Write, number: int, landing: Landing) -> None:
+        """A tier has answered. A producer waits for the answers to its save, not for those to a rewrite."""
+        self._post(Landed(write.place, write.identifier, number, landing))
+        if not write.tiers:
+            self._delivered(write.place, landing is Landing.TOOK)
 
     def _delivered(self, place: int, took: bool) -> None:
         """One tier more has an entry, or will not have it. Where a producer waits for it, it is told after the last."""
@@ -374,40 +414,42 @@ class Store:
             del self._deliveries[place]
         self._post(Durable(place, delivery.ok))
 
-    def _promote(self, index: int, key: EncoderCacheKey, data: memoryview) -> None:
+    def _promote(self, index: int, fill: Fill, data: memoryview) -> None:
         """Write what a tier had to those before it. From a copy: the place is the scheduler side's once it is told."""
-        for lane in self._lanes[:index]:
+        for number, lane in enumerate(self._lanes[:index]):
             with self._lock:
                 room = self._promoted_bytes + len(data) <= _PROMOTED_BYTES
                 self._promoted_bytes += len(data) * room
-            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, lane, key, bytes(data))):
+            if not room or not self._enqueue(lane, len(data), partial(self._put_copy, number, fill, bytes(data))):
                 self._count("promotions_dropped")
+                self._post(Landed(fill.place, fill.identifier, number, Landing.FAILED))
                 with self._lock:
                     self._promoted_bytes -= len(data) * room
 
-    def _put_copy(self, lane: Lane, key: EncoderCacheKey, copy: bytes) -> None:
-        self._put(lane, key, memoryview(copy))
+    def _put_copy(self, number: int, fill: Fill, copy: bytes) -> None:
+        landing = self._put(self._lanes[number], _key(fill), memoryview(copy))
+        self._post(Landed(fill.place, fill.identifier, number, landing))
         with self._lock:
             self._promoted_bytes -= len(copy)
 
-    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> bool:
-        """Whether the tier has the entry now."""
+    def _put(self, lane: Lane, key: EncoderCacheKey, data: memoryview) -> Landing:
+        """Write an entry to a tier. One of the same length that is there already is this one."""
         try:
             stored = lane.tier.put(key, data)
+            there = stored or lane.tier.contains(key) == len(data)
         except Exception as error:
             self._count(f"{lane.name}_write_errors")
             self._post(Notice(f"{lane.name}-write", f"{lane.name}: {error}"))
-            if getattr(error, "errno", None) != errno.EFBIG:  # too large for this tier, which is none the worse for it
-                lane.failed()
-            return False
+            if getattr(error, "errno", None) == errno.EFBIG:
+                return Landing.REFUSED  # too large for this tier, which is none the worse for it
+            lane.failed()
+            return Landing.FAILED
         self._count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
         self._count(f"{lane.name}_written_bytes", len(data) * stored)
-        if lane.habits.local and stored:
-            lane.listed += 1  # the next listing sees what was evicted for it
         self._weigh(lane)
-        if self._presence is not None:
-            self._presence.add(key.digest)
-        return True
+        if there:
+            lane.has(key.digest, stored)
+        return Landing.TOOK if there else Landing.REFUSED
 
     def _fill(self, asked: Sequence[_Asked], index: int = 0) -> None:
         """Ask the tiers in order, each on its own threads; what was asked for together together, where that helps."""
@@ -418,14 +460,14 @@ class Store:
                 waiting.setdefault(number, []).append(one)
                 continue
             self._count("fill_misses")
-            self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+            self._post(_not_filled(one.fill, kept=one.kept))
         for number, together in waiting.items():
             for share in self._lanes[number].shares(together):
                 self._lanes[number].reads.submit(self._read, number, share)
 
     def _who_may_have(self, fill: Fill, index: int) -> int | None:
         """The next lane from `index` on that is worth asking."""
-        digest = self._key(fill.identifier).digest
+        digest = _key(fill).digest
         later = range(index, len(self._lanes))
         return next((number for number in later if self._lanes[number].asks(digest, fill.insist)), None)
 
@@ -435,17 +477,18 @@ class Store:
         for one in asked:
             if one not in awaited:
                 self._count("fills_late")  # it stood in a queue until nobody waited for it any more
-                self._post(NotFilled(one.fill.place, one.fill.identifier, 0))
+                self._post(_not_filled(one.fill))
         answers = self._answers(self._lanes[number], awaited)
         told = zip(awaited, answers, strict=True)
-        self._fill([one for one, answer in told if not self._settled(number, one.fill, answer)], number + 1)
+        unsettled = [self._unsettled(number, one, answer) for one, answer in told]
+        self._fill([one for one in unsettled if one is not None], number + 1)
 
     def _answers(self, lane: Lane, asked: Sequence[_Asked]) -> Sequence[int | Exception | None]:
         """What a tier says of each: its length, None if it is not there, or an error. What has the length that was
         expected is in its place now."""
         fills = [one.fill for one in asked]
-        reads = [(self._key(fill.identifier), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
-        probes = [self._key(fill.identifier) for fill in fills if not fill.place]
+        reads = [(_key(fill), self._at(fill.offset, fill.length)) for fill in fills if fill.place]
+        probes = [_key(fill) for fill in fills if not fill.place]
         began = time.monotonic()
         try:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
@@ -458,38 +501,59 @@ class Store:
             lane.answered(time.monotonic() - began)
         return answers
 
-    def _settled(self, number: int, fill: Fill, answer: int | Exception | None) -> bool:
-        """Whether the scheduler side was told what became of its question; otherwise the next lane is asked."""
-        lane, key = self._lanes[number], self._key(fill.identifier)
+    def _unsettled(self, number: int, asked: _Asked, answer: int | Exception | None) -> _Asked | None:
+        """The question as the next lane is to be asked it; None if the scheduler side has its answer."""
+        lane, fill = self._lanes[number], asked.fill
         try:
             if answer is None:
                 self._count(f"{lane.name}_misses")
-                return False
+                return asked
             if isinstance(answer, Exception):
                 raise answer
             if answer < entry.room(fill.identifier):
-                raise entry.EntryError(entry.Reason.LENGTH, f"{answer} bytes are no entry")
+                self._judge(lane, _key(fill), answer)
             if answer != fill.length or not fill.place:
-                self._post(NotFilled(fill.place, fill.identifier, answer))
-                return True
-            data = self._at(fill.offset, fill.length)
-            spec = entry.verify(data, key)
-            self._count(f"{lane.name}_hits")
-            self._count(f"{lane.name}_read_bytes", answer)
-            self._promote(number, key, data)
-            self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
-            return True
+                self._post(_not_filled(fill, answer))
+                return None
+            self._take_in(number, fill)
+            return None
         except entry.EntryError as error:
-            self._count(f"{lane.name}_corrupt")
-            self._post(
-                Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted")
-            )
-            self._delete(lane, key)
+            return self._refused(lane, asked, error)
         except Exception as error:
             self._count(f"{lane.name}_read_errors")
             self._post(Notice(f"{lane.name}-read", f"{lane.name}: {error}"))
             lane.failed()
-        return False
+        return asked
+
+    def _judge(self, lane: Lane, key: EncoderCacheKey, length: int) -> None:
+        """Raise EntryError for what is too short to be an entry of this version; it may be one of another."""
+        data = memoryview(bytearray(length))
+        if lane.tier.get_into(key, data) == length:
+            entry.verify(data, key)
+
+    def _take_in(self, number: int, fill: Fill) -> None:
+        """Verify what a lane has put into the place, and tell the scheduler side. EntryError for no entry of its."""
+        lane, key, data = self._lanes[number], _key(fill), self._at(fill.offset, fill.length)
+        spec = entry.verify(data, key)
+        self._count(f"{lane.name}_hits")
+        self._count(f"{lane.name}_read_bytes", len(data))
+        self._promote(number, fill, data)
+        self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, lane.name))
+
+    def _refused(self, lane: Lane, asked: _Asked, error: entry.EntryError) -> _Asked:
+        """What does not verify against itself is deleted, and made good by the next encode. What another version of
+        the format may verify is nobody's to delete."""
+        key = _key(asked.fill)
+        if isinstance(error, entry.OtherVersion):
+            self._count(f"{lane.name}_other_version")
+            self._post(
+                Notice(f"{lane.name}-version", f"{lane.name}: {key.object_name} is not for this engine: {error}")
+            )
+            return replace(asked, kept=True)
+        self._count(f"{lane.name}_corrupt")
+        self._post(Notice(f"{lane.name}-corrupt", f"{lane.name}: {key.object_name} does not verify ({error}); deleted"))
+        self._delete(lane, key)
+        return asked
 
     def _delete(self, lane: Lane, key: EncoderCacheKey) -> None:
         try:
@@ -499,18 +563,50 @@ class Store:
 
     def _survey(self) -> None:
         """Have the lanes looked over that are due for it."""
-        for lane in self._lanes:
+        for number, lane in enumerate(self._lanes):
             if lane.due_at <= time.monotonic():
                 lane.due_at = NEVER
-                lane.scans.submit(self._survey_one, lane)
+                lane.scans.submit(self._survey_one, number, lane)
 
-    def _survey_one(self, lane: Lane) -> None:
+    def _survey_one(self, number: int, lane: Lane) -> None:
         try:
-            if away := lane.survey(self._start.namespace if self._start else ""):
+            namespace = self._namespace
+            if away := lane.survey(namespace):
                 self._post(Notice(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s"))
+                self._post(Back(number))
+            if namespace != self._namespace:
+                lane.relist()
             self._weigh(lane)
         except Exception as error:
             self._post(Notice(f"{lane.name}-scan", f"{lane.name}: {error}"))
+        os.eventfd_write(self._wake, 1)
+
+    def _follow(self, lane: Lane) -> None:
+        """Know of what neighbours write long before it is listed. A thread of its own: a listing takes its time."""
+        while True:
+            time.sleep(_NEWS_S)
+            lane.follow(self._namespace)
+
+    def _look(self) -> None:
+        """Have the tiers looked at that may have been emptied, where that is due."""
+        for look in self._looks:
+            if look.due_at <= time.monotonic():
+                look.due_at = NEVER
+                self._lanes[look.number].scans.submit(self._look_at, look)
+
+    def _look_at(self, look: _Look) -> None:
+        """Tell the scheduler side what the tier's holdings are called, if that has changed. A tier that cannot say
+        is asked again: whatever is wrong, those who need the tier find out."""
+        lane = self._lanes[look.number]
+        try:
+            born = None if lane.rests else lane.tier.born()
+            self._count(f"{lane.name}_looks")
+        except Exception:
+            born = None
+        if born not in (None, look.born):
+            look.born = born
+            self._post(Born(look.number, born))
+        look.due_at = time.monotonic() + look.every_s
         os.eventfd_write(self._wake, 1)
 
     def _weigh(self, lane: Lane) -> None:
@@ -522,9 +618,6 @@ class Store:
         if held is not None:
             self._held[lane.name] = held
 
-    def _key(self, identifier: str) -> EncoderCacheKey:
-        return EncoderCacheKey(self._start.namespace if self._start else "", identifier)
-
     def _owns(self, offset: int, length: int) -> bool:
         return arena.within(offset, length, len(self._memory))
 
@@ -534,10 +627,21 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A fill, and when it was asked for (monotonic seconds)."""
+    """A fill, and when it was asked for (monotonic seconds). `kept`: a tier has an entry of another version."""
 
     fill: Fill
     at: float
+    kept: bool = False
+
+
+@dataclass(slots=True)
+class _Look:
+    """When a tier is looked at next, to see whether it was emptied, and what its holdings were called at last."""
+
+    number: int
+    every_s: float
+    due_at: float = 0.0
+    born: str | None = None
 
 
 @dataclass(slots=True)
@@ -546,6 +650,19 @@ class _Delivery:
 
     outstanding: int
     ok: bool = True
+
+
+def _look_s(habits: Habits, start: Start) -> float:
+    """How often a tier is looked at: where a request costs something, as often as it is listed."""
+    return habits.refresh_s if habits.lookup is Lookup.CATALOG and not habits.local else start.look_s
+
+
+def _key(message: Fill | Write | Saved) -> EncoderCacheKey:
+    return EncoderCacheKey(message.namespace, message.identifier)
+
+
+def _not_filled(fill: Fill, length: int = 0, kept: bool = False) -> NotFilled:
+    return NotFilled(fill.place, fill.namespace, fill.identifier, length, kept)
 
 
 def _disk(start: Start) -> Tier:
@@ -581,7 +698,14 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     os.setpgid(0, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of a terminal is not the end of what was handed over
+    # What was handed over is finished first: after the end of a terminal, and where a whole control group is terminated
+    # (systemd, some container runtimes). The end of the engine's link ends this process, within drain_s.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+    except OSError:
+        pass  # it is found by this name only where a container ends with its engine
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -74,7 +74,7 @@ class EngineProcess:
     """The test's side, for one thread. `folder` gets `engine.log`, `encodes` and `guard`, appended to by each engine.
 
     Further arguments are vLLM's engine arguments. `guard` has every call of a disk tier's method, `seal` or `verify` in
-    an engine process raise and be listed in `refused`.
+    an engine process raise and be listed in `refused`. `inside` is the beginning of a command that runs the process.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         guard: bool = False,
         timeout_s: float = 180,
+        inside: Sequence[str] = (),
         **arguments: Any,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +104,7 @@ class EngineProcess:
         )
         with theirs, self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.engine_runner", str(theirs.fileno())],
+                [*inside, sys.executable, "-m", "tests.engine_runner", str(theirs.fileno())],
                 cwd=ROOT,
                 env=child_environment,
                 stdin=subprocess.DEVNULL,

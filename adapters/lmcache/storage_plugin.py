@@ -257,6 +257,8 @@ class ShapeAgnosticBackend(StoragePluginInterface):
             except _NoRoomError as error:
                 tiers.complain("no_room", str(error))
                 break
+            except entry.OtherVersion as error:
+                tiers.complain(f"{lane.name}_other_version", f"{lane.name}: {key.object_name} is not for us: {error}")
             except entry.EntryError as error:
                 text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
                 tiers.complain(f"{lane.name}_corrupt", text)
@@ -273,11 +275,9 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         """Read, verify, hand over, promote. None if the tier does not have it, EntryError for what is not the entry."""
         length = self._tiers.length(lane, key)
         while length is not None:
-            room = entry.room(key.identifier)
-            if length < room:
-                raise entry.EntryError(entry.Reason.LENGTH, f"{length} bytes are no entry")
-            if length - room > self._pool_bytes:
-                raise _NoRoomError(f"an object of {length - room} bytes is larger than all of LMCache's CPU memory")
+            payload_bytes = length - entry.room(key.identifier)
+            if payload_bytes > self._pool_bytes:
+                raise _NoRoomError(f"an object of {payload_bytes} bytes is larger than all of LMCache's CPU memory")
             buffer = self._scratch.take(length)
             with memoryview(buffer)[:length] as data:
                 found = lane.tier.get_into(key, data)

@@ -15,7 +15,7 @@ from lmcache.logging import init_logger
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Tier, TierAway
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.remote import AwaitedTier, lane_names, open_remote, tier_name
@@ -38,7 +38,7 @@ class Tiers:
     def __init__(self, settings: PluginSettings, extra_config: Mapping[str, object], namespace: str) -> None:
         self.namespace = namespace
         self.counts: Counter[str] = Counter()
-        self.lanes, self.presence = _open_lanes(settings, extra_config)
+        self.lanes = _open_lanes(settings, extra_config)
         self._lock, self._complaining = threading.Lock(), threading.Lock()
         self._complaints = Complaints(_logger)
         self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
@@ -121,7 +121,7 @@ class Tiers:
             self.complain(f"{lane.name}_survey_errors", f"{lane.name}: {error}")
 
 
-def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) -> tuple[Sequence[Lane], PresenceFilter]:
+def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) -> Sequence[Lane]:
     """The tiers in order. A remote that is merely away is tried again later."""
     tiers: list[tuple[Tier, Habits]] = []
     if settings.local_disk is not None:
@@ -139,7 +139,7 @@ def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) ->
             tier = AwaitedTier(name, opener)
         tiers.append((tier, Habits(lookup, settings.catalog_refresh_s)))
     names = lane_names([tier.name for tier, _ in tiers])
-    presence = PresenceFilter.create(names)
+    presence = PresenceWriter.create(names)
     os.close(presence.fd)  # nobody else is to map it
     lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
     for lane in lanes:
@@ -147,4 +147,4 @@ def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) ->
             _logger.warning("storage plugin: %s", lane.tier.notice)
         if isinstance(lane.tier, AwaitedTier):
             lane.failed()
-    return lanes, presence
+    return lanes

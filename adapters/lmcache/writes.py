@@ -127,9 +127,9 @@ class Writes:
         stored, tiers = False, self._tiers
         try:
             if not write.removed:
-                stored = lane.tier.put(write.key, write.data)
-                tiers.count(f"{lane.name}_{'writes' if stored else 'present'}")
-                tiers.presence.add(write.key.digest)
+                new = lane.tier.put(write.key, write.data)
+                tiers.count(f"{lane.name}_{'writes' if new else 'present'}")
+                lane.has(write.key.digest, new)
                 stored = True
             if write.removed:  # asked again: `cancel` may have come meanwhile
                 lane.tier.delete(write.key)

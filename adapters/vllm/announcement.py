@@ -4,12 +4,16 @@
 `ec_transfer_params` maps an identifier to what is known of the item. vLLM's own connectors put in `metadata`, with
 which a proxy can leave the media out of the consumer's request (vllm/distributed/ec_transfer/ec_connector/utils.py);
 ours adds `namespace`, so that engines that encode differently are told apart at once and not by a miss each time.
+
+Both name an item as client and proxy do: by its uuid where it has one, not as the front end spells that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from .identifiers import client_uuid
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -21,8 +25,7 @@ NAMESPACE = "namespace"
 class Announcer:
     """A producer's side. Runs on the scheduler's thread; before vLLM 0.32 there is nothing that could be announced."""
 
-    def __init__(self, model_config: ModelConfig, namespace: str) -> None:
-        self._namespace = namespace
+    def __init__(self, model_config: ModelConfig) -> None:
         try:
             from vllm.distributed.ec_transfer.ec_connector.utils import (
                 PlaceholderMetadataResolver,
@@ -34,20 +37,22 @@ class Announcer:
             resolver = PlaceholderMetadataResolver(model_config)
             self._collect = lambda request: collect_ec_item_metadata(request.mm_features, resolver)
 
-    def announce(self, request: Request, stored: Callable[[str], bool]) -> dict[str, Any] | None:
-        """What the answer to `request` says. An item that is not `stored` is announced without metadata: its media has
-        to stay with the request, or the consumer had nothing to encode."""
-        items = self._collect(request)
-        for identifier, item in items.items():
-            if stored(identifier):
-                item[NAMESPACE] = self._namespace
-            else:
+    def announce(self, request: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, Any] | None:
+        """What the answer to `request` says of entries in `namespace`. An item that is not `stored` is announced
+        without metadata: its media has to stay with the request, or the consumer had nothing to encode."""
+        items = {}
+        mixed = {"audio", "video"} <= {feature.modality for feature in request.mm_features}
+        for identifier, item in self._collect(request).items():
+            if not stored(identifier):
                 item["metadata"] = {}
+            elif not mixed:  # vLLM's proxy recognises the sound of a video by maps that hold what vLLM puts in alone
+                item[NAMESPACE] = namespace
+            items[client_uuid(identifier)] = item
         return items or None
 
 
 def announced(request: Request) -> dict[str, str]:
-    """Identifier to namespace, of the items that a producer of ours has announced for this request.
+    """Name of an item (`identifiers.client_uuid`) to namespace: what a producer of ours has announced for this request.
 
     The parameters come from a client, so nothing about their shape is taken for granted.
     """

@@ -12,7 +12,10 @@ from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.config.host import memory_warning
 
-from .layout import engine_name, loading_ranks, why_inert
+from .front_end import problem
+from .identifiers import Naming
+from .layout import counts_items, engine_name, loading_ranks, why_inert
+from .worker_calls import watched
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -51,9 +54,21 @@ def build_scheduler_side(
     if reason := why_inert(vllm_config):
         logger.warning("encoder cache: off: %s", reason)
         return None, encodable
+    if not watched(vllm_config):
+        logger.error(
+            "encoder cache: off: nothing would say when weights change, because vLLM has not loaded the plugin "
+            "lmcache_ec (does VLLM_PLUGINS name it?), or makes its executors in another way than 0.30 to 0.33"
+        )
+        return None, encodable
     logger.info(summary(config, resolved.origins))
     for warning in filter(None, (*resolved.notes, memory_warning(config.max_local_cpu_bytes))):
         logger.warning("encoder cache: %s", warning)
+    if moved := problem():
+        logger.error(
+            "encoder cache: kept in memory only: this vLLM's front end is not one that is supported (%s), so the names "
+            "that clients give cannot be distinguished from content",
+            moved,
+        )
     return _scheduler_side(vllm_config, config, media, logger), encodable
 
 
@@ -75,7 +90,7 @@ def _scheduler_side(
     except NamespaceUnknown as error:
         logger.error("encoder cache: kept in memory only, because what it holds could not be told apart: %s", error)
         namespace = "unknown-" + hashlib.sha256(engine_name(vllm_config).encode()).hexdigest()[:16]
-        config = config.model_copy(update={"local_disk": None})
+        config = config.model_copy(update={"local_disk": None, "remotes": ()})
     transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config
     widths = dict(getattr(transfer, "mm_encoder_output_widths", {}))
     model = vllm_config.model_config
@@ -89,6 +104,8 @@ def _scheduler_side(
             producer=f"lmcache-ec {__version__}, vllm {vllm.__version__}"[:MAX_PRODUCER_BYTES],
             ranks=loading_ranks(vllm_config),
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
+            saves=transfer.is_ec_producer,
+            watched=True,
         ),
     )
     if cache.inert:
@@ -102,16 +119,14 @@ def _scheduler_side(
         widths=widths,
         deadline_s=config.load_deadline_ms / 1000,
         start_timeout_s=config.start_timeout_s,
-        # With tower LoRA an identifier is `<adapter>:<id>`, and the adapter's name says nothing about its weights.
-        persist_client_ids=config.persist_client_ids and not _adapts_towers(vllm_config),
+        naming=Naming(config.persist_client_ids, counts_items(vllm_config)),
         wait_for_producer_s=config.wait_for_producer_ms / 1000,
+        encoder_budget=scheduler.max_num_encoder_input_tokens,
+        weights_check_s=config.weights_check_s,
+        follows_weight_versions=config.persist_updated_weights == "by_version",
     )
-    announcer = None if transfer.is_ec_consumer else Announcer(model, namespace)
+    announcer = None if transfer.is_ec_consumer else Announcer(model)
     return SchedulerSide(cache, policy, media, logger, announcer)
-
-
-def _adapts_towers(vllm_config: VllmConfig) -> bool:
-    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))
 
 
 def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> WorkerSide | None:
@@ -124,10 +139,13 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
 
     from .agreement import agree
     from .copier import copier_for
+    from .packed_weights import note_packed_weights
     from .worker import WorkerSide
 
     kind = vllm_config.device_config.device_type
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    if kind == "cpu":
+        note_packed_weights()
     alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
     flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
     return WorkerSide(rank, copier_for(device), list if alone else agree, logger, flush_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
@@ -119,6 +120,7 @@ class ECLMCacheConnector(ECConnectorBase):
     def start_save_caches(self, **kwargs: Any) -> None:
         side = self._worker
         if side is not None:
+            self._guarded(side.encode_again, None)
             self._guarded(lambda: side.retry_saves(kwargs["encoder_cache"]), None)
 
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
@@ -137,6 +139,31 @@ class ECLMCacheConnector(ECConnectorBase):
         if side is not None:
             self._guarded(side.finish_step, None)
         return None, None
+
+    def watch_weights(self, model: Callable[[], torch.nn.Module]) -> None:
+        """The worker's model was loaded: this rank now tells the scheduler side what weights its encoder has."""
+        side = self._worker
+        if side is not None:
+            self._guarded(lambda: side.watch_weights(model()), None)
+
+    def weights_may_change(
+        self, name: str, argument: object, model: Callable[[], torch.nn.Module]
+    ) -> AbstractContextManager[None]:
+        """Around a call to the worker, see `EncoderWeights.call`."""
+        weights = None if self._worker is None else self._worker.weights
+        return nullcontext() if weights is None else weights.call(name, argument, model)
+
+    # ---- weights, on the scheduler side
+
+    @property
+    def follows_weight_versions(self) -> bool:
+        return self._scheduler is not None and self._scheduler.follows_weight_versions
+
+    def set_weight_version(self, version: str) -> None:
+        """`EngineCore.set_weight_version` was called."""
+        side = self._scheduler
+        if side is not None:
+            self._guarded(lambda: side.set_weight_version(version), None)
 
     # ---- both
 

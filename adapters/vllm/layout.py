@@ -32,6 +32,15 @@ def loading_ranks(vllm_config: VllmConfig) -> int:
     return tensor * context
 
 
+def counts_items(vllm_config: VllmConfig) -> bool:
+    """Whether vLLM names items that no client has named by counters, which start anew in each process.
+
+    vllm/renderers/base.py, `_process_mm_uuids`: with prefix caching and the processor cache both off it computes none.
+    """
+    media = vllm_config.model_config.multimodal_config
+    return media is not None and not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching)
+
+
 def why_inert(vllm_config: VllmConfig) -> str:
     """Why this engine is served without the cache; empty if it can be served with it."""
     parallel = vllm_config.parallel_config
@@ -41,10 +50,6 @@ def why_inert(vllm_config: VllmConfig) -> str:
     media = vllm_config.model_config.multimodal_config
     if media is None:
         return "the model takes no media"
-    if not media.mm_processor_cache_gb and not vllm_config.cache_config.enable_prefix_caching:
-        # vllm/renderers/base.py: `renderer<rank>-mm-<n>`, counted anew in each process, hashed where processor kwargs
-        # are given. Another image's entry would be taken for this one's.
-        return "with prefix caching and the multimodal processor cache both off, identifiers are mere counters"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, and all must decide alike"
     if getattr(parallel, "nnodes", 1) > 1:

@@ -3,21 +3,34 @@
 
 from __future__ import annotations
 
-import enum
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from lmcache_ec.book import Place
-from lmcache_ec.cache import EncoderCache
+from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache, Probe
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
-from lmcache_ec.key import MAX_NAMESPACE_CHARS, Durability, durability
+from lmcache_ec.key import MAX_NAMESPACE_CHARS
+from lmcache_ec.recent import Recent
 
 from .announcement import Announcer, announced
+from .identifiers import (
+    Durability,
+    Name,
+    Naming,
+    client_uuid,
+    identifier_of,
+    names_of,
+    signed_identifiers,
+    without_signature,
+)
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
+from .producer import Producer
+from .standing import Standing
 
 if TYPE_CHECKING:
     import logging
@@ -28,25 +41,27 @@ if TYPE_CHECKING:
     from .media import EncodableMedia
 
 _RETRIES_A_PASS = 8
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at weights that stay in doubt."""
+
+_NOTHING = TensorSpec(0, 0, "U8")
+_UNSIGNED = (
+    "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
+    'content: such items stay in memory. See docs/security.md, "Front ends"'
+)
+_NAMES_STAY = (
+    "a client or a proxy has named its media, and such names stay in the memory of this producer, so consumers encode "
+    "the media themselves. configs/producer.yaml says what `persist_client_ids` would mean, and what else can be done"
+)
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
-
-
-class Standing(enum.Enum):
-    """Where an item of a request stands before the request is scheduled."""
-
-    SETTLED = enum.auto()
-    """Leased to the request, or in vLLM's own cache, or to be promised when it is asked for."""
-    PENDING = enum.auto()
-    """It can still arrive."""
-    MISSED = enum.auto()
-    """Nothing will come: vLLM encodes it, if it carries anything to encode."""
 
 
 @dataclass(slots=True)
 class Item:
     """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
 
+    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
     `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
     more tokens and no preemption since, the request holds it.
     """
@@ -56,25 +71,47 @@ class Item:
     end: int
     modality: str
     rows: int
-    durability: Durability
+    names: tuple[Name, ...]
     encodable: bool
     announced: bool = False
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
+    probe: Probe | None = None
+    """A producer's question which tiers have it, asked for this request."""
+    rewritten: bool = False
+    """The producer has asked for this request that they be given it again."""
+
+    @property
+    def name(self) -> str:
+        """The one that it is saved under."""
+        return self.names[0].text if self.names else self.identifier
+
+    @property
+    def persists(self) -> bool:
+        return bool(self.names) and self.names[0].durability is Durability.PERSISTENT
+
+    def shape_of(self, name: Name) -> Shape:
+        return name.text, self.modality, self.rows
+
+
+Shape = tuple[str, str, int]
+"""Name, modality and rows: what an entry is asked to be."""
 
 
 @dataclass(slots=True)
 class Memo:
     """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
 
-    `named` is the last item of each name: all of one name look alike, or none is ever cached.
+    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
+    the identifiers that a front end of this engine spelled.
     """
 
     request_id: str
     items: list[Item]
     named: dict[str, Item]
     end: int
+    signed: frozenset[str]
     computed: int = 0
     preemptions: int = 0
     deadline_s: float = 0.0
@@ -94,8 +131,12 @@ class Policy:
     widths: dict[str, int]
     deadline_s: float
     start_timeout_s: float
-    persist_client_ids: bool
+    naming: Naming
     wait_for_producer_s: float = 0.0
+    encoder_budget: int = 0
+    """Rows that vLLM lets the encoder compute in a pass."""
+    weights_check_s: float = 0.0
+    follows_weight_versions: bool = False
 
 
 class SchedulerSide:
@@ -117,24 +158,30 @@ class SchedulerSide:
         """`announcer` is a producer's."""
         self.cache = cache
         self._announcer = announcer
-        names = ("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements")
+        self._producer = None if policy.consumer else Producer(cache)
+        names = (
+            *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
+            *("unsigned_items", "misfits"),
+        )
         self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
         self._widths = dict(policy.widths)
+        self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
         self._memos: dict[str, Memo] = {}
         self._asked: Memo | None = None
         self._drained = False
         self._now = 0.0
         self._start_deadline: float | None = None
+        self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds
+        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the weights that the ranks have
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
         self._promises: dict[str, Place] = {}
-        self._loads: dict[str, tuple[Place, tuple[str, int]]] = {}
+        self._loads: dict[str, tuple[Place | None, tuple[str, int]]] = {}  # None: promised once, void since
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
 
@@ -164,14 +211,36 @@ class SchedulerSide:
         self._drained = True
         self._now = time.monotonic()
         self.cache.drain(self._now)
+        if self.cache.weights.moved and self.cache.follow_weights():
+            self._start_over()
+
+    def _start_over(self) -> None:
+        """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
+        though no step has loaded it, is encoded. What its own cache holds is no output of these weights: nothing of it
+        is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
+        self._mirror.clear()
+        for memo in self._memos.values():
+            self._release(memo)
+            for item in memo.items:
+                item.announced = item.rewritten = False
+                item.probe = None
+        if self._producer is not None:
+            self._producer.follow(self._mirror)
+        for identifier, (place, item_of) in self._loads.items():
+            if place is not None:
+                self.cache.book.unpin(place)
+            self._loads[identifier] = (None, item_of)
 
     def _remember(self, request: Request) -> Memo:
+        earlier = self._memos.get(request.request_id)
         self._forget(request.request_id)
         items = []
         coming = self._announced(request)
+        signed = self._signed(request) | (earlier.signed if earlier is not None else frozenset())
         for index, feature in enumerate(request.mm_features):
             position, identifier = feature.mm_position, feature.identifier
             cached = feature.modality != _NEVER_CACHED
+            encodable = self._media.encodable(feature)
             items.append(
                 Item(
                     identifier=identifier,
@@ -179,25 +248,35 @@ class SchedulerSide:
                     end=position.offset + position.length,
                     modality=feature.modality,
                     rows=request.get_num_encoder_embeds(index),
-                    durability=durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-                    if cached
-                    else Durability.REFUSED,
-                    encodable=self._media.encodable(feature),
-                    announced=identifier in coming,
+                    names=self._policy.naming.names(identifier, identifier in signed, encodable) if cached else (),
+                    encodable=encodable,
+                    announced=identifier in coming or client_uuid(identifier) in coming,
                 )
             )
         _refuse_ambiguous(items)
         named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
-        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0))
+        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
         memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
+        if self._announcer is not None and any(_stays(item, signed) for item in items):
+            self._complaints.warn("names", _NAMES_STAY)
         self._memos[request.request_id] = memo
         return memo
+
+    def _signed(self, request: Request) -> frozenset[str]:
+        """The identifiers of a request that a front end of this engine spelled. Read once, see `without_signature`."""
+        identifiers = [feature.identifier for feature in request.mm_features]
+        signed = signed_identifiers(request.trace_headers, identifiers)
+        request.trace_headers = without_signature(request.trace_headers)
+        if unsigned := len(identifiers) - sum(identifier in signed for identifier in identifiers):
+            self.counts["unsigned_items"] += unsigned
+            self._complaints.warn("unsigned", _UNSIGNED)
+        return signed
 
     def _announced(self, request: Request) -> frozenset[str]:
         """The items that a producer has stored where this engine can find them."""
         told = announced(request)
         others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
-        if others:
+        if others and self.cache.persists:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
                 "namespace",
@@ -220,7 +299,8 @@ class SchedulerSide:
             self.counts["timeouts"] += 1
             for item, standing in zip(wanted, standings, strict=True):
                 item.missed |= standing is Standing.PENDING
-        if any(item.missed and not item.encodable for item in wanted):
+        standing_of = zip(wanted, standings, strict=True)
+        if any((item.missed or standing is Standing.MISSED) and not item.encodable for item, standing in standing_of):
             self.counts["unavailable"] += 1
             self._unavailable.add(memo.request_id)
             return False
@@ -248,7 +328,12 @@ class SchedulerSide:
         evict its own copy before that, so only a lease will do."""
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
+            if self._producer is not None:
+                self._producer.refresh(item, self._sought(item), self._now)
             return Standing.SETTLED
+        if self._producer is not None and self._usable(item):
+            place, cached = self._find(item), identifier in self._mirror
+            return self._producer.standing(memo.request_id, item, self._sought(item), place, cached, self._now)
         leased = identifier in memo.leases and self._serves(item)
         if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
@@ -262,26 +347,38 @@ class SchedulerSide:
         item.missed = item.missed or not self._can_come(item)
         return Standing.MISSED if item.missed else Standing.PENDING
 
+    def _usable(self, item: Item) -> bool:
+        """Whether an entry may stand for the item at all."""
+        return self._records and bool(item.names)
+
     def _serves(self, item: Item) -> bool:
-        """Whether an entry may be used for the item at all."""
-        usable = self._policy.consumer and self.cache.ready and not self.cache.inert
-        return usable and item.durability is not Durability.REFUSED
+        """Whether an entry may be loaded for the item."""
+        return self._policy.consumer and self._usable(item)
 
     def _find(self, item: Item) -> Place | None:
-        """The live entry of an item. One that is not what the item needs is deleted everywhere."""
-        place = self.cache.book.live(item.identifier) if self._serves(item) else None
-        if place is not None and not self._fits(place, item):
-            self.cache.discard(place, self._now)
-            return None
-        return place
+        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
+        item waits for no fetch of it."""
+        for name in item.names if self._usable(item) else ():
+            place = self.cache.book.live(name.text)
+            if place is not None and self._fits(place, item):
+                return place
+            if place is not None:
+                shape = item.shape_of(name)
+                self.counts["misfits"] += not self._misfits.holds(shape, self._now)
+                self._misfits.add(shape, self._now)
+        return None
 
     def _can_come(self, item: Item) -> bool:
         """Whether the item is under way into the arena, after starting that if a tier may have it."""
-        if not self._serves(item):
+        coming = [self._name_can_come(name, item) for name in item.names] if self._serves(item) else []
+        return any(coming)
+
+    def _name_can_come(self, name: Name, item: Item) -> bool:
+        if self._misfits.holds(item.shape_of(name), self._now):
             return False
-        if item.durability is Durability.PERSISTENT:
-            return self.cache.fetch(item.identifier, self._length(item), self._now, item.announced)
-        return self.cache.under_way(item.identifier, self._now)
+        if name.durability is Durability.PERSISTENT:
+            return self.cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
+        return self.cache.under_way(name.text, self._now)
 
     def _fits(self, place: Place, item: Item) -> bool:
         """Whether an entry is what the request needs. A width nobody has told is learned from the first that fits."""
@@ -290,9 +387,14 @@ class SchedulerSide:
             return False
         return self._widths.setdefault(item.modality, spec.width) == spec.width
 
-    def _length(self, item: Item) -> int:
+    def _length(self, name: str, item: Item) -> int:
         spec = self._spec(item)
-        return entry_length(item.identifier, spec) if spec is not None else 0
+        return entry_length(name, spec) if spec is not None else 0
+
+    def _sought(self, item: Item) -> TensorSpec | None:
+        """What a producer looks for in the tiers; None where another item's entry is known to have the name."""
+        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+        return None if known else self._spec(item)
 
     def _spec(self, item: Item) -> TensorSpec | None:
         width = self._widths.get(item.modality)
@@ -311,15 +413,21 @@ class SchedulerSide:
             self._withdraw(identifier)
         memo = self._asked
         item = None if memo is None else memo.named.get(identifier)
-        if memo is None or item is None or item.end <= memo.computed or not self._serves(item):
+        if memo is None or item is None or item.end <= memo.computed or not self._usable(item):
             return False
-        place = memo.leases.get(identifier) or self.cache.book.live(identifier)
+        if self._producer is not None:
+            return self._producer.has(item, self._find(item))
+        place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place
         self.counts["promises"] += 1
         return True
+
+    def _held(self, item: Item) -> Place | None:
+        places = (self.cache.book.live(name.text) for name in item.names)
+        return next((place for place in places if place is not None and self._fits(place, item)), None)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """vLLM has given the item room: to load if it was promised in this pass, to encode otherwise."""
@@ -333,18 +441,26 @@ class SchedulerSide:
         if place is not None:
             put_off = self._loads.get(identifier)
             self._loads[identifier] = (place, (request.request_id, index))
-            if put_off is not None:
+            if put_off is not None and put_off[0] is not None:
                 self.cache.book.unpin(put_off[0])  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
-        elif memo is not None and self._policy.producer and self.cache.ready and not self.cache.inert:
+        elif self._producer is not None and self._producer.skips(identifier):
+            pass
+        elif memo is not None and self._policy.producer and self._records:
             self._reserve(memo.items[index], request.request_id, index)
+
+    @property
+    def _records(self) -> bool:
+        """Whether entries may be used in this pass, and outputs of a step that goes out now may be kept."""
+        return self.cache.ready and not self.cache.inert and not self.cache.in_doubt
 
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
         spec = self._spec(item)
-        if spec is None or item.durability is Durability.REFUSED:
+        if spec is None or not item.names or self._misfits.holds(item.shape_of(item.names[0]), self._now):
             return
-        place = self.cache.book.reserve_save(item.identifier, spec, self._persists(item.durability))
+        name = item.names[0]
+        place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))
         if place is not None:
             self._saves[item.identifier] = (place, request_id, index)
 
@@ -371,12 +487,14 @@ class SchedulerSide:
         else:
             meta = StepMetadata()
             for place, _, _ in self._saves.values():
-                self.cache.book.drop(place)
+                self._drop_save(place)
             self._saves.clear()
+        if self._producer is not None:
+            self._producer.end_pass()
         self._allocated.clear()
         self._asked = None
         self._drained = self._questioned = False
-        self.cache.hand_ledger({**self.counts, "requests": len(self._memos)})
+        self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
         if meta.step:
             self._loads.clear()  # last: `give_up` needs them if anything before this raises
         return meta
@@ -386,38 +504,89 @@ class SchedulerSide:
             # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
             self.counts["mirror_resets"] += 1
             self._mirror &= self._allocated
+            if self._producer is not None:
+                self._producer.follow(self._mirror)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
                 continue  # evicted early in this pass, and given room again later
             self._mirror.discard(identifier)
-            self.cache.book.unsaved.pop(identifier, None)
-            if identifier in self._loads:
-                self.cache.book.unpin(self._loads.pop(identifier)[0])  # put off by a step without tokens, now unwanted
+            for name in names_of(identifier):
+                self.cache.book.unsaved.pop(name, None)
+            place, _ = self._loads.pop(identifier, (None, None))
+            if place is not None:
+                self.cache.book.unpin(place)  # put off by a step without tokens, now unwanted
+        if self._producer is not None and freed:
+            self._producer.follow(self._mirror)
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
-        retries = self._retries() if book.unsaved and not self.cache.inert else []
-        if not (self._loads or self._saves or retries or book.outstanding()):
+        retries = self._retries() if book.unsaved and self._records else []
+        again = self._reserve_again(scheduler_output)
+        copies = bool(self._loads or self._saves or retries)
+        look = self._looks(copies)
+        if not (copies or look or book.outstanding()):
             return StepMetadata()
         self._step += 1
         encodes = scheduler_output.scheduled_encoder_inputs
         scheduled = scheduler_output.num_scheduled_tokens
-        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
-        for place, request_id, index in self._saves.values():
-            if index in encodes.get(request_id, ()):
-                meta.saves[place.identifier] = self._send_save(place)
-            else:
-                book.drop(place)  # preempted in the step that had scheduled it: no encode follows
+        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
+        meta.namespace, meta.weights = self.cache.namespace, self.cache.held
+        for identifier, (place, request_id, index) in self._saves.items():
+            if identifier in again and self._producer is not None:
+                self._producer.encoded_again(identifier)
+                meta.encodes.append((request_id, index))
+            elif index not in encodes.get(request_id, ()):
+                self._drop_save(place)  # preempted in the step that had scheduled it: no encode follows
+                continue
+            meta.saves[identifier] = self._send_save(place)
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (place, item) in self._loads.items():
-            if place.spec is not None:
-                offset = place.offset + room(identifier)
-                scheduled_item = item if item[0] in scheduled else None
-                meta.loads.append(Load(place.id, offset, identifier, place.spec, scheduled_item))
-                book.send_load(place, self._step)
+        for identifier, (promised, item) in self._loads.items():
+            scheduled_item = item if item[0] in scheduled else None
+            if promised is None:
+                meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
+            elif promised.spec is not None:
+                offset = promised.offset + room(promised.identifier)
+                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item))
+                book.send_load(promised, self._step)
         self._saves.clear()
         return meta
+
+    def _reserve_again(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
+        if self._producer is None or not self._producer.again or not self._records:
+            return set()
+        encodes = scheduler_output.scheduled_encoder_inputs
+        memos = ((self._memos.get(name), indices) for name, indices in encodes.items())
+        rows = sum(memo.items[index].rows for memo, indices in memos if memo is not None for index in indices)
+        reserved = set()
+        for identifier, (request_id, item) in self._producer.again.items():
+            memo = self._memos.get(request_id)
+            if memo is None or request_id not in scheduler_output.num_scheduled_tokens:
+                continue
+            if rows and rows + item.rows > self._policy.encoder_budget:
+                break  # not announced this time
+            index = next(index for index, one in enumerate(memo.items) if one is item)
+            self._reserve(item, request_id, index)
+            if identifier in self._saves:
+                reserved.add(identifier)
+                rows += item.rows
+        return reserved
+
+    def _drop_save(self, place: Place) -> None:
+        """No encode follows, and vLLM counts the item as cached all the same."""
+        self.cache.book.drop(place)
+        if self._producer is not None:
+            self._producer.not_encoded(identifier_of(place.identifier))
+
+    def _looks(self, copies: bool) -> bool:
+        """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
+        step that copies, for those who write past all calls."""
+        due_s = _LOOK_AGAIN_S if self.cache.in_doubt else self._policy.weights_check_s if copies else 0.0
+        if not due_s or not self.cache.weights.started or self.cache.inert or self._now - self._looked < due_s:
+            return False
+        self._looked = self._now
+        return True
 
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
@@ -433,10 +602,10 @@ class SchedulerSide:
         if not self._loads or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
-        scheduled, nothing = scheduler_output.num_scheduled_tokens, TensorSpec(0, 0, self._policy.dtype)
+        scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
         for identifier, (_, item) in self._loads.items():
-            meta.loads.append(Load(0, 0, identifier, nothing, item if item[0] in scheduled else None))
+            meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
         self._loads.clear()
         return meta
 
@@ -445,24 +614,26 @@ class SchedulerSide:
         owed, in place until the store process gets to it."""
         self.cache.book.send_save(place, self._step, SAVING_RANK)
         spec = place.spec or TensorSpec(0, 0, self._policy.dtype)
-        return Save(place.id, place.offset, place.length, place.identifier, spec, place.dirty)
+        identifier = identifier_of(place.identifier)
+        return Save(place.id, place.offset, place.length, identifier, place.identifier, spec, place.dirty)
 
     def _retries(self) -> list[Place]:
         """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
         book, places = self.cache.book, []
-        for identifier, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+        for name, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+            identifier = identifier_of(name)
             if identifier in self._allocated:
                 continue  # not in the runner's cache before this step
             if identifier not in self._mirror:
-                del book.unsaved[identifier]
+                del book.unsaved[name]
                 continue
-            how = durability(identifier, persist_client_ids=self._policy.persist_client_ids)
-            place = book.reserve_save(identifier, spec, self._persists(how), retry=True)
+            how = self._policy.naming.durability_of(name)
+            place = book.reserve_save(name, spec, self._persists(how), retry=True)
             if place is None:
-                if book.live(identifier) is None:
-                    book.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                if book.live(name) is None:
+                    book.unsaved.move_to_end(name)  # behind the others, one of which may fit
                 else:
-                    del book.unsaved[identifier]
+                    del book.unsaved[name]
                 break
             places.append(place)
         return places
@@ -471,15 +642,16 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, object] | None:
         """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
+        memo = self._memos.get(request.request_id)
         self._forget(request.request_id)
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        return self._announcer.announce(request, self._is_stored)
+        return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
-    def _is_stored(self, identifier: str) -> bool:
-        place = self.cache.book.live(identifier)
-        return place is not None and place.stored
+    def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
+        item = None if memo is None else memo.named.get(identifier)
+        return self._producer is not None and item is not None and self._producer.stored(item, self._find(item))
 
     def _forget(self, request_id: str) -> None:
         memo = self._memos.pop(request_id, None)
@@ -494,12 +666,32 @@ class SchedulerSide:
             self.cache.book.release(place)
         memo.leases.clear()
 
+    # ---- weights
+
+    @property
+    def follows_weight_versions(self) -> bool:
+        return self._policy.follows_weight_versions
+
+    def set_weight_version(self, version: str) -> None:
+        """vLLM was told the version of the weights that its workers have. Between passes, after a look at these."""
+        self.cache.drain(time.monotonic())
+        if problem := self.cache.weights.set_version(version):
+            self._complaints.warn("version", f"{problem}: entries are kept in memory only")
+
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
-        return {**self.cache.snapshot(), **self.counts, "requests": len(self._memos)}
+        return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+
+    def _counts(self) -> dict[str, int]:
+        return self.counts if self._producer is None else {**self.counts, **self._producer.counts}
 
     def shutdown(self) -> None:
         self.cache.close()
+
+
+def _stays(item: Item, signed: frozenset[str]) -> bool:
+    """Whether an item's own name, and nothing about its front end, keeps it in memory."""
+    return item.identifier in signed and any(name.durability is Durability.LOCAL for name in item.names)
 
 
 def _refuse_ambiguous(items: list[Item]) -> None:
@@ -509,4 +701,4 @@ def _refuse_ambiguous(items: list[Item]) -> None:
         looks.setdefault(item.identifier, set()).add((item.rows, item.modality))
     for item in items:
         if len(looks[item.identifier]) > 1:
-            item.durability = Durability.REFUSED
+            item.names = ()

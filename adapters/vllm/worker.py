@@ -21,6 +21,7 @@ from .copier import Copier
 from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 from .tensors import dtype_name, view
+from .weights import EncoderWeights
 
 EncoderTensors = MutableMapping[str, torch.Tensor]
 """vLLM's own encoder cache: a dictionary, or whatever takes a tensor by item assignment."""
@@ -46,7 +47,11 @@ class WorkerSide:
         self._number = rank
         self._copier = copier
         self._agree = agree
+        self._logger = logger
         self._complaints = Complaints(logger)
+        self.weights: EncoderWeights | None = None
+        """Of this rank's encoder, where they are watched."""
+        self._outdated = False  # whether this step was made up for other weights
         self._rank: Rank | None = None
         self._meta: StepMetadata | None = None
         self._outcomes: list[tuple[int, Outcome]] = []
@@ -56,8 +61,17 @@ class WorkerSide:
         """Wait for the scheduler side from now on. Raises OSError if another process holds this rank's address."""
         self._rank = Rank(engine, self._number, self._copier.register)
 
+    def watch_weights(self, model: torch.nn.Module) -> None:
+        """Tell the scheduler side from now on what weights the encoder of `model` has, which was just loaded."""
+        if self._rank is not None:
+            self.weights = EncoderWeights(model, self._rank.report_weights, self._logger)
+
     def bind(self, meta: StepMetadata) -> None:
         self._meta = meta if meta.step else None
+        if self._meta is not None and self.weights is not None:
+            if meta.look:
+                self.weights.look()
+            self._outdated = not self.weights.are(meta.weights, self._number)
 
     def load(self, cache: EncoderTensors) -> None:
         """Copy this step's loads into vLLM's cache. What cannot be loaded, vLLM encodes after all."""
@@ -93,10 +107,17 @@ class WorkerSide:
         """
         if load.item is not None and meta.encoder_inputs is not None:
             cache.pop(load.identifier, None)
-            request_id, index = load.item
-            scheduled = meta.encoder_inputs.setdefault(request_id, [])
-            if index not in scheduled:
-                scheduled.append(index)
+            _encode(meta.encoder_inputs, load.item)
+
+    def encode_again(self) -> None:
+        """Add a producer's items that vLLM counts as cached, and no rank has, to what the encoder is about to encode.
+
+        Every rank does, whether it saves or not.
+        """
+        meta = self._meta
+        if meta is not None and meta.encoder_inputs is not None:
+            for item in meta.encodes:
+                _encode(meta.encoder_inputs, item)
 
     def save(self, cache: EncoderTensors, identifier: str) -> None:
         """Copy a new encoder output into the place that the scheduler side reserved for it, if it did."""
@@ -127,12 +148,17 @@ class WorkerSide:
         self._copied.append(save)
 
     def _payload(self, meta: StepMetadata, order: Load | Save) -> torch.Tensor:
-        """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds."""
+        """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds, and
+        those of an output of the weights that this rank has."""
+        if self._outdated:
+            raise ValueError("the encoder's weights have changed since this was decided")
+        if not order.place:
+            raise ValueError("what was promised is void")
         rank = self._rank
         memory = rank.memory if rank is not None else None
         if rank is None or memory is None or not meta.arena or rank.arena_id != meta.arena:
             raise ValueError("this rank is not attached to the engine's arena")
-        head = room(order.identifier) if isinstance(order, Save) else 0
+        head = room(order.name) if isinstance(order, Save) else 0
         length = head + order.spec.nbytes
         if not within(order.offset, max(length, 1), len(memory)):
             raise ValueError(f"{length} bytes at {order.offset} are not within the arena")
@@ -148,13 +174,13 @@ class WorkerSide:
         self._outcomes, self._copied, self._meta = [], [], None
         if meta is None or rank is None:
             return
-        step, handed_over = meta.step, threading.Event()
+        step, namespace, handed_over = meta.step, meta.namespace, threading.Event()
         flushed = {save.place for save in copied if save.persist} if self._flush_s else set[int]()
 
         def done() -> None:
             named = [(place, outcome, 0) for place, outcome in outcomes]
             for save in copied:
-                incarnation = rank.hand_over(_saved(save, save.place in flushed))
+                incarnation = rank.hand_over(_saved(save, namespace, save.place in flushed))
                 named.append((save.place, Outcome.COPIED if incarnation else Outcome.ABSENT, incarnation))
             rank.report(step, named)
             handed_over.set()
@@ -180,6 +206,7 @@ class WorkerSide:
         What it has promised cannot be loaded from now on, so vLLM encodes it.
         """
         rank, self._rank = self._rank, None
+        self.weights = None
         if rank is not None:
             rank.close()
 
@@ -188,6 +215,13 @@ class WorkerSide:
         self.abandon()
 
 
-def _saved(save: Save, flush: bool) -> Saved:
+def _encode(encoder_inputs: dict[str, list[int]], item: tuple[str, int]) -> None:
+    request_id, index = item
+    scheduled = encoder_inputs.setdefault(request_id, [])
+    if index not in scheduled:
+        scheduled.append(index)
+
+
+def _saved(save: Save, namespace: str, flush: bool) -> Saved:
     shape = (save.spec.rows, save.spec.width, save.spec.dtype)
-    return Saved(save.place, save.offset, save.length, save.identifier, *shape, save.persist, flush)
+    return Saved(save.place, save.offset, save.length, namespace, save.name, *shape, save.persist, flush)

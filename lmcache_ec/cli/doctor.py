@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lmcache_ec.config.host import GIB, Disk, amount, disk, memory, memory_warni
 from lmcache_ec.config.keys import accepts, told
 from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.mask import HIDDEN, shown, shown_name, shown_shape
-from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, from_file
+from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS, from_file
 from lmcache_ec.tiers.base import TierAway
 
 _CONNECTOR = "ECLMCacheConnector"
@@ -84,13 +85,16 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
     resolved = _configuration(report, extra, environ)
     _versions(report)
     _connector(report, environ)
+    _front_end(report)
     _memory(report, resolved.config if resolved else None, environ)
     if resolved:
         _disk(report, resolved.config)
         _remotes(report, resolved.config)
         report.command = _command(extra, environ)
         report.variables = sorted(
-            shown_name(name) for name in environ if name.startswith(ENV_PREFIX) or name == "LMCACHE_LOCAL_DISK"
+            shown_name(name)
+            for name in environ
+            if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
 
@@ -212,6 +216,19 @@ def _connector(report: Report, environ: Mapping[str, str]) -> None:
         )
     elif allowed is not None and _PLUGIN not in allowed.split(","):
         report.problems.append(f"VLLM_PLUGINS leaves {_CONNECTOR} out: add {_PLUGIN} to it, or unset it")
+
+
+def _front_end(report: Report) -> None:
+    """Whether vLLM's front end is one in which names can be told from content; otherwise nothing leaves memory."""
+    from lmcache_ec.adapters.vllm.front_end import differs_in
+
+    installed = find_spec("vllm")
+    folders = installed.submodule_search_locations if installed is not None else None
+    difference = differs_in(Path(folders[0])) if folders else ""
+    if difference:
+        report.problems.append(
+            f"nothing would be kept beyond memory: vLLM's front end is not one that is supported ({difference})"
+        )
 
 
 def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[str, str]) -> None:

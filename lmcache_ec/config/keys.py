@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from lmcache_ec.config.mask import HIDDEN, shown
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.tiers.remote import RemoteOptions, check_url, is_listed, place_of, tier_name
 
 _GIB = 1 << 30
+_FLAGS = TypeAdapter(bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,13 @@ def check_remote(url: str, extra_config: Mapping[str, object]) -> None:
     except ValueError:
         raise ValueError("URLs are accepted, such as redis://host:6379 or s3://bucket/prefix") from None
     check_url(url, RemoteOptions(extra_config=extra_config))
+
+
+def _flag_or_version(value: object) -> object:
+    try:
+        return value if value == "by_version" else _FLAGS.validate_python(value)
+    except ValidationError:
+        raise ValueError from None
 
 
 def _upper(value: object) -> object:
@@ -221,7 +239,21 @@ class EncoderCacheConfig(BaseModel):
         Accepts("a whole number of milliseconds is accepted, 0 to 600000, without a unit", "ms"),
     ] = Field(2000, description="Longest wait for an entry that a producer has announced to a request.")
     persist_client_ids: Flag = Field(
-        False, description="Whether entries named by a client's uuid may leave LocalCPU: one uuid, one media, for ever."
+        False,
+        description="Whether entries named by a client's uuid may leave LocalCPU: one name, one content, for ever.",
+    )
+
+    persist_updated_weights: Annotated[
+        Literal[False, True, "by_version"],
+        BeforeValidator(_flag_or_version),
+        Accepts("true, false or by_version is accepted"),
+    ] = Field(
+        False,
+        description="Whether outputs of weights that were changed under a running engine may leave LocalCPU: under a "
+        "namespace with the weights' digest (true), or with the version that vLLM was told (by_version).",
+    )
+    weights_check_s: SecondsFromZero = Field(
+        60.0, description="Between two looks at the weights for a change that no call to the workers made; 0: none."
     )
 
     @field_validator("max_local_disk_size")

@@ -4,7 +4,7 @@
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,10 @@ from lmcache_ec.config.sources import (
     from_environ,
     from_extra,
     from_file,
+    service_links,
 )
 from lmcache_ec.config.variables import filled
-from lmcache_ec.tiers.remote import is_remote_key
+from lmcache_ec.tiers.remote import is_remote_key, tier_name
 
 _KEYS = EncoderCacheConfig.model_fields
 SHARED = (
@@ -63,9 +64,12 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     read = from_file(file) if file else FileSettings([], [], [])
     settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}))
     written = {setting.key: setting for setting in map(_as_ours, settings)}
-    inherited, notes = _inherited(read.others, environ, written)
+    ignored = {key: setting for key, setting in written.items() if _is_strange_variable(setting)}
+    written = {key: setting for key, setting in written.items() if key not in ignored}
+    inherited, notes, problems = _inherited(read.others, environ, written)
     written = inherited | written
-    problems = read.problems + list(_named_twice(settings))
+    problems += read.problems + list(_named_twice(settings))
+    problems += _unindented(read)
     problems += [_misplaced(setting) for setting in read.others if _is_misplaced(setting.key)]
     complaints = {key: text for key, setting in written.items() if (text := _complaint(setting))}
     ours = {key: setting for key, setting in written.items() if key in _KEYS and key not in complaints}
@@ -74,6 +78,7 @@ def resolve(extra: Mapping[str, object] | None = None, environ: Mapping[str, str
     if problems or config is None:
         raise ConfigError(*problems)
     origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
+    notes += [*_ignored(ignored.values(), service_links(environ)), *_slow_before_quick(config.remotes)]
     return Resolved(config, origins, (*notes, *_without_effect(written.values())))
 
 
@@ -111,7 +116,7 @@ def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple
     values = {key: setting.value for key, setting in ours.items()}
     problems: list[str] = []
     remotes = ours.get("remotes")
-    if remotes and remotes.origin.source is not Source.INHERITED:  # LMCache would take it as it is
+    if remotes:
         try:
             values["remotes"] = _filled(remotes.value, environ)
         except ValueError as error:
@@ -142,14 +147,54 @@ def _complaint(setting: Setting) -> str | None:
     return f"{key}={shown(value)} in {place}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
 
 
-def _unknown(setting: Setting, secret: bool) -> str:
-    plain = setting.key.replace("-", "_").replace(".", "_")
+def _nearest(key: str) -> list[str]:
+    """The key of ours that was probably meant; none if nothing is like it."""
+    plain = key.replace("-", "_").replace(".", "_")
     for prefix in ("lmcache_", "ec_"):
         plain = plain.removeprefix(prefix)
-    nearest = difflib.get_close_matches(plain, _KEYS, n=1)
+    return difflib.get_close_matches(plain, _KEYS, n=1)
+
+
+def _is_strange_variable(setting: Setting) -> bool:
+    """Whether an environment variable with our prefix is like none of our keys: another program's, most likely."""
+    key = setting.key
+    known = key in _KEYS or key in NOTED or key in REFUSED
+    return setting.origin.source is Source.ENVIRONMENT and not known and not _nearest(key)
+
+
+def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
+    """What is said of variables with our prefix that configure nothing."""
+    if links:
+        yield (
+            f"ignored, as Kubernetes sets them for a Service: {', '.join(map(shown_name, links))} "
+            "(enableServiceLinks: false in the pod leaves them out)"
+        )
+    for setting in strange:
+        yield f"ignored: {setting.origin.place} is the name of no key; accepted are {', '.join(_KEYS)}"
+
+
+def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
+    names = [tier_name(url) for url in urls]
+    if "s3" in names and "redis" in names[names.index("s3") :]:
+        yield "remotes: s3 is asked before redis, which answers sooner: name redis first"
+
+
+def _unindented(read: FileSettings) -> Iterator[str]:
+    """An `ec:` whose keys were not indented: LMCache would take those that it has, too, and nothing would say so."""
+    beside = [setting for setting in read.others if setting.key in SHARED]
+    if read.empty_ec and not read.ours and beside:
+        named = ", ".join(f"{setting.key} ({setting.origin.place})" for setting in beside)
+        yield (
+            f"ec in {read.empty_ec} has no value, and beside it, not indented, is {named}: "
+            "indent what belongs to ec by two spaces, or write ec: {} if nothing does"
+        )
+
+
+def _unknown(setting: Setting, secret: bool) -> str:
+    nearest = _nearest(setting.key)
     # Under a name that is like none of ours it may be anything, another program's password too.
     value = shown(setting.value) if nearest else shown_shape(setting.value)
-    named = f"unknown key {shown_name(setting.key)}={HIDDEN if secret else value}"
+    named = f"unknown key {shown_name(setting.name)}={HIDDEN if secret else value}"
     if setting.key == "ec" and isinstance(setting.value, Mapping):
         advice = "the keys stand there directly, without ec around them"
     else:
@@ -199,14 +244,15 @@ def _filled(value: object, environ: Mapping[str, str]) -> object:
 
 def _inherited(
     others: list[Setting], environ: Mapping[str, str], written: Mapping[str, Setting]
-) -> tuple[dict[str, Setting], list[str]]:
-    """The places of the KV part that serve here too, and why another does not."""
+) -> tuple[dict[str, Setting], list[str], list[str]]:
+    """The places of the KV part that serve here too, why another does not, and what is wrong with one."""
     kv = {setting.key: (setting.value, setting.origin.place) for setting in others}
     for key in ("local_disk", "remote_url", "extra_config"):
         if (name := f"LMCACHE_{key.upper()}") in environ:
             kv[key] = environ[name].strip("'\" "), name
     found: dict[str, Setting] = {}
     notes: list[str] = []
+    problems: list[str] = []
 
     def inherit(key: str, value: object, of: str) -> None:
         found[key] = Setting(key, value, Origin(Source.INHERITED, f"{of} of the KV part, {kv[of][1]}"))
@@ -219,11 +265,16 @@ def _inherited(
     url, place = kv.get("remote_url", (None, ""))
     if url and "remotes" not in written:
         try:
-            check_remote(str(url), extra_config)
+            address = filled(str(url), environ)
+        except ValueError as error:
+            problems.append(f"remote_url={shown(url)} of the KV part, {place}: {error}")
+            return found, notes, problems
+        try:
+            check_remote(address, extra_config)
             inherit("remotes", [url], "remote_url")
         except ValueError as error:
             notes.append(f"remote_url of the KV part, {place}, does not serve here: {error}")
-    return found, notes
+    return found, notes, problems
 
 
 def _of_remotes(extra_config: object) -> dict[str, object]:

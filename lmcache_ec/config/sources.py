@@ -2,8 +2,9 @@
 """Where settings come from: the file, the environment, vLLM's extra configuration. Nothing is judged but form."""
 
 import enum
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,8 @@ from lmcache_ec.config.mask import shown_name, shown_path, shown_shape
 
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 ENV_PREFIX = "LMCACHE_EC_"
+NO_KEYS = frozenset({"LMCACHE_EC_FRONT_END_KEY"})
+"""Variables that begin so and configure nothing: see `adapters/vllm/identifiers.py`."""
 EXTRA = "ec_connector_extra_config"
 
 
@@ -41,11 +44,16 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key as somebody wrote it, its name in lower case."""
+    """One key, its name in lower case. `written` is the name in the file, where that differs (`ec_<key>`)."""
 
     key: str
     value: object
     origin: Origin
+    written: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.written or self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +63,29 @@ class FileSettings:
     ours: list[Setting]
     others: list[Setting]
     problems: list[str]
+    empty_ec: str = ""
+    """Where `ec:` stands, if it has no value."""
+
+
+_SERVICE_LINK = re.compile(
+    r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))?)?)"
+)
+
+
+def service_links(environ: Mapping[str, str]) -> list[str]:
+    """Variables that Kubernetes sets in each pod for a Service whose name begins with `lmcache-ec`.
+
+    For a Service `lmcache-ec-redis` these are LMCACHE_EC_REDIS_SERVICE_HOST, LMCACHE_EC_REDIS_PORT=tcp://… and more.
+    """
+    ours = (name for name in environ if name.startswith(ENV_PREFIX))
+    return sorted(name for name in ours if _SERVICE_LINK.fullmatch(name.removeprefix(ENV_PREFIX)))
 
 
 def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
+    """What `LMCACHE_EC_<KEY>` sets; service links of Kubernetes are left out."""
+    passed_over = {*NO_KEYS, *service_links(environ)}
     for name, value in environ.items():
-        if name.startswith(ENV_PREFIX):
+        if name.startswith(ENV_PREFIX) and name not in passed_over:
             key = name.removeprefix(ENV_PREFIX).strip().lower()
             yield Setting(key, value, Origin(Source.ENVIRONMENT, shown_name(name)))
 
@@ -91,6 +117,8 @@ def _parse(text: bytes, file: str) -> FileSettings:
     for key, node, line in _pairs(loader, loader.get_single_node(), file, found.problems):
         lowered = key.strip().lower()
         if lowered == "ec":
+            if isinstance(node, yaml.ScalarNode) and loader.construct_object(node) is None:
+                found = replace(found, empty_ec=f"{file} line {line}")
             for inner, value, inner_line in _pairs(loader, node, f"{file} (ec)", found.problems):
                 origin = Origin(Source.FILE, f"{file} line {inner_line}")
                 found.ours.append(Setting(inner.strip().lower(), loader.construct_object(value, deep=True), origin))
@@ -100,6 +128,7 @@ def _parse(text: bytes, file: str) -> FileSettings:
             lowered.removeprefix("ec_"),
             loader.construct_object(node, deep=True),
             Origin(Source.FILE, f"{file} line {line}"),
+            written=lowered,
         )
         (found.ours if ours else found.others).append(setting)
     return found

@@ -108,6 +108,12 @@ class Tier(abc.ABC):
     def list(self, namespace: str) -> Iterator[Listed]:
         """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
 
+    def news(self, namespace: str) -> Sequence[bytes]:
+        """Digests of entries of a namespace that others have written since the last call, where the tier learns of
+        them at little cost; else none. One that is written after the first call and before a `list` begins is in one
+        of the two; but some may be left out, and only a later `list` has them. Of one namespace at a time."""
+        return ()
+
     def namespaces(self) -> Iterator[NamespaceUse]:
         """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
         raise self._unlisted()
@@ -119,6 +125,15 @@ class Tier(abc.ABC):
 
     def _unlisted(self) -> TierError:
         return TierError(errno.EOPNOTSUPP, f"the {self.name} tier cannot be listed")
+
+    def born(self) -> str | None:
+        """What the store holds goes by this name until somebody empties it as a whole (removes the folder, flushes the
+        server, deletes all of the bucket): then by another. Neither `delete` nor `remove`, nor eviction or the end of
+        an entry's time changes it. None where the store does not show it, or while that cannot be told.
+
+        For engines that write alone: a store that has no name yet is given one.
+        """
+        return None
 
     def maintain(self) -> None:
         """Housekeeping that nobody waits for: called in the background after each complete list. Changes no entry,

@@ -2,6 +2,7 @@
 """LocalDisk: one file an entry, on a file system that may be shared with other engines.
 
     <root>/.usage                                   how much the folder holds (see disk_account.py)
+    <root>/.news/                                   what was written lately (see disk_news.py)
     <root>/<namespace>/<aa>/<sha256>.safetensors    an entry; its time of modification is that of its last use
     <root>/<namespace>/.tmp/<length>.<random>       an entry being written; its writer holds a lock (flock) on it
 
@@ -33,13 +34,14 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError
 from lmcache_ec.tiers.disk_account import Account, FolderAccount, in_folder, try_lock
+from lmcache_ec.tiers.disk_news import FolderNews
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -87,6 +89,7 @@ class DiskTier(Tier):
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self._account = FolderAccount(root / ".usage")
+        self._news = FolderNews(root / ".news")
         self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, path; the least recently used first
         self._total: int | None = None  # of the folder as last seen: a guess, which spares most writes to look it up
         self._guard = threading.Lock()
@@ -143,6 +146,8 @@ class DiskTier(Tier):
                 except FileNotFoundError as error:
                     problem = error  # somebody removes the folder at this moment
                     continue
+                if written:
+                    self._news.tell(key.namespace, key.digest)
                 if written is not None:
                     return written
             raise problem
@@ -164,6 +169,9 @@ class DiskTier(Tier):
             survey = _Survey(self.root, self._account, namespace)
             yield from survey.walk(namespace)
         self._begun = survey
+
+    def news(self, namespace: str) -> Sequence[bytes]:
+        return self._news.hear(namespace)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier; without a survey, and so without the sweep that goes with one."""
@@ -190,6 +198,15 @@ class DiskTier(Tier):
             _remove_empty(folder)
         return removed
 
+    def born(self) -> str | None:
+        """As every tier: the account's number. A folder without an account is counted first."""
+        with _Reporting("read the account of", self.root):
+            account = self._account.read()
+            if account is None:
+                self.maintain()
+                account = self._account.read()
+        return None if account is None else f"{account.born:016x}"
+
     def maintain(self) -> None:
         """Survey the folder, bring the account in line with it, evict what is over the limit."""
         survey, self._begun = self._begun, None
@@ -205,6 +222,7 @@ class DiskTier(Tier):
                 if not sum(1 for _ in survey.walk(namespace)):
                     _remove_empty(self.root / namespace)
             self._settle(survey)
+            self._news.sweep()
             account = self._account.read()
             if account is not None:
                 self._evict(account.total - self.max_bytes)

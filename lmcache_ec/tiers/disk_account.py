@@ -11,7 +11,9 @@ given back meanwhile, and what it saw with what was reserved meanwhile. `settle`
 no further: where nothing happened they are one number, and the account equals the folder.
 
 The folder may be removed under its users, or another one mounted in its place: the account is then begun anew. Each has
-a number of its own (`born`), so that nothing is given back to one that was reserved in another.
+a number of its own (`born`), so that nothing is given back to one that was reserved in another. A survey that misses
+more than half of what was held, and was not given back, has come upon a folder that was emptied by hand (the account's
+own file may have stayed): it gives the account a new number, too.
 """
 
 import errno
@@ -129,13 +131,15 @@ class FolderAccount:
             if since is not None and (account is None or account.born != since.born):
                 return account  # gone or begun anew meanwhile: this survey does not know what was reserved before
             if account is None:
-                return Account(total=most, born=random.SystemRandom().getrandbits(64))
+                return Account(total=most, born=_new_number())
             before = since or Account()
             reserved, released = account.reserved - before.reserved, account.released - before.released
             total = min(max(account.total, least - released), most + reserved)
             if total == account.total:
                 return account
-            return account._replace(total=total, corrections=account.corrections + 1)
+            vanished = before.total - released - most
+            born = _new_number() if vanished > before.total / 2 else account.born
+            return account._replace(total=total, corrections=account.corrections + 1, born=born)
 
         self._change(change)
 
@@ -175,6 +179,10 @@ class FolderAccount:
         """The file, made if need be, and its folder with it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         return in_folder(self._folder, lambda: os.open(self._path, flags, 0o666))
+
+
+def _new_number() -> int:
+    return random.SystemRandom().getrandbits(64)
 
 
 def in_folder(folder: Path | str, call: Callable[[], _T]) -> _T:

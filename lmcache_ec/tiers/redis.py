@@ -2,10 +2,12 @@
 """Redis (or Valkey, or what speaks like it): one value an entry, on a single server, behind Sentinels, or a Cluster.
 
 An entry is under `<prefix><object name>`. It is written with SET NX and lives until its time (PX, counted from the
-write) is over or the server evicts it: both are plain misses.
+write) is over or the server evicts it: both are plain misses. Under `<prefix>born` the store has a name, without a time
+to live (see `Tier.born`).
 """
 
 import errno
+import os
 import re
 import threading
 import time
@@ -29,6 +31,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.tiers.base import AWAY, Answer, Answers, Listed, NamespaceUse, Tier, TierAway, TierError
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
+from lmcache_ec.tiers.redis_counts import Counts
 from lmcache_ec.tiers.redis_url import Layout, Place, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
 
@@ -61,6 +64,15 @@ class _Stored:
     used: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What `born` found: the name that the store bears, the one that was told, and what the servers counted."""
+
+    marker: bytes
+    told: bytes
+    counts: Counts
+
+
 class RedisTier(Tier):
     """Entries as values of a Redis store; made by `open_redis`.
 
@@ -77,6 +89,7 @@ class RedisTier(Tier):
         self.options = options
         self._client = client
         self._entry_name = re.compile(re.escape(options.prefix.encode()) + _OBJECT)
+        self._last_look: _Look | None = None
         self._slots = threading.BoundedSemaphore(options.connections)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
@@ -163,9 +176,47 @@ class RedisTier(Tier):
                 removed += sum(_or_raise(reply) for reply in replies)
         return removed
 
+    def born(self) -> str | None:
+        """As every tier. Needs the right to INFO; where a server does not count evictions, it cannot be told.
+
+        Under a policy that evicts any key the name may go by itself, and comes back: what the servers have counted
+        tells this from a flush. One thread calls it. Of a Cluster it is the server with the name that is watched.
+        """
+        with self._call("look whether it was emptied"):
+            try:
+                counts, marker = self._counts(), self._marker()
+                last = self._last_look
+                told = marker if last is None else last.told
+                if last is not None and marker != last.marker:
+                    counts = self._counts()  # after the name was missed: a flush in between is in them
+                    told = told if counts.explain_loss_since(last.counts) else marker
+            except (KeyError, ResponseError):
+                return None
+        self._last_look = _Look(marker, told, counts)
+        return told.decode(errors="replace")
+
     def close(self) -> None:
         self._fan_out.shutdown(wait=False)
         disconnect(self._client)
+
+    def _marker(self) -> bytes:
+        """The name that the store bears, given to it if it has none."""
+        name = f"{self.options.prefix}born".encode()
+        found = self._ask(_Command(("GET", name)))
+        if found is None:
+            self._ask(_Command(("SET", name, os.urandom(8).hex(), "NX")))
+            found = self._ask(_Command(("GET", name)))
+        if not isinstance(found, bytes):
+            raise InvalidResponse("the store's name was expected")
+        return found
+
+    def _counts(self) -> Counts:
+        asked = [_Command(args) for args in (("INFO", "server"), ("INFO", "stats"), ("DBSIZE",))]
+        servers = []
+        for pool in self._masters(learn=False):
+            server, stats, keys = map(_or_raise, _exchange(pool, asked))
+            servers.append((server + b"\n" + stats, keys))
+        return Counts.of(servers)
 
     @contextmanager
     def _call(self, action: str) -> Iterator[None]:
@@ -288,11 +339,12 @@ class RedisTier(Tier):
             return None
         return self._client.get_redis_connection(node).connection_pool
 
-    def _masters(self) -> Sequence[Any]:
-        """The connections to each server that has entries of its own."""
+    def _masters(self, learn: bool = True) -> Sequence[Any]:
+        """The connections to each server that has entries of its own, a Cluster's as it says itself if `learn`."""
         if self.place.layout is not Layout.CLUSTER:
             return [self._client.connection_pool]
-        self._client.nodes_manager.initialize()
+        if learn:
+            self._client.nodes_manager.initialize()
         return [self._client.get_redis_connection(node).connection_pool for node in self._client.get_primaries()]
 
 

@@ -186,11 +186,17 @@ class AwaitedTier(Tier):
     def list(self, namespace: str) -> Iterator[Listed]:
         return self._opened().list(namespace)
 
+    def news(self, namespace: str) -> Sequence[bytes]:
+        return self._opened().news(namespace)
+
     def namespaces(self) -> Iterator[NamespaceUse]:
         return self._opened().namespaces()
 
     def remove(self, namespace: str) -> int:
         return self._opened().remove(namespace)
+
+    def born(self) -> str | None:
+        return self._opened().born()
 
     def maintain(self) -> None:
         self._opened().maintain()

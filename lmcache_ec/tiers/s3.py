@@ -8,7 +8,8 @@ the bucket, as it does for every program of an AWS user, and does what an admini
 an S3 remote is opened, and not before.
 
 An object is written with `If-None-Match: *`, so that a fleet writes it once, and with the SHA-256 of its bytes, so
-that the server refuses what was torn or altered on the way.
+that the server refuses what was torn or altered on the way. The object `<prefix>/lmcache-ec-born` holds the name of
+what is there (see `Tier.born`).
 
 Every request is bounded. Reading is given up when nothing arrives for `timeout_s`. An upload cannot be watched like
 that, so it has a total that grows with its length, and a page of a list has a total of its own.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import re
 import threading
 import time
@@ -44,6 +46,9 @@ _PAGE = 1000  # what S3 answers at most
 _LISTERS = 16
 _DAY_S = 86_400
 _NEVER_WRITTEN = "lmcache-ec-probe"
+_BORN = "lmcache-ec-born"
+_BORN_REWRITTEN_S = 6 * 3600.0
+"""Before a lifecycle rule, which counts in days, takes it for an aged entry."""
 
 _Answer = TypeVar("_Answer")
 
@@ -185,6 +190,38 @@ class S3Tier(Tier):
                     self._lister.delete(names)
                 removed += len(names)
         return removed
+
+    def born(self) -> str | None:
+        """As every tier. Not in a bucket that may not be listed: there S3 does not tell what is not there."""
+        with _reported("look whether it was emptied"):
+            name, meta = self._born() or self._christened()
+            if meta is not None and time.time() - meta["last_modified"].timestamp() > _BORN_REWRITTEN_S:
+                self._rewrite_born(name, meta)
+        return name
+
+    def _born(self) -> tuple[str, ObjectMeta | None] | None:
+        found = _unless_absent(lambda: self._prompt.get(_BORN))
+        return None if found is None else (bytes(found.bytes()).decode(errors="replace"), found.meta)
+
+    def _christened(self) -> tuple[str, ObjectMeta | None]:
+        from obstore.exceptions import AlreadyExistsError
+
+        name = os.urandom(8).hex()
+        try:
+            self._within(self._timeout_s).put(_BORN, name.encode(), mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            return self._born() or (name, None)
+        return name, None
+
+    def _rewrite_born(self, name: str, meta: ObjectMeta) -> None:
+        """Make it young again, unless it has gone meanwhile. Another engine, or a later look, does it if this fails."""
+        from obstore.exceptions import BaseError
+
+        try:
+            client = self._within(self._timeout_s)
+            client.put(_BORN, name.encode(), mode={"e_tag": meta["e_tag"]}, use_multipart=False)
+        except (BaseError, OSError):
+            pass
 
     def set_lifecycle(self, ttl_s: float) -> None:
         """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up.

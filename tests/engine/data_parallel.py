@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two data-parallel engines of one front end, as a process of its own: `python -m tests.engine.data_parallel DISK`.
 
-Both get the same two images at once. Prints, as its last line, a JSON object: what each said, and each engine's status
-and arenas.
+Both get the same two images at once, or, with a further argument, what this says: rounds of asks (see `Ask`) as JSON.
+Prints, as its last line, a JSON object: what each said, and each engine's status and arenas.
 """
 
 import asyncio
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from lmcache_ec.cli.status import engines
 from tests.engine_env import greedy, hide_llvmlite_from_kernel_binding, said
@@ -23,7 +26,16 @@ PROMPTS = (Prompt(images=(1,)), Prompt(images=(2,)))
 MAX_TOKENS = 8
 
 
-async def serve(disk: str) -> dict[str, Any]:
+class Ask(NamedTuple):
+    """A prompt for one of the engines; its image may have a name."""
+
+    prompt: Prompt
+    rank: int
+    uuid: str | None = None
+
+
+async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
+    """All of a round at once."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -50,14 +62,16 @@ async def serve(disk: str) -> dict[str, Any]:
     )
     llm = AsyncLLM.from_engine_args(arguments)
 
-    async def ask(prompt: Prompt, rank: int) -> tuple[list[int], list[float]]:
-        name = f"{rank}-{prompt.images}"
-        rendered: Any = wording.render(prompt)
-        async for output in llm.generate(rendered, greedy(MAX_TOKENS), name, data_parallel_rank=rank):
+    async def said_to(ask: Ask) -> tuple[list[int], list[float]]:
+        name = f"{ask.rank}-{ask.prompt.images}-{ask.uuid}"
+        rendered: Any = wording.render(ask.prompt)
+        if ask.uuid is not None:
+            rendered["multi_modal_uuids"] = {"image": [ask.uuid]}
+        async for output in llm.generate(rendered, greedy(MAX_TOKENS), name, data_parallel_rank=ask.rank):
             last = said(output)
         return last.tokens, last.logprobs
 
-    outputs = await asyncio.gather(*(ask(prompt, rank) for rank in range(2) for prompt in PROMPTS))
+    outputs = [said for asks in rounds for said in await asyncio.gather(*map(said_to, asks))]
     own = [status for status in engines() if status["engine"].startswith(f"{NAME}-{os.getpid()}")]
     found = {"outputs": outputs, "engines": own, "arenas": [arenas(status["pid"]) for status in own]}
     llm.shutdown()
@@ -71,4 +85,6 @@ def arenas(pid: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(serve(sys.argv[1]))))
+    both = [[Ask(prompt, rank) for rank in range(2) for prompt in PROMPTS]]
+    given = msgspec.json.decode(sys.argv[2], type=list[list[Ask]]) if len(sys.argv) > 2 else both
+    print(json.dumps(asyncio.run(serve(sys.argv[1], given))))

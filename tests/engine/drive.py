@@ -5,6 +5,8 @@ Time is counted in ticks: steps after which the engine had something to say. It 
 and where a request has to be caught in mid-prefill, another one that decodes beside it is the clock.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -14,7 +16,11 @@ from tests.media import Prompt
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A prompt with its time. With a `grid` it carries no pixels: only what sizes its images' place in the prompt."""
+    """A prompt with its time. With a `grid` it carries no pixels: only what sizes its images' place in the prompt.
+
+    `foreign`: it is made by a front end without this package's plugin. `processor` are arguments of the processor.
+    `tokens`: the prompt is sent as token ids. `hashes`: it is sent as vLLM renders it, with these in place of its own.
+    """
 
     prompt: Prompt
     max_tokens: int = 8
@@ -24,6 +30,11 @@ class Request(msgspec.Struct, frozen=True):
     uuids: tuple[str, ...] = ()
     grid: tuple[int, int, int] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    processor: dict[str, Any] | None = None
+    foreign: bool = False
+    tokens: bool = False
+    hashes: tuple[str, ...] | None = None
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -79,7 +90,8 @@ class Play:
                 prompt = rendered(self.engine, request)
                 sampling = greedy(request.max_tokens)
                 sampling.extra_args = {"ec_transfer_params": request.ec_transfer_params}
-                self.llm.add_request(name, prompt, sampling, priority=request.priority)
+                with foreign_front_end() if request.foreign else nullcontext():
+                    self.llm.add_request(name, prompt, sampling, priority=request.priority)
 
     def abort(self) -> None:
         for name, tick in list(self.doomed.items()):
@@ -119,7 +131,30 @@ def rendered(engine: Engine, request: Request) -> dict[str, Any]:
     if request.grid:
         grids = torch.tensor([request.grid] * len(request.prompt.images))
         prompt["multi_modal_data"] = {"image": {"image_grid_thw": grids}}
+    if request.cache_salt:
+        prompt["cache_salt"] = request.cache_salt
+    if request.processor:
+        prompt["mm_processor_kwargs"] = request.processor
+    if request.tokens:
+        prompt["prompt_token_ids"] = engine.llm.get_tokenizer().encode(prompt.pop("prompt"))
+    if request.hashes is not None:
+        [prompt] = engine.llm.renderer.render_cmpl([prompt], skip_mm_cache=bool(request.hashes))
+        if request.hashes:
+            prompt["mm_hashes"] = {"image": list(request.hashes)}
     return prompt
+
+
+@contextmanager
+def foreign_front_end() -> Iterator[None]:
+    """Requests as a front end makes them that knows nothing of this package: as a client spelled them, unsigned."""
+    from lmcache_ec.adapters.vllm import front_end
+
+    ours = front_end._is_ours
+    front_end._is_ours = lambda config: False
+    try:
+        yield
+    finally:
+        front_end._is_ours = ours
 
 
 def chat_with_embeddings(engine: Engine, seed: int) -> Any:

@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.engine import data_parallel
@@ -14,12 +15,15 @@ from tests.media import Prompt
 from tests.models import ROOT
 
 MODEL = "gemma3"
+SOON_S = 5.0
+"""A second on a machine that has nothing else to do; until the next listing it would be half a minute."""
 
 
 def test_two_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Reference) -> None:
-    """The second loads what the first has stored; what both encode at once is one entry; one ends, the other serves."""
+    """The second loads what the first has stored, before it started and since; what both encode at once is one entry;
+    one ends, the other serves."""
     disk = tmp_path / "disk"
-    stored, both, later = (Prompt(images=(number,)) for number in range(3))
+    stored, both, new, later = (Prompt(images=(number,)) for number in range(4))
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path / "one", reference, disk=disk) as one:
         assert one.ask(stored) == 1
         one.settle()
@@ -36,9 +40,15 @@ def test_two_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Refe
             for rig in (one, two):
                 assert rig.left_over() == {}
             assert len(one.files()) == 2
-        assert one.ask(stored, both, later) == 1
+            assert one.ask(new) == 1
+            one.settle()
+            written = time.monotonic()
+            wait_until("the other knows of it", lambda: two.status()["tiers"][0]["entries"] == 3)
+            assert time.monotonic() - written < SOON_S
+            assert two.ask(new) == 0
+        assert one.ask(stored, both, new, later) == 1
         assert one.left_over() == {}
-        assert len(one.files()) == 3
+        assert len(one.files()) == 4
 
 
 def test_data_parallel_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Reference) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import safetensors
+import xxhash
 
 from lmcache_ec.book import Outcome, Place
 from lmcache_ec.cache import EncoderCache, Engine
@@ -134,11 +135,19 @@ class Worker:
 class Scheduler:
     """The scheduler side: reserves, fetches, pins and sends, as vLLM's passes would."""
 
-    def __init__(self, folder: Path | None, engine: str, ranks: int = 1, arena_bytes: int = 64 * MIB, **keys: Any):
+    def __init__(
+        self,
+        folder: Path | None,
+        engine: str,
+        ranks: int = 1,
+        arena_bytes: int = 64 * MIB,
+        saves: bool = True,
+        **keys: Any,
+    ) -> None:
         before = own_arenas()
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
-        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST))
+        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST, saves))
         [self.arena] = own_arenas() - before
         self.steps = 0
 
@@ -253,7 +262,7 @@ class Scheduler:
 
 def _order(place: Place) -> Saved:
     shape = place.spec or spec(0)
-    fields = (place.id, place.offset, place.length, place.identifier, shape.rows, shape.width, shape.dtype)
+    fields = (place.id, place.offset, place.length, NAMESPACE, place.identifier, shape.rows, shape.width, shape.dtype)
     return Saved(*fields, place.dirty)  # over the budget of unwritten entries it is not written now
 
 
@@ -487,7 +496,34 @@ def _read_file(path: Path) -> str:
     return identifier
 
 
+def of_another_version(entry: bytes, how: str) -> bytes:
+    """The same entry as another version of this package might have written it, of the same length or longer.
+
+    `how`: "lmcache-ec/2", or "more fields"; with "sealed" its digest is right by the rules of this version.
+    """
+    fields = json.loads(entry[8 : 8 + int.from_bytes(entry[:8], "little")])
+    if "more fields" in how:
+        fields["__metadata__"]["compression"] = "none"
+    else:
+        fields["__metadata__"]["format"] = "lmcache-ec/2"
+    fields["__metadata__"]["digest"] = "0" * 32
+    room_bytes = len(entry) - len(payload_of(entry)) + 4096 * ("longer" in how)
+    header = json.dumps(fields, separators=(",", ":")).encode().ljust(room_bytes - 8)
+    made = bytearray(len(header).to_bytes(8, "little") + header + payload_of(entry))
+    if "sealed" in how:
+        at = made.index(b'"digest":"') + 10
+        made[at : at + 32] = xxhash.xxh3_128(made).hexdigest().encode()
+    return bytes(made)
+
+
+VERSIONS = ["lmcache-ec/2", "lmcache-ec/2 sealed", "lmcache-ec/2 longer", "more fields", "more fields sealed"]
+
+
+def payload_of(entry: bytes) -> bytes:
+    return entry[8 + int.from_bytes(entry[:8], "little") :]
+
+
 def temporaries(folder: Path) -> list[Path]:
-    """Files that are neither entries nor the folder's account: what a writer left half written."""
+    """Files that are neither entries nor the folder's account and news: what a writer left half written."""
     found = [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
-    return [path for path in found if path != folder / ".usage"]
+    return [path for path in found if path != folder / ".usage" and path.parent != folder / ".news"]

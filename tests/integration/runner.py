@@ -11,7 +11,9 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
+from lmcache_ec.adapters.vllm.layout import engine_name
 from tests.unit.fakes import WIDTH, sent
 
 
@@ -49,8 +51,10 @@ class V1Runner:
 
     @classmethod
     def of(cls, config: Any) -> "V1Runner":
+        worker_calls._watched.add(engine_name(config))  # as if an executor had been made
         runner = cls(ECLMCacheConnector(config, ECConnectorRole.WORKER))
         runner.connector.start_worker_services()
+        runner.connector.watch_weights(functools.partial(torch.nn.Linear, 1, 1))
         return runner
 
     def run(self, output: SchedulerOutput) -> None:

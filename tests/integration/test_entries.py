@@ -18,10 +18,12 @@ from tests.integration.harness import (
     LARGEST,
     MIB,
     NAMESPACE,
+    VERSIONS,
     Bench,
     Step,
     length,
     names,
+    of_another_version,
     own_arenas,
     path_of,
     payload,
@@ -99,17 +101,12 @@ def _longer(path: Path, _: Path) -> None:
     path.write_bytes(path.read_bytes() * 2)
 
 
-def _longer_than_any(path: Path, _: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(LARGEST + 1)
-
-
 def _deleted(path: Path, _: Path) -> None:
     path.unlink()
 
 
 @pytest.mark.parametrize(
-    "spoil", [_truncated, _emptied, _flipped, _swapped, _longer, _longer_than_any, _deleted], ids=lambda f: f.__name__
+    "spoil", [_truncated, _emptied, _flipped, _swapped, _longer, _deleted], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
 def test_a_spoilt_file_is_a_miss_and_the_next_save_makes_up_for_it(
@@ -147,6 +144,46 @@ def test_an_entry_that_finds_no_place_here_is_left_to_those_that_have_one(
         small.settle()
         small.until("what it was told to do is done", lambda: small.status()["jobs"] == 0)
     assert stored(tmp_path) == {"long", IMAGES[0]}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
+def test_a_file_longer_than_any_entry_here_has_the_name_and_nobody_waits_for_it_twice(
+    tmp_path: Path, known: bool
+) -> None:
+    kept(tmp_path, IMAGES[:1])
+    with path_of(tmp_path, IMAGES[0]).open("r+b") as file:
+        file.truncate(LARGEST + 1)
+    with Bench(tmp_path) as bench:
+        for _ in range(3):
+            assert not bench.fetch(IMAGES[0], size=None if known else 0)
+            bench.settle()
+        assert fetches(bench) == 1
+        bench.encode(IMAGES[:1])
+        bench.settle()
+        assert bench.serves(IMAGES[0])
+    assert path_of(tmp_path, IMAGES[0]).stat().st_size == LARGEST + 1
+
+
+@pytest.mark.parametrize("how", VERSIONS)
+def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(tmp_path: Path, how: str) -> None:
+    """While an update rolls out, engines of both versions use one folder."""
+    kept(tmp_path, IMAGES[:2])
+    path = path_of(tmp_path, IMAGES[0])
+    other = of_another_version(path.read_bytes(), how)
+    path.write_bytes(other)
+    for number in range(2):
+        with Bench(tmp_path) as bench:
+            for _ in range(3):
+                assert not bench.fetch(IMAGES[0], size=0 if number else None)
+                bench.settle()
+            assert fetches(bench) <= 2, "what it is is remembered"
+            assert bench.serves(IMAGES[1])
+            bench.encode(IMAGES[:1])
+            bench.settle()
+            assert bench.serves(IMAGES[0])
+            store = bench.status()["store"]
+            assert (store.get("disk_corrupt", 0), store["disk_other_version"]) == (0, 1)
+        assert path.read_bytes() == other
 
 
 # ---- the presence filter
@@ -288,7 +325,7 @@ def test_what_a_producer_waited_for_is_known_to_the_scheduler_side_when_the_step
             bench.drain()
             place = bench.cache.book.live(identifier)
             assert place is not None, number
-            assert place.stored, number
+            assert bench.cache.covers(place.tiers), number
 
 
 def test_a_producer_is_told_of_writes_that_fail_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:

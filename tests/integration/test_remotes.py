@@ -22,6 +22,7 @@ from tests.integration.harness import (
     Bench,
     length,
     names,
+    of_another_version,
     own_arenas,
     stopped,
     store_processes,
@@ -43,7 +44,8 @@ class Remote:
     name: str
     url: str
     held: Callable[[], int]
-    spoil: Callable[[str], None]
+    edit: Callable[[str, Callable[[bytes], bytes]], bytes]
+    """Change an entry's bytes; returns what they are now."""
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +60,21 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
         yield server
 
 
+def entries_in(server: RedisServer) -> int:
+    return len(server.client().keys("*.safetensors"))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def in_redis(redis: RedisServer) -> Remote:
     redis.client().flushall()
 
-    def spoil(identifier: str) -> None:
-        redis.client().setrange(f"lmcache-ec/{object_name(identifier)}", 5000, b"\xff\x00\xff")
+    def edit(identifier: str, change: Callable[[bytes], bytes]) -> bytes:
+        name = f"lmcache-ec/{object_name(identifier)}"
+        data = change(redis.client().get(name))  # type: ignore[arg-type]
+        redis.client().set(name, data)
+        return data
 
-    return Remote("redis", redis.url, lambda: redis.client().dbsize(), spoil)
+    return Remote("redis", redis.url, lambda: entries_in(redis), edit)
 
 
 @pytest.fixture
@@ -75,15 +84,16 @@ def in_s3(s3: Seaweed, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureR
     prefix = f"test-{abs(hash(request.node.name))}"
 
     def held() -> int:
-        return int(s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=f"{prefix}/")["KeyCount"])
+        found = s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=f"{prefix}/").get("Contents", [])
+        return sum(one["Key"].endswith(".safetensors") for one in found)
 
-    def spoil(identifier: str) -> None:
+    def edit(identifier: str, change: Callable[[bytes], bytes]) -> bytes:
         place = {"Bucket": s3.bucket, "Key": f"{prefix}/{object_name(identifier)}"}
-        body = bytearray(s3.client().get_object(**place)["Body"].read())
-        body[5000] ^= 0xFF
-        s3.client().put_object(**place, Body=bytes(body))
+        data = change(s3.client().get_object(**place)["Body"].read())
+        s3.client().put_object(**place, Body=data)
+        return data
 
-    return Remote("s3", f"s3://{s3.bucket}/{prefix}?endpoint={s3.endpoint}", held, spoil)
+    return Remote("s3", f"s3://{s3.bucket}/{prefix}?endpoint={s3.endpoint}", held, edit)
 
 
 @pytest.fixture(params=["redis", "s3"])
@@ -163,7 +173,7 @@ def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
 
 def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
     filled(None, remote)
-    remote.spoil(IMAGES[0])
+    remote.edit(IMAGES[0], lambda data: data[:5000] + bytes([data[5000] ^ 0xFF]) + data[5001:])
     with Bench(None, remotes=[remote.url]) as other:
         assert not other.serves(IMAGES[0])
         assert other.serves(IMAGES[1])
@@ -173,6 +183,23 @@ def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remo
         wait_until("it is written again", lambda: remote.held() == len(IMAGES))
     with Bench(None, remotes=[remote.url]) as third:
         assert third.serves(IMAGES[0])
+
+
+@pytest.mark.parametrize("how", ["lmcache-ec/2 longer", "more fields sealed"])
+def test_an_entry_of_another_version_is_a_miss_and_is_left_as_it_is(remote: Remote, how: str) -> None:
+    filled(None, remote)
+    other = remote.edit(IMAGES[0], lambda data: of_another_version(data, how))
+    with Bench(None, remotes=[remote.url]) as bench:
+        for _ in range(3):
+            assert not bench.serves(IMAGES[0])
+        assert bench.snapshot()["fetches"] <= 2, "what it is is remembered"
+        assert bench.serves(IMAGES[1])
+        bench.encode(IMAGES[:1])
+        bench.settle()
+        assert bench.serves(IMAGES[0])
+        store = bench.status()["store"]
+        assert (store.get(f"{remote.name}_corrupt", 0), store[f"{remote.name}_other_version"]) == (0, 1)
+    assert remote.edit(IMAGES[0], bytes) == other
 
 
 def asks(bench: Bench, identifier: str) -> bool:
@@ -300,7 +327,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
         bench.until("it is asked again", lambda: asks(bench, f"newer-{time.monotonic()}"), 20.0)
         bench.encode(["later"])
         bench.settle()
-        wait_until("and written to", lambda: server.client().dbsize() == 1)
+        bench.until("it is given all that memory holds", lambda: entries_in(server) == len(IMAGES) + 1)
         assert re.search(r"redis answers again, after \d+ s", caplog.text)
 
 

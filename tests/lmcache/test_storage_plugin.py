@@ -15,6 +15,7 @@ import pytest
 import safetensors
 import yaml
 
+from tests.integration.harness import of_another_version
 from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
 from tests.seaweed import Seaweed, seaweed
 from tests.servers.redis import RedisServer, redis_server
@@ -186,6 +187,20 @@ def test_a_file_that_was_harmed_is_a_miss_and_gone_and_can_be_stored_again(
         one("put", names=["kv chunk"])
     with opened(one, config("disk")):
         assert one("get", name="kv chunk") == described("kv chunk")
+
+
+def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    with opened(one, config("disk")):
+        one("put", names=["kv chunk"])
+    (file,) = entries(tmp_path / "disk")
+    file.write_bytes(other := of_another_version(file.read_bytes(), "lmcache-ec/2"))
+    with opened(one, config("disk")):
+        assert one("get_all", names=["kv chunk"]) == [None]
+        assert (one("counts").get("disk_corrupt", 0), one("counts")["disk_other_version"]) == (0, 1)
+        one("put", names=["kv chunk"])
+    assert file.read_bytes() == other
 
 
 def test_a_prefetch_ends_at_what_does_not_verify_and_holds_on_to_nothing_after_it(

@@ -169,6 +169,26 @@ class TierConformance:
             with pytest.raises(ValueError, match="namespace"):
                 tier.remove(bad)
 
+    def test_the_name_of_what_it_holds_outlasts_all_that_goes_on_in_it_and_is_no_entry(self, tier: Tier) -> None:
+        """Only who empties it from outside changes that: it is the evidence for writing everything again."""
+        namespace = new_namespace()
+        keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(4)]
+        name = tier.born()
+        for key in keys:
+            tier.put(key, value("a", 100))
+        assert len(list(tier.list(namespace))) == len(keys)
+        tier.maintain()
+        tier.delete(keys[0])
+        if self.counts_namespaces:
+            assert sum(use.entries for use in tier.namespaces() if use.namespace == namespace) == 3
+            assert tier.remove(namespace) == 3
+        else:
+            for key in keys:
+                tier.delete(key)
+        assert list(tier.list(namespace)) == []
+        tier.maintain()
+        assert tier.born() == name
+
     def test_values_of_one_key_are_never_mixed(self, tier: Tier) -> None:
         """Writers of different bytes, a deleter and readers, all on one key at once."""
         key, length, rounds = EncoderCacheKey(new_namespace(), "picture"), 300_000, 30

@@ -30,8 +30,9 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def files(root: Path) -> list[Path]:
-    """All but the account."""
-    return [path for path in root.rglob("*") if path.is_file() and path != root / ".usage"]
+    """All but the account and the news."""
+    found = [path for path in root.rglob("*") if path.is_file() and path.parent != root / ".news"]
+    return [path for path in found if path != root / ".usage"]
 
 
 def temporaries(root: Path) -> list[Path]:
@@ -308,7 +309,7 @@ def test_a_removed_namespace_leaves_no_folder_and_room_for_others_at_once(tmp_pa
     (tmp_path / "ns" / ".tmp" / f"9.{'0' * 24}").write_bytes(b"of a dead")
     administrator = DiskTier(tmp_path, 1, make=False)
     assert administrator.remove("ns") == 20
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["other"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [".news", "other"]
     assert running.stored_bytes == 1000
     assert running.put(key("large"), value("c", 29_000)) is True  # and evicts nothing
     assert running.contains(other) == 1000
@@ -337,7 +338,7 @@ def test_a_model_that_is_served_no_longer_leaves_no_folders_once_its_entries_are
     assert (tmp_path / "old").exists()
     list(tier.list("ns"))
     tier.maintain()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".usage", "ns"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".news", ".usage", "ns"]
     assert tier.put(EncoderCacheKey("old", "a"), value("a", 100))
 
 

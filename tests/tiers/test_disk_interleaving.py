@@ -115,6 +115,8 @@ def held(folder: str) -> int:
     sizes, folders = dict[int, int](), [folder]
     while folders:
         for found in os.scandir(folders.pop()):
+            if found.name == ".news":
+                continue
             if found.is_dir():
                 folders.append(found.path)
             elif found.name != ".usage":

@@ -24,7 +24,7 @@ import trustme
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers import s3, s3_access
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.s3 import S3Tier, open_s3
@@ -368,7 +368,7 @@ def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(url:
     """By the server's own stamps and the real clock, as an engine sees it: one that runs on, and one that starts."""
     mortal = open_s3(url, ttl_s=3.0)
     running, starting = (
-        Lane(mortal, "s3", PresenceFilter.create(["s3"]), Habits(Lookup.CATALOG, refresh_s=0.01)) for _ in range(2)
+        Lane(mortal, "s3", PresenceWriter.create(["s3"]), Habits(Lookup.CATALOG, refresh_s=0.01)) for _ in range(2)
     )
     mortal.put(key("a"), value("a", 1000))
     tier.put(key("b"), value("b", 1000))

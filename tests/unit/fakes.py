@@ -22,11 +22,14 @@ from torch.overrides import TorchFunctionMode
 
 from lmcache_ec import arena
 from lmcache_ec.adapters.vllm.copier import HostCopier
+from lmcache_ec.adapters.vllm.identifiers import Naming, ensure_key, signed
 from lmcache_ec.adapters.vllm.scheduler import Policy, SchedulerSide
 from lmcache_ec.adapters.vllm.worker import WorkerSide
 from lmcache_ec.cache import EncoderCache, Engine
 from lmcache_ec.channel import Attach, Link, Segment, SegmentReady, StoreLink, rank_address
 from lmcache_ec.config import EncoderCacheConfig
+
+ensure_key()
 
 WIDTH = 8
 PATIENCE_S = 20.0
@@ -67,20 +70,22 @@ class Request:
     mm_features: list[Feature]
     num_preemptions: int = 0
     ec_transfer_params: Any = None
+    trace_headers: dict[str, str] | None = None
 
     def get_num_encoder_embeds(self, index: int) -> int:
         return self.mm_features[index].mm_position.length
 
 
 def digest(name: str) -> str:
-    """An identifier that looks like a content digest, so that it may persist."""
+    """An identifier as vLLM makes it of content."""
     return name.encode().hex().ljust(64, "0")
 
 
 def request(name: str, *identifiers: str, rows: int = 4, modality: str = "image", data: Any = "pixels") -> Request:
-    """Its items lie one after another, `rows` tokens each, ten tokens apart."""
+    """Its items lie one after another, `rows` tokens each, ten tokens apart. The front end signed all of them."""
     positions = [Position(10 * number, rows) for number in range(len(identifiers))]
-    return Request(name, [Feature(i, p, modality, data) for i, p in zip(identifiers, positions, strict=True)])
+    features = [Feature(i, p, modality, data) for i, p in zip(identifiers, positions, strict=True)]
+    return Request(name, features, trace_headers=signed(None, identifiers, [True] * len(identifiers)))
 
 
 def scheduler_output(meta: Any = None, encodes: dict[str, list[int]] | None = None, tokens: int = 1) -> Any:
@@ -175,6 +180,7 @@ class Runner:
         if not output.total_num_scheduled_tokens:
             return
         self.worker.bind(output.ec_connector_metadata)
+        self.worker.encode_again()
         self.worker.retry_saves(self.cache)
         self.worker.load(self.cache)
         by_name = {request.request_id: request for request in requests}
@@ -207,10 +213,11 @@ class Served:
     ) -> None:
         """`runner` is another than a `Runner`; it serves the engine `name`."""
         name = name or uuid.uuid4().hex
+        self.name = name
         self.runner = runner or Runner(name)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), drain_s=5)
         try:
-            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20))
+            self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, policy.get("producer", True)))
         except BaseException:
             self.runner.worker.shutdown()
             raise
@@ -222,7 +229,7 @@ class Served:
             "widths": {"image": WIDTH},
             "deadline_s": 1.0,
             "start_timeout_s": PATIENCE_S,
-            "persist_client_ids": False,
+            "naming": Naming(),
         }
         media: Any = SimpleNamespace(encodable=lambda feature: feature.data is not None)
         self.side = SchedulerSide(self.cache, Policy(**{**defaults, **policy}), media, SILENT, announcer)

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lmcache_ec.book import Book, LifeError, Outcome, Place, State
+from lmcache_ec.book import Book, Landing, LifeError, Outcome, Place, State
 from lmcache_ec.entry import TensorSpec, entry_length
 
 MIB = 1 << 20
@@ -45,6 +45,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.book = Book(8 * MIB, 4 * MIB, RANKS)
         self.book.open_segment(0, 4 * MIB)
+        self.book.tiers = 0b11
         self.step = 0
         self.touched: dict[Place, set[object]] = {}
         self.reserved: list[Place] = []
@@ -86,6 +87,12 @@ class Life(RuleBasedStateMachine):
         places = {*self.book._index.values(), *self.book._orphaned.values(), *(p for p in self.touched if p.forgotten)}
         used = sum(p.extent.length for p in places if p.state is not State.FREE)
         assert used + free == extents.opened_bytes
+
+    @invariant()
+    def only_what_is_live_and_may_persist_is_due_to_be_written_again(self) -> None:
+        for place in self.book.owed_rewrites():
+            assert (place.state, place.persist, place.forgotten) == (State.LIVE, True, False)
+            assert 0 < place.owed <= self.book.tiers
 
     @invariant()
     def budgets_hold(self) -> None:
@@ -178,6 +185,31 @@ class Life(RuleBasedStateMachine):
             self.book.begin_write(place, self.incarnation)
             self.writes.append((place, self.incarnation))
             self.touch(place, ("store", self.incarnation))
+
+    @rule()
+    def owed_rewrite(self) -> None:
+        place = self.book.owed_rewrite()
+        if place is not None:
+            self.book.begin_rewrite(place, self.incarnation)
+            self.writes.append((place, self.incarnation))
+            self.touch(place, ("store", self.incarnation))
+
+    @rule(number=st.integers(0, 12), tiers=st.integers(0, 3))
+    def rewrite(self, number: int, tiers: int) -> None:
+        place = self.book.live(f"i{number}")
+        if place is not None:
+            self.touched.setdefault(place, set())
+            self.book.rewrite(place, tiers)
+
+    @rule(number=st.integers(0, 12), tier=st.integers(0, 1), landing=st.sampled_from(Landing))
+    def landed(self, number: int, tier: int, landing: Landing) -> None:
+        place = self.book._index.get(f"i{number}")
+        if place is not None:
+            self.book.landed(place.id, place.identifier, tier, landing)
+
+    @rule(tier=st.integers(0, 1), emptied=st.booleans())
+    def news(self, tier: int, emptied: bool) -> None:
+        (self.book.tier_emptied if emptied else self.book.tier_back)(tier)
 
     @rule()
     def once_a_pass(self) -> None:

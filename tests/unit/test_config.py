@@ -259,6 +259,10 @@ MISTAKES = {
     "no indentation": Mistake(
         ("enabled=false", "<file> line 2", "stands outside of ec", "ec_enabled"), "ec:\nenabled: false"
     ),
+    "no indentation of what LMCache knows, too": Mistake(
+        ("ec in <file> line 1 has no value", "local_disk (<file> line 2)", "indent", "ec: {}"), "ec:\nlocal_disk: /data"
+    ),
+    "ec_ before an unknown name": Mistake(("ec_cache=<text>", "<file> line 1", "accepted are"), "ec_cache: x"),
     "a dot": Mistake(("ec.epoch=3", "<file> line 1", "indent it under ec: as epoch"), "ec.epoch: 3"),
     "a key twice": Mistake(
         ("epoch stands twice", "<file> (ec), lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
@@ -496,8 +500,75 @@ def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
     both = {"LMCACHE_EC_REMOTE_URL": "redis://u:${PASSWORD}@two:6379,redis://one:6379/2"}
     assert load_config(environ=both | values).remotes == expected
     assert load_config({"remote_url": "${ADDRESS}"}, values).remotes == expected[1:]
-    unfilled = file("remote_url: redis://${NAME}:6379")
-    assert load_config(environ=unfilled).remotes == ("redis://${NAME}:6379",), "LMCache takes it as it is"
+    inherited = file("remote_url: redis://u:${PASSWORD}@two:6379")
+    assert load_config(environ=inherited | values).remotes == expected[:1]
+    dollars = {"remotes": ["redis://u:pa$$ss@two:6379", "redis://u:pa%24ss@one:6379"]}
+    assert load_config(environ=file(json.dumps({"ec": dollars}))).remotes == (
+        "redis://u:pa$ss@two:6379",
+        "redis://u:pa%24ss@one:6379",
+    )
+
+
+@pytest.mark.parametrize("where", ["remote_url: {}", "ec:\n  remote_url: {}", "ec:\n  remotes: [{}]"])
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [
+        ("redis://u:${UNSET}@host:6379", "no such environment variable: UNSET"),
+        ("redis://u:$SET@host:6379", "a variable is written ${SET}, with braces, and a dollar as $$"),
+        ("redis://u:pa$word@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
+        ("$SET", "a variable is written ${SET}, with braces"),
+    ],
+)
+def test_a_variable_that_is_not_set_or_has_no_braces_is_an_error(
+    file: File, where: str, address: str, advice: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ=file(where.format(f"'{address}'")) | {"SET": CANARY})
+    assert advice in str(caught.value)
+    assert "line" in str(caught.value)
+    assert CANARY not in str(caught.value)
+    assert "word" not in str(caught.value)
+
+
+SERVICE_LINKS = {
+    "LMCACHE_EC_REDIS_SERVICE_HOST": "10.0.0.7",
+    "LMCACHE_EC_REDIS_SERVICE_PORT": "6379",
+    "LMCACHE_EC_REDIS_SERVICE_PORT_CLIENT": "6379",
+    "LMCACHE_EC_REDIS_PORT": "tcp://10.0.0.7:6379",
+    "LMCACHE_EC_REDIS_PORT_6379_TCP": "tcp://10.0.0.7:6379",
+    "LMCACHE_EC_REDIS_PORT_6379_TCP_PROTO": "tcp",
+    "LMCACHE_EC_REDIS_PORT_6379_TCP_PORT": "6379",
+    "LMCACHE_EC_REDIS_PORT_6379_TCP_ADDR": "10.0.0.7",
+    "LMCACHE_EC_SERVICE_HOST": "10.0.0.8",
+    "LMCACHE_EC_PORT": "udp://10.0.0.8:1",
+}
+"""What Kubernetes sets for Services called `lmcache-ec-redis` and `lmcache-ec`."""
+
+
+def test_the_service_links_of_kubernetes_are_noted_and_configure_nothing() -> None:
+    resolved = resolve(environ=SERVICE_LINKS)
+    assert resolved.config == EncoderCacheConfig()
+    [note] = resolved.notes
+    assert "Kubernetes sets them for a Service" in note
+    assert all(name in note for name in SERVICE_LINKS)
+
+
+def test_a_variable_near_a_key_is_an_error_and_any_other_with_our_prefix_is_noted() -> None:
+    with pytest.raises(ConfigError, match="did you mean local_disk"):
+        load_config(environ={"LMCACHE_EC_LOCAL_DISC": "/data"})
+    resolved = resolve(environ={"LMCACHE_EC_GRAFANA_FOLDER": CANARY})
+    assert resolved.config == EncoderCacheConfig()
+    [note] = resolved.notes
+    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER is the name of no key")
+    assert CANARY not in note
+
+
+def test_a_slow_remote_before_a_quick_one_is_noted(file: File) -> None:
+    def notes(*urls: str) -> tuple[str, ...]:
+        return resolve(environ=file(json.dumps({"ec": {"remotes": urls}}))).notes
+
+    assert [note for note in notes("s3://bucket/x?region=eu-west-1", "redis://host") if "name redis first" in note]
+    assert notes("redis://host", "s3://bucket/x?region=eu-west-1") == ()
 
 
 def test_no_error_shows_what_is_in_a_variable(file: File) -> None:

@@ -33,3 +33,13 @@ def test_lmcache_reads_its_part_of_each() -> None:
     done = subprocess.run([sys.executable, "-c", script, *map(str, FILES)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["256"] * len(FILES)
+
+
+@pytest.mark.parametrize("name", ["producer", "consumer"])
+def test_clients_names_leave_memory_only_once_their_line_is_uncommented(name: str, tmp_path: Path) -> None:
+    """Who takes the files as they are gets no picture that was replaced behind its URL."""
+    shipped = ROOT / "configs" / f"{name}.yaml"
+    assert not resolve(environ={"LMCACHE_CONFIG_FILE": str(shipped)}).config.persist_client_ids
+    vouching = tmp_path / shipped.name
+    vouching.write_text(shipped.read_text().replace("# persist_client_ids: true\n", "persist_client_ids: true\n"))
+    assert resolve(environ={"LMCACHE_CONFIG_FILE": str(vouching)}).config.persist_client_ids

@@ -12,10 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 
 from lmcache_ec.adapters.vllm import connector as connector_module
+from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
+from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.config import ConfigError
 from lmcache_ec.config.host import memory
@@ -25,6 +28,7 @@ from tests.unit.fakes import WIDTH, VllmScheduler, request, scheduler_output, se
 from tests.unit.test_namespace import vllm_config
 
 Build = Callable[..., ECLMCacheConnector]
+MODEL = partial(torch.nn.Linear, 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,7 @@ def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
         config = configs[model]
         monkeypatch.setattr(config.ec_transfer_config, "ec_connector_extra_config", extra)
         monkeypatch.setattr(config.ec_transfer_config, "engine_id", engine)
+        monkeypatch.setattr(worker_calls, "_watched", {engine_name(config)})
         built.append(ECLMCacheConnector(config, role))
         return built[-1]
 
@@ -63,6 +68,7 @@ def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConne
     """Worker first, as vLLM does; the scheduler side is ready."""
     worker = build(ECConnectorRole.WORKER, **extra)
     worker.start_worker_services()
+    worker.watch_weights(MODEL)
     scheduler = build(ECConnectorRole.SCHEDULER, **extra)
     side = scheduler._scheduler
     assert side is not None
@@ -311,6 +317,12 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters",
         "lmcache_ec.adapters.vllm",
         "lmcache_ec.adapters.vllm.connector",
+        "lmcache_ec.adapters.vllm.front_end",
+        "lmcache_ec.adapters.vllm.identifiers",
+        "lmcache_ec.adapters.vllm.layout",
         "lmcache_ec.adapters.vllm.plugin",
+        "lmcache_ec.adapters.vllm.start",
+        "lmcache_ec.adapters.vllm.worker_calls",
+        "lmcache_ec.key",
     }
     assert not any(name.split(".")[0] in ("lmcache", "numba") for name in imported)

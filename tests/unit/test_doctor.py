@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -383,3 +384,13 @@ def test_where_nothing_says_how_much_memory_there_is_nothing_is_claimed(tmp_path
     assert memory(tmp_path) is None
     odd = {"memory-max": "5", "memory-current": "many", "memory-stat": "\n"}
     assert memory(host(tmp_path, "0::/\n", **odd)) is None
+
+
+def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        sys.modules[examine.__module__],
+        "find_spec",
+        lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]),
+    )
+    [problem] = [problem for problem in examine("{}", {}).problems if "front end" in problem]
+    assert problem.startswith("nothing would be kept beyond memory")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lmcache_ec import entry
-from lmcache_ec.entry import EntryError, Reason, TensorSpec
+from lmcache_ec.entry import EntryError, OtherVersion, Reason, TensorSpec
 from lmcache_ec.key import EncoderCacheKey
 
 KEY = EncoderCacheKey("model-0123456789abcdef", "ab" * 32)
@@ -163,7 +163,8 @@ def header_of(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("header", "expected"),
     [
-        (header_of(format="lmcache-ec/2"), Reason.FORMAT),
+        (header_of(format="lmcache-ec/2"), Reason.VERSION),
+        (header_of(format="lmcache-ec/x"), Reason.FORMAT),
         (header_of(format=None), Reason.HEADER),
         (header_of(identifier="cd" * 32), Reason.IDENTIFIER),
         (header_of(namespace="model-0123456789abcdee"), Reason.NAMESPACE),
@@ -182,11 +183,14 @@ def header_of(**changes: object) -> bytes:
         (header_of(producer=7), Reason.HEADER),
         (header_of(producer="\ud800"), Reason.HEADER),
         (header_of(created=["x"]), Reason.HEADER),
-        (header_of(more="x"), Reason.HEADER),
+        (header_of(more="x"), Reason.VERSION),
+        (header_of(more="x", producer=None), Reason.HEADER),
+        (header_of(more="x", producer=7), Reason.HEADER),
+        (header_of().replace(b'"shape":', b'"strides":[1],"shape":'), Reason.VERSION),
         (header_of(layout=""), Reason.HEADER),
         (header_of(layout="\n"), Reason.SHAPE),
         (header_of(layout=7), Reason.HEADER),
-        (header_of()[:-1] + b',"other":' + header_of()[header_of().index(b'"ec":') + 5 :], Reason.HEADER),
+        (header_of()[:-1] + b',"other":' + header_of()[header_of().index(b'"ec":') + 5 :], Reason.VERSION),
         (header_of()[:-1] + b"," + header_of()[header_of().index(b'"ec":') :], Reason.HEADER),
         (header_of().replace(b'"shape":', b'"shape": '), Reason.HEADER),
         (header_of().replace(b"[3,5]", b"[3,5" + b"0" * 3000 + b"]"), Reason.SHAPE),
@@ -202,6 +206,34 @@ def header_of(**changes: object) -> bytes:
 )
 def test_a_header_that_says_anything_else_is_named_even_if_its_digest_is_right(header: bytes, expected: Reason) -> None:
     assert reason(forged(header)) is expected
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        header_of(format="lmcache-ec/10"),
+        header_of(format="lmcache-ec/2", digest=None, shape=None, identifier=7, more={"a": [1]}),
+        header_of(format="lmcache-ec/0", ec=[]),
+        header_of(more="x"),
+        header_of(more="x", identifier="cd" * 32),
+    ],
+)
+@pytest.mark.parametrize("room", [0, 4088, 20_000], ids=["unpadded", "as here", "longer"])
+@pytest.mark.parametrize("payload", [0, 30, 50_000])
+def test_another_version_is_recognized_whatever_its_digest_and_the_length_of_its_parts(
+    header: bytes, room: int, payload: int
+) -> None:
+    header = header.ljust(room)
+    blob = struct.pack("<Q", len(header)) + header + bytes(payload)
+    with pytest.raises(OtherVersion):
+        entry.verify(memoryview(blob), KEY)
+    assert reason(blob[: len(header)]) is not Reason.VERSION, "torn in its header it is no entry of any version"
+
+
+@pytest.mark.parametrize("format_", ["pt", "", "lmcache-ec", "lmcache-ec/", "lmcache-ec/1.1", 2, None, {"a": 1}])
+def test_what_is_no_format_of_ours_is_no_other_version(format_: object) -> None:
+    header = header_of(format=format_)
+    assert reason(struct.pack("<Q", 4088) + header.ljust(4088) + bytes(30)) in (Reason.HEADER, Reason.FORMAT)
 
 
 def test_the_forgery_of_these_tests_is_good_where_nothing_is_changed() -> None:

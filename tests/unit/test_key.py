@@ -8,57 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_ec.key import Durability, EncoderCacheKey, check_namespace, durability, namespace_of
+from lmcache_ec.key import EncoderCacheKey, check_namespace, namespace_of
 
 DIGEST = hashlib.sha256(b"picture").hexdigest()
-MODALITIES = ["image", "video", "audio", "vision_chunk"]
-
-
-@pytest.mark.parametrize("digits", [64, 128])
-@pytest.mark.parametrize("persist", [False, True])
-def test_content_digests_may_go_to_any_tier(digits: int, persist: bool) -> None:
-    assert durability("a1" * (digits // 2), persist_client_ids=persist) is Durability.PERSISTENT
-
-
-@pytest.mark.parametrize("persist", [False, True])
-def test_a_lora_adapters_output_never_leaves_the_process(persist: bool) -> None:
-    assert durability(f"my-lora:{DIGEST}", persist_client_ids=persist) is Durability.LOCAL
-
-
-@given(st.integers(0, 9999), st.integers(1, 10**9), st.sampled_from([*MODALITIES, "tactile"]), st.integers(0, 999))
-def test_counters_that_restart_with_the_process_are_refused(rank: int, n: int, modality: str, i: int) -> None:
-    counter = f"renderer{rank}-mm-{n}-{modality}-{i}"
-    for identifier in (counter, f"lora:{counter}"):
-        assert durability(identifier, persist_client_ids=True) is Durability.REFUSED
-
-
-@pytest.mark.parametrize("modality", MODALITIES)
-def test_names_scoped_to_a_request_are_refused(modality: str) -> None:
-    assert durability(f"chatcmpl-8f3a-{modality}-0", persist_client_ids=True) is Durability.REFUSED
-
-
-@pytest.mark.parametrize("identifier", ["", "\ud800", f"lora\udfff:{DIGEST}", "x" * 4097, "é" * 2049])
-def test_what_cannot_be_stored_is_refused(identifier: str) -> None:
-    assert durability(identifier, persist_client_ids=True) is Durability.REFUSED
-
-
-@pytest.mark.parametrize(
-    "identifier",
-    [
-        "cat.png",
-        "x" * 4096,
-        DIGEST.upper(),
-        DIGEST[:31],
-        DIGEST + "\n",
-        "a" * 32,
-        "a" * 63,
-        "ab" * 65,
-        "https://host/cat.png",
-    ],
-)
-def test_client_ids_stay_local_unless_the_user_vouches_for_them(identifier: str) -> None:
-    assert durability(identifier, persist_client_ids=False) is Durability.LOCAL
-    assert durability(identifier, persist_client_ids=True) is Durability.PERSISTENT
 
 
 @given(st.text(), st.text())

@@ -2,14 +2,14 @@
 """Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from lmcache_ec import lane as module
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.lane import NEVER, Habits, Lane, Lookup
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.base import Listed, Tier, TierError
 
 NAMESPACE = "lane-0123456789abcdef"
@@ -26,6 +26,9 @@ class Scripted(Tier):
         self.broken = False
         self.torn = False
         self.asked = self.listings = 0
+        self.holds = [STORED]
+        self.written: list[bytes] = []
+        """By neighbours, and not yet asked for."""
         self.takes_s = 0.0
         self.pass_time: Callable[[float], None] = lambda seconds: None
 
@@ -47,9 +50,14 @@ class Scripted(Tier):
 
     def list(self, namespace: str) -> Iterator[Listed]:
         self.listings += 1
-        yield Listed(STORED, 8192, 0.0)
+        for digest in self.holds:
+            yield Listed(digest, 8192, 0.0)
         if self.torn:
             raise TierError(None, "cut off")
+
+    def news(self, namespace: str) -> Sequence[bytes]:
+        news, self.written = self.written, []
+        return news
 
     def close(self) -> None:
         pass
@@ -63,7 +71,7 @@ class Setting:
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.tier = Scripted()
         self.tier.pass_time = self.turn
-        self.presence = PresenceFilter.create(["scripted"])
+        self.presence = PresenceWriter.create(["scripted"])
         self.lane = Lane(self.tier, "scripted", self.presence, Habits(lookup, 300.0, local=local))
 
     def turn(self, seconds: float) -> None:
@@ -207,6 +215,75 @@ def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyP
     here.lane.failed()
     assert here.asks() == (True, True)
     assert here.lane.enqueue(1, lambda: None)
+
+
+def known(here: Setting) -> tuple[bool, bool]:
+    """Whether the scheduler side would ask about what is stored, and about what is absent."""
+    return here.presence.may_contain(STORED), here.presence.may_contain(ABSENT)
+
+
+def test_what_a_listing_no_longer_shows_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.CATALOG)
+    here.tier.holds = [STORED, ABSENT]
+    here.survey()
+    assert (known(here), here.asks(), here.lane.listed) == ((True, True), (True, True), 2)
+    here.tier.holds = [STORED]
+    here.now = here.lane.due_at
+    here.survey()
+    assert (known(here), here.asks(), here.lane.listed) == ((True, False), (True, False), 1)
+
+
+def test_a_tier_is_not_asked_for_what_only_another_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, other = Setting(monkeypatch, Lookup.CATALOG), Scripted()
+    here.presence = PresenceWriter.create(["scripted", "other"])
+    here.lane = Lane(here.tier, "scripted", here.presence, Habits(Lookup.CATALOG, 300.0))
+    lane = Lane(other, "other", here.presence, Habits(Lookup.CATALOG, 300.0))
+    other.holds = [ABSENT]
+    for each in (here.lane, lane):
+        each.survey(NAMESPACE)
+    assert here.asks() == (True, False)
+    assert (lane.asks(STORED), lane.asks(ABSENT)) == (False, True)
+    assert known(here) == (True, True)
+
+
+def test_news_of_neighbours_count_at_once_and_until_a_listing_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.CATALOG, local=True)
+    here.survey()
+    here.tier.written = [ABSENT, STORED]
+    here.lane.follow(NAMESPACE)
+    assert (known(here), here.lane.listed) == ((True, True), 2)
+    here.now = here.lane.due_at
+    here.survey()
+    assert (known(here), here.lane.listed) == ((True, False), 1)
+
+
+def test_before_a_listing_has_begun_nobody_asks_for_news_and_it_begins_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A neighbour's entry that is written while the first shards have been listed already is then heard of."""
+    here = Setting(monkeypatch, Lookup.CATALOG, local=True)
+    here.tier.written = [ABSENT]
+    here.lane.follow(NAMESPACE)
+    assert here.tier.written == [ABSENT]
+
+    def list_and_write(namespace: str) -> Iterator[Listed]:
+        assert here.tier.written == []
+        yield Listed(STORED, 8192, 0.0)
+        here.tier.written = [ABSENT]
+        here.lane.follow(NAMESPACE)
+
+    monkeypatch.setattr(here.tier, "list", list_and_write)
+    here.survey()
+    assert known(here) == (True, True)
+
+
+def test_what_was_written_here_is_known_unless_everything_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for lookup in Lookup:
+        here = Setting(monkeypatch, lookup, local=lookup is Lookup.CATALOG)
+        here.lane.has(STORED, True)
+        here.lane.has(STORED, False)
+        assert known(here) == (lookup is not Lookup.PROBE, False)
+        assert here.lane.listed == (lookup is Lookup.CATALOG)
 
 
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

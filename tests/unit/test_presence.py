@@ -1,95 +1,458 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What was added is never denied, whatever the writer does meanwhile; what was deleted is forgotten; sizes, rates."""
+
 import hashlib
+import mmap
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec import presence as module
+from lmcache_ec.presence import PresenceFilter, PresenceWriter
+
+TIERS = ["disk", "redis"]
+KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture
-def presence() -> Iterator[PresenceFilter]:
-    presence = PresenceFilter.create(["disk", "redis"])
-    yield presence
-    presence.close()
+def writer() -> Iterator[PresenceWriter]:
+    writer = PresenceWriter.create(TIERS)
+    yield writer
+    writer.close()
+
+
+@contextmanager
+def reader_of(writer: PresenceWriter, tiers: Sequence[str] = TIERS) -> Iterator[PresenceFilter]:
+    reader = PresenceFilter.attach(os.dup(writer.fd), tiers)
+    try:
+        yield reader
+    finally:
+        reader.close()
+
+
+def digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
 
 
 def digests(prefix: str, count: int) -> list[bytes]:
-    return [hashlib.sha256(f"{prefix}{index}".encode()).digest() for index in range(count)]
+    return [digest(f"{prefix}{number}") for number in range(count)]
 
 
-@given(st.lists(st.binary(min_size=32, max_size=32)))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_was_added_is_never_denied(presence: PresenceFilter, keys: list[bytes]) -> None:
-    for key in keys:
-        presence.add(key)
-    assert all(map(presence.may_contain, keys))
+def list_all(writer: PresenceWriter, keys: Iterable[bytes], tier: str = "disk") -> None:
+    with writer.listing(tier) as add:
+        for key in keys:
+            add(key)
 
 
-def test_at_100_000_keys_fewer_than_one_in_a_thousand_others_is_mistaken(presence: PresenceFilter) -> None:
-    for digest in digests("in", 100_000):
-        presence.add(digest)
-    assert all(map(presence.may_contain, digests("in", 100_000)))
-    assert sum(map(presence.may_contain, digests("out", 100_000))) < 100
+def mistaken(reader: PresenceFilter, asked: int = 50_000) -> float:
+    """The share of keys that nobody has added and that pass for present."""
+    return sum(map(reader.may_contain, digests("out", asked))) / asked
 
 
-def test_another_process_writes_and_this_one_reads(presence: PresenceFilter) -> None:
-    code = (
-        "import sys; from lmcache_ec.presence import PresenceFilter;"
-        "p = PresenceFilter.attach(int(sys.argv[1]), ['disk', 'redis']);"
-        "p.add(bytes(range(32))); p.set_complete('redis'); p.close()"
+def resident_bytes(writer: PresenceWriter) -> int:
+    return os.fstat(writer.fd).st_blocks * 512
+
+
+# ---- never denied
+
+
+class Interrupted:
+    """The memory as one who looks into it sees it: before each word that it reads, something happens to it."""
+
+    def __init__(self, words: memoryview) -> None:
+        self.words = words
+        self.happens: list[Callable[[], None]] = []
+
+    def __getitem__(self, place: int) -> int:
+        if self.happens:
+            self.happens.pop(0)()
+        return int(self.words[place])
+
+    def release(self) -> None:
+        self.words.release()
+
+
+class Watched:
+    """The memory as the writer has it: before and after each thing that it does to it, somebody looks."""
+
+    def __init__(self, memory: Any, look: Callable[[], None]) -> None:
+        self._memory = memory
+        self._look = look
+
+    def __getitem__(self, place: int | slice) -> Any:
+        return self._memory[place]
+
+    def __setitem__(self, place: int | slice, value: object) -> None:
+        self._look()
+        self._memory[place] = value
+        self._look()
+
+    def madvise(self, *arguments: int) -> None:
+        self._look()
+        self._memory.madvise(*arguments)
+        self._look()
+
+
+class Model:
+    """A writer, small enough to grow and be cut down within a few keys, and the keys that its filter may not deny."""
+
+    def __init__(self) -> None:
+        self.writer = PresenceWriter.create(["disk"])
+        self.reader = PresenceFilter.attach(os.dup(self.writer.fd), ["disk"])
+        self.words = Interrupted(self.reader._words)
+        self.reader._words = self.words  # type: ignore[assignment]
+        self.known: set[bytes] = set()
+        self.listed: set[bytes] | None = None
+        self.forgotten: set[bytes] = set()
+        """Since the look began."""
+
+    def add(self, number: int) -> None:
+        self._take(number, partial(self.writer.add, "disk"))
+
+    def list_some(self, number: int) -> None:
+        if self.listed is not None:
+            self._take(number, self.list_one)
+
+    def _take(self, number: int, take: Callable[[bytes], object]) -> None:
+        for key in digests(f"{number} of ", 40):
+            take(key)
+            self.known.add(key)
+            if self.listed is not None:
+                self.listed.add(key)
+
+    def begin(self) -> None:
+        if self.listed is None:
+            self.listing = self.writer.listing("disk")
+            self.list_one = self.listing.__enter__()
+            self.listed = set()
+
+    def finish(self) -> None:
+        if self.listed is not None:
+            self.listing.__exit__(None, None, None)
+            self.forgotten |= self.known - self.listed
+            self.known, self.listed = self.listed, None
+
+    def abandon(self) -> None:
+        if self.listed is not None:
+            self.listing.__exit__(ConnectionError, ConnectionError(), None)
+            self.listed = None
+
+    def relist(self) -> None:
+        """A whole listing, of all that is known."""
+        if self.listed is None:
+            list_all(self.writer, self.known)
+
+    def look(self, key: bytes, meanwhile: list[Callable[[], None]]) -> None:
+        owed, self.forgotten = key in self.known, set()
+        self.words.happens = meanwhile
+        answer, self.words.happens = self.reader.may_contain(key), []
+        assert answer or not owed or key in self.forgotten
+
+    def close(self) -> None:
+        if self.listed is not None:
+            self.finish()
+        self.reader.close()
+        self.writer.close()
+
+
+@contextmanager
+def small_sizes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("_SMALLEST_BYTES", 64), ("_FIRST_BYTES", 256), ("_REGION_BYTES", mmap.PAGESIZE)):
+            patch.setattr(module, name, size)
+        yield
+
+
+def test_what_was_added_is_never_denied_at_any_instant_of_what_the_writer_does() -> None:
+    """While it adds, grows, lists, cuts down, swaps, gives up, and gives memory back."""
+    with small_sizes():
+        writer, stored = PresenceWriter.create(["disk"]), digests("stored", 20)
+        with reader_of(writer, ["disk"]) as reader:
+            looks: list[bool] = []
+            bits = writer._bits["disk"]
+
+            def look() -> None:
+                looks.append(all(map(reader.may_contain, stored)))
+
+            list_all(writer, stored)
+            bits._words = words = Watched(bits._words, look)  # type: ignore[assignment]
+            for region in bits._regions:
+                region._words, region._memory = words, Watched(region._memory, look)  # type: ignore[assignment]
+            for size in (0, 200, 20):
+                list_all(writer, stored + digests("other", size))
+                for key in digests(f"after {size} ", 150):
+                    writer.add("disk", key)
+            with pytest.raises(ZeroDivisionError), writer.listing("disk"):
+                raise ZeroDivisionError
+        assert len(looks) > 2000
+        assert all(looks)
+        writer.close()
+
+
+Action = Callable[[Model], None]
+KEYS = [key for number in range(6) for key in digests(f"{number} of ", 40)]
+
+
+def actions() -> st.SearchStrategy[Action]:
+    numbered = [Model.add, Model.list_some]
+    plain: list[Action] = [Model.begin, Model.finish, Model.finish, Model.abandon, Model.relist]
+    return st.sampled_from(plain) | st.builds(
+        lambda action, number: lambda model: action(model, number), st.sampled_from(numbered), st.integers(0, 5)
     )
-    assert not presence.may_contain(bytes(range(32)))
-    subprocess.run([sys.executable, "-c", code, str(presence.fd)], pass_fds=[presence.fd], check=True)
-    assert presence.may_contain(bytes(range(32)))
-    assert not presence.may_contain(bytes(32))
-    assert (presence.complete("disk"), presence.complete("redis"), presence.all_complete) == (False, True, False)
-    presence.set_complete("disk")
-    assert presence.all_complete
 
 
-def test_flags_and_bits_do_not_touch_each_other(presence: PresenceFilter) -> None:
-    presence.set_complete("disk")
-    presence.set_complete("redis")
-    assert not any(presence.may_contain(bit.to_bytes(4, "little") * 8) for bit in range(1 << 16))
-    with pytest.raises(KeyError):
-        presence.complete("s3")
+@given(st.lists(st.tuples(actions(), st.sampled_from(KEYS), st.lists(actions(), max_size=5)), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_what_was_added_is_never_denied_whatever_happens_between_two_reads_of_a_look(
+    program: list[tuple[Action, bytes, list[Action]]],
+) -> None:
+    with small_sizes():
+        model = Model()
+        for action, key, meanwhile in program:
+            action(model)
+            model.look(key, [partial(happens, model) for happens in meanwhile])
+        assert all(map(model.reader.may_contain, model.known))
+        model.close()
+
+
+LISTS_FOR_EVER = """
+import hashlib, itertools, os, sys, threading
+from lmcache_ec.presence import PresenceWriter
+digests = lambda prefix, count: [hashlib.sha256(f"{prefix}{n}".encode()).digest() for n in range(count)]
+writer, stored, sizes = PresenceWriter.create(["disk"]), digests("stored", 500), itertools.cycle((0, 200_000, 20_000))
+others = digests("other", 200_000)
+for key in stored:
+    writer.add("disk", key)
+print(os.getpid(), writer.fd, flush=True)
+for size in sizes:
+    with writer.listing("disk") as add:
+        for key in others[:size]:
+            add(key)
+        for key in stored:
+            add(key)
+    print(size, flush=True)
+"""
+
+
+def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_denied_here() -> None:
+    """Swaps, growth and cutting down as they come, while this process looks without a pause."""
+    stored, seen = digests("stored", 500), []
+    with subprocess.Popen([sys.executable, "-c", LISTS_FOR_EVER], stdout=subprocess.PIPE, text=True) as lister:
+        assert lister.stdout is not None
+        pid, fd = map(int, lister.stdout.readline().split())
+        reader = PresenceFilter.attach(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), ["disk"])
+        counter = threading.Thread(target=lambda: seen.extend(lister.stdout or ()))
+        counter.start()
+        deadline = time.monotonic() + 60
+        while len(seen) < 9:
+            assert all(map(reader.may_contain, stored))
+            assert time.monotonic() < deadline
+        lister.kill()
+        counter.join()
+        reader.close()
+
+
+def test_what_a_thread_adds_while_another_lists_again_and_again_is_not_lost(writer: PresenceWriter) -> None:
+    stored, often = list[bytes](), sys.getswitchinterval()
+
+    def store() -> None:
+        for key in digests("in", 10_000):
+            stored.append(key)
+            writer.add("disk", key)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=store)
+        thread.start()
+        while thread.is_alive():
+            list_all(writer, stored[:])
+    finally:
+        sys.setswitchinterval(often)
+    assert all(map(writer.may_contain, stored))
+
+
+# ---- forgotten
+
+
+def test_what_a_listing_no_longer_shows_is_forgotten_and_what_came_meanwhile_is_not(writer: PresenceWriter) -> None:
+    stored, deleted, meanwhile = (digests(name, 2000) for name in ("stored", "deleted", "meanwhile"))
+    list_all(writer, stored + deleted)
+    with reader_of(writer) as reader:
+        assert all(map(reader.may_contain, deleted))
+        with writer.listing("disk") as add:
+            for key, new in zip(stored, meanwhile, strict=True):
+                add(key)
+                writer.add("disk", new)
+            assert all(map(reader.may_contain, deleted)), "not before the listing is through"
+        assert all(map(reader.may_contain, stored + meanwhile))
+        assert sum(map(reader.may_contain, deleted)) < 20
+
+
+def test_what_is_listed_counts_before_the_listing_is_through(writer: PresenceWriter) -> None:
+    with writer.listing("disk") as add:
+        assert not writer.may_contain(digest("early"))
+        add(digest("early"))
+        assert writer.may_contain(digest("early"))
+
+
+def test_a_listing_that_is_cut_off_forgets_nothing_and_adds_what_it_saw(writer: PresenceWriter) -> None:
+    list_all(writer, [digest("before")])
+
+    def cut_off() -> Iterator[bytes]:
+        yield digest("seen")
+        raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        list_all(writer, cut_off())
+    assert writer.may_contain(digest("before"))
+    assert writer.may_contain(digest("seen"))
+    list_all(writer, [digest("seen")])
+    assert not writer.may_contain(digest("before"))
+
+
+def test_a_listing_of_one_tier_touches_nothing_of_another(writer: PresenceWriter) -> None:
+    writer.add("disk", digest("on disk"))
+    writer.add("redis", digest("in redis"))
+    list_all(writer, [], "redis")
+    assert writer.may_contain(digest("on disk"))
+    assert writer.may_contain(digest("on disk"), "disk")
+    assert not writer.may_contain(digest("on disk"), "redis")
+    assert not writer.may_contain(digest("in redis"))
+
+
+# ---- how large, and how often mistaken
+
+
+@pytest.mark.parametrize("count", [0, 100, 40_000, 100_000, 200_000])
+def test_after_a_listing_fewer_than_one_in_a_hundred_others_is_mistaken_in_25_bits_a_key(
+    writer: PresenceWriter, count: int
+) -> None:
+    keys = digests("in", count)
+    list_all(writer, keys)
+    smallest = len(TIERS) * 128 * KIB + 8 * KIB
+    assert resident_bytes(writer) <= smallest + count * 25 // 8
+    with reader_of(writer) as reader:
+        assert mistaken(reader) <= 0.01
+    list_all(writer, keys)
+    assert resident_bytes(writer) <= smallest + count * 25 // 8
+    assert all(map(writer.may_contain, keys))
+
+
+def test_a_filter_that_fills_between_two_listings_grows(writer: PresenceWriter) -> None:
+    """It errs more often than one that was sized for its count, and far less than one that had not grown."""
+    keys = digests("in", 400_000)
+    list_all(writer, keys[:1000])
+    with reader_of(writer) as reader:
+        for key in keys:
+            writer.add("disk", key)
+        assert all(map(reader.may_contain, keys))
+        assert mistaken(reader) <= 0.15
+        list_all(writer, keys)
+        assert mistaken(reader) <= 0.01
+
+
+def test_a_filter_ends_somewhere(writer: PresenceWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past its largest size it takes more keys and no more memory."""
+    monkeypatch.setattr(module, "_REGION_BYTES", 256 * KIB)
+    small, keys = PresenceWriter.create(["disk"]), digests("in", 400_000)
+    for key in keys:
+        small.add("disk", key)
+    list_all(small, keys)
+    assert all(map(small.may_contain, keys))
+    assert resident_bytes(small) <= 256 * KIB + 8 * KIB
+    small.close()
+
+
+def test_where_memory_cannot_be_given_back_what_was_in_it_is_forgotten_all_the_same(
+    writer: PresenceWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sandboxes that do not know the call."""
+    monkeypatch.setattr(mmap, "MADV_REMOVE", 4242)
+    for name in ("first", "second", "third"):
+        list_all(writer, digests(name, 1000))
+        assert all(map(writer.may_contain, digests(name, 1000)))
+    assert sum(map(writer.may_contain, digests("first", 1000) + digests("second", 1000))) < 20
+
+
+@pytest.mark.slow
+def test_ten_million_keys_take_16_mib_and_fewer_than_one_in_a_hundred_others_is_mistaken() -> None:
+    writer, count = PresenceWriter.create(["disk"]), 10_000_000
+    for _ in range(2):
+        with writer.listing("disk") as add:
+            for number in range(count):
+                add(digest(f"in{number}"))
+        assert resident_bytes(writer) <= 16 * MIB + 8 * KIB
+        with reader_of(writer, ["disk"]) as reader:
+            assert all(reader.may_contain(digest(f"in{number}")) for number in range(0, count, 7))
+            assert mistaken(reader) <= 0.01
+    writer.close()
+
+
+# ---- flags, and what is no filter
+
+
+def test_flags_are_a_tiers_own_and_seen_by_the_reader(writer: PresenceWriter) -> None:
+    with reader_of(writer) as reader:
+        writer.set_complete("redis")
+        assert (reader.complete("disk"), reader.complete("redis"), reader.all_complete) == (False, True, False)
+        writer.set_complete("disk")
+        assert reader.all_complete
+        list_all(writer, digests("in", 1000))
+        assert reader.all_complete
+        writer.set_complete("redis", False)
+        assert not reader.all_complete
+        for unknown in (lambda: reader.complete("s3"), lambda: reader.may_contain(digest("x"), "s3")):
+            with pytest.raises(KeyError):
+                unknown()
+
+
+def test_flags_and_bits_do_not_touch_each_other(writer: PresenceWriter) -> None:
+    for tier in TIERS:
+        writer.set_complete(tier)
+    assert not any(map(writer.may_contain, digests("any", 10_000)))
 
 
 def test_without_tiers_a_no_can_be_relied_on() -> None:
-    presence = PresenceFilter.create([])
+    presence = PresenceWriter.create([])
     assert presence.all_complete
+    assert not presence.may_contain(digest("any"))
     presence.close()
 
 
 @pytest.mark.parametrize("tiers", [["disk"], ["redis", "disk"], []])
-def test_a_filter_over_other_tiers_is_refused(presence: PresenceFilter, tiers: list[str]) -> None:
+def test_a_filter_over_other_tiers_is_refused(writer: PresenceWriter, tiers: list[str]) -> None:
     with pytest.raises(ValueError, match="no presence filter"):
-        PresenceFilter.attach(presence.fd, tiers)
-    os.fstat(presence.fd)  # still ours
+        PresenceFilter.attach(writer.fd, tiers)
+    os.fstat(writer.fd)  # still ours
 
 
-def test_a_descriptor_of_something_else_is_refused() -> None:
+def test_a_descriptor_of_something_else_is_refused(writer: PresenceWriter) -> None:
     fd = os.memfd_create("other")
-    for size in (0, 4096 + (1 << 21)):
+    for size in (0, os.fstat(writer.fd).st_size):
         os.ftruncate(fd, size)
         with pytest.raises(ValueError, match="no presence filter"):
-            PresenceFilter.attach(fd, ["disk"])
+            PresenceFilter.attach(fd, TIERS)
     os.close(fd)
 
 
-def test_nobody_can_shrink_the_filter_under_its_readers(presence: PresenceFilter) -> None:
+def test_nobody_can_shrink_the_filter_under_its_readers(writer: PresenceWriter) -> None:
     with pytest.raises(PermissionError):
-        os.ftruncate(presence.fd, 0)
+        os.ftruncate(writer.fd, 0)
 
 
 def test_close_gives_the_descriptor_back_and_may_be_repeated() -> None:
-    presence = PresenceFilter.create(["disk"])
+    presence = PresenceWriter.create(["disk"])
+    presence.add("disk", digest("x"))
     presence.close()
     presence.close()
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -13,11 +13,23 @@ import pytest
 import torch
 
 from lmcache_ec.adapters.vllm import scheduler as module
-from tests.unit.fakes import PATIENCE_S, WIDTH, Feature, Position, Request, Served, digest, embedding, request, until
+from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
+from tests.unit.fakes import (
+    PATIENCE_S,
+    WIDTH,
+    Feature,
+    Position,
+    Request,
+    Served,
+    digest,
+    embedding,
+    request,
+    until,
+)
 
 PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
 X, Y, Z = digest("x"), digest("y"), digest("z")
-UUID, OTHER_UUID = "a client's own name", "another"
+UUID, OTHER_UUID = client_name("a client's own name"), client_name("another")
 
 Serve = Callable[..., Served]
 
@@ -52,6 +64,11 @@ def forget(served: Served, identifier: str) -> None:
     place = served.cache.book.live(identifier)
     assert place is not None
     served.cache.book.forget(place)
+
+
+def refused(served: Served, asking: Request) -> None:
+    """Pass after pass until the request fails."""
+    until(lambda: (served.vllm.offer(asking), served.step(), served.side.take_unavailable_requests())[2])
 
 
 def count(served: Served, name: str) -> int:
@@ -131,14 +148,57 @@ def test_an_aborted_request_gives_its_leases_back(serve: Serve) -> None:
 def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
     """A client gives one name to pictures of different sizes. The engine dies of too few rows, errs with too many."""
     served = serve()
-    for name, rows in (("small", 4), ("large", 9), ("small again", 4)):
+    for name, rows, how in (("small", 4, "encode"), ("large", 9, "encode"), ("small again", 4, "load")):
         asking = request(name, UUID, rows=rows)
-        assert served.schedule(asking) == "encode"
+        assert served.schedule(asking) == how
         finish(served, asking)
         assert len(served.runner.cache[UUID]) == rows
         served.settle()
         served.vllm.evict(UUID)
         served.step()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["in memory", "evicted each time"])
+def test_one_name_for_two_lengths_in_turn_costs_the_encodes_of_one_and_not_a_write(
+    serve: Serve, tmp_path: Path, kept: bool
+) -> None:
+    """Ten requests each. What was stored first stays as it is, and nobody waits for it in vain more than once."""
+    served = serve(naming=Naming(persist_client_ids=True))
+    for number in range(20):
+        asking = request(f"request {number}", UUID, rows=(4, 9)[number % 2])
+        assert served.schedule(asking) == ("load" if number and not number % 2 else "encode")
+        finish(served, asking)
+        served.settle()
+        served.vllm.evict(UUID)
+        served.step()
+        if number == 0:
+            [path] = (tmp_path / "entries").rglob("*.safetensors")
+            before = path.read_bytes()
+        if not kept and (place := served.cache.book.live(UUID)) is not None:
+            served.cache.book.forget(place)
+    assert [len(served.runner.cache.get(UUID, ())), served.runner.encoded] == [0, [UUID] * 11]
+    counts = served.side.snapshot()
+    assert (counts["writes"], counts["misfits"], counts["timeouts"]) == (1, 1, 0)
+    assert counts["fills"] <= (1 if kept else 10)
+    assert path.read_bytes() == before
+    served.vllm.evict(UUID)
+
+
+def test_a_request_of_metadata_for_another_length_fails_alone_and_takes_nothing_from_others(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Anybody may send one, to a consumer that never writes."""
+    serve().store(X)
+    [path] = (tmp_path / "entries").rglob("*.safetensors")
+    consumer = serve(producer=False, widths={})
+    for number in range(3):
+        wrong, right = metadata_only(f"wrong {number}", X, rows=9), metadata_only(f"right {number}", X)
+        refused(consumer, wrong)
+        assert consumer.schedule(right) == "load"
+        finish(consumer, wrong, right)
+        consumer.vllm.evict(X)
+        consumer.step()
+    assert path.exists()
 
 
 def test_a_name_given_twice_in_one_prompt_is_not_promised_for_the_wrong_one(serve: Serve) -> None:
@@ -369,7 +429,9 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
 
 
 @pytest.mark.parametrize(
-    "kind", [{"modality": "prompt_embeds"}, {"identifier": "renderer0-mm-1-image-0"}], ids=["prompt_embeds", "counter"]
+    "kind",
+    [{"modality": "prompt_embeds"}, {"identifier": counter_name("renderer0-mm-1-image-0")}],
+    ids=["prompt_embeds", "counter"],
 )
 def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
     served = serve()
@@ -386,12 +448,8 @@ def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: d
     assert count(served, "used_bytes") == 0
 
 
-def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
-    producer = serve(consumer=False)
-    producer.store(X)
-    again = request("again", X)
-    assert producer.schedule(again) == "encode"
-    finish(producer, again)
+def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
+    serve(consumer=False).store(X)
     consumer = serve(producer=False, widths={})  # nobody tells a consumer how wide the rows are
     asking = request("asking", X, Y)
     assert consumer.schedule(asking) == "load encode"
@@ -401,23 +459,7 @@ def test_a_producer_stores_and_promises_nothing_and_a_consumer_loads_and_stores_
     assert (count(consumer, "saves"), count(consumer, "saves_dropped")) == (0, 0)
 
 
-# ---- what a producer announces
-
-
-class TwoItems:
-    """Stands in for vLLM's function that collects the items' metadata (0.32 and later)."""
-
-    def announce(self, asked: Request, stored: Callable[[str], bool]) -> dict[str, bool]:
-        return {feature.identifier: stored(feature.identifier) for feature in asked.mm_features}
-
-
-def test_a_producer_announces_as_stored_only_what_a_tier_has(serve: Serve) -> None:
-    producer = serve(consumer=False, announcer=TwoItems())
-    asking = request("asking", X, UUID)  # the client's own name stays in memory
-    producer.schedule(asking)
-    until(lambda: (producer.cache.drain(0.0), count(producer, "writes") == 1)[1])
-    assert producer.side.request_finished(asking) == {X: True, UUID: False}
-    assert serve().side.request_finished(request("text")) is None
+# ---- what a producer has announced
 
 
 def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:

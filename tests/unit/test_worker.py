@@ -62,7 +62,7 @@ def load_of(identifier: str, offset: int = 0, item: tuple[str, int] | None = ("r
 
 
 def save_of(identifier: str, offset: int = 0, spec: TensorSpec = SPEC, **changes: Any) -> Save:
-    save = Save(PLACE, offset, entry_length(identifier, spec), identifier, spec, persist=True)
+    save = Save(PLACE, offset, entry_length(identifier, spec), identifier, identifier, spec, persist=True)
     return replace(save, **changes)
 
 
@@ -78,7 +78,7 @@ def step(worker: WorkerSide, meta: StepMetadata, cache: Any, new: dict[str, torc
 
 
 def saves(*orders: Save) -> StepMetadata:
-    return StepMetadata("arena", 1, saves={order.identifier: order for order in orders})
+    return StepMetadata("arena", 1, saves={order.identifier: order for order in orders}, namespace="tests")
 
 
 def loads(*orders: Load, encodes: dict[str, list[int]] | None = None) -> StepMetadata:
@@ -237,7 +237,7 @@ TENSORS = {
 def test_a_new_encoder_output_is_copied_handed_over_and_reported(rig: Rig, tensor: torch.Tensor) -> None:
     save = save_of("x", 4096, TensorSpec(*tensor.shape, dtype_name(tensor.dtype)))
     step(rig.workers[0], saves(save), {}, {"x": tensor})
-    assert rig.end.saved() == Saved(PLACE, 4096, save.length, "x", *tensor.shape, save.spec.dtype, True)
+    assert rig.end.saved() == Saved(PLACE, 4096, save.length, "tests", "x", *tensor.shape, save.spec.dtype, True)
     assert rig.end.report() == Report(1, [(PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(save).float(), tensor.float())
 

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensors of a model its encoder's output depends on: of tower, projector, and whatever stands beside them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+
+from .packed_weights import packed_digest
+
+_READS = frozenset({"get_language_model", "embed_input_ids"})
+"""Attributes by which the code of an encoder reaches into the language model: for its embeddings, in vLLM 0.32's molmo2
+and moondream3."""
+
+_PRUNING = frozenset({"_create_final_video_embeddings"})
+"""Methods that do so, but are called only where videos are pruned: `is_multimodal_pruning_enabled` of qwen3_vl."""
+
+
+class Tensors(NamedTuple):
+    """Parameters, which nothing but a writer changes; buffers, some of which change as the model runs (rotary tables
+    that grow or take another dtype, scales that follow the data); digests of weights that are packed out of sight, ""
+    where they were not seen before (see `packed_weights`). Each by name, in the order of the modules."""
+
+    parameters: list[tuple[str, torch.Tensor]]
+    buffers: list[tuple[str, torch.Tensor]]
+    packed: list[tuple[str, str]]
+
+
+def encoder_tensors(model: torch.nn.Module) -> Tensors:
+    """All but the language model's, each once. Where the model does not tell which those are, or its encoder uses
+    them, or nothing else is there, all of the model's."""
+    language = frozenset[str](getattr(model, "_language_model_names", ()))
+    unused = frozenset[str]() if getattr(model, "is_multimodal_pruning_enabled", True) else _PRUNING
+    kind: object = type(model)
+    found = _without(model, frozenset() if reads_language_model(kind, language, unused) else language)
+    return found if found.parameters else _without(model, frozenset())
+
+
+def _without(model: torch.nn.Module, left_out: frozenset[str]) -> Tensors:
+    found, seen = Tensors([], [], []), set[int]()
+    for prefix, module in _modules(model, "", left_out):
+        if (digest := packed_digest(module)) is not None:
+            found.packed.append((prefix, digest))
+        for tensors, into in ((module._parameters, found.parameters), (module._buffers, found.buffers)):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    into.append((prefix + name, tensor))
+    return found
+
+
+def _modules(module: torch.nn.Module, prefix: str, left_out: frozenset[str]) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module with its name and a dot."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if prefix + name not in left_out:
+            yield from _modules(child, f"{prefix}{name}.", left_out)
+
+
+@functools.cache
+def reads_language_model(kind: object, language: frozenset[str], unused: frozenset[str] = frozenset()) -> bool:
+    """Whether, in a class, the code behind `embed_multimodal` names the language model, whose modules are `language`.
+
+    As far as methods of the model's own class lead, but for those `unused`. A name that means something else costs
+    needless caution, no more.
+    """
+    forbidden = _READS | {name.rpartition(".")[2] for name in language}
+    waiting, seen = ["embed_multimodal"], set(unused)
+    while waiting:
+        function = inspect.unwrap(getattr(kind, waiting.pop(), None) or (lambda: None))
+        for name in _names(getattr(function, "__code__", None)):
+            if name in forbidden:
+                return True
+            if name not in seen and callable(getattr(kind, name, None)):
+                seen.add(name)
+                waiting.append(name)
+    return False
+
+
+def _names(code: CodeType | None) -> Iterator[str]:
+    """Every attribute and global that a function's code names, that of its inner functions included."""
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _names(constant)

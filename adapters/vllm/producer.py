@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a producer need not encode: what the tiers that its consumers reach have already.
+
+Facts of vLLM 0.32 that this stands on:
+
+- A pure producer runs no language model (`v1/worker/gpu_model_runner.py`: `execute_model` returns after the encoder;
+  `v1/worker/mm_encoder_model_runner.py`). Nothing gathers the tensor and nothing is loaded: an item for which
+  `has_cache_item` answers True is not encoded, that is all.
+- vLLM's own encoder cache counts such an item as cached from then on (`v1/core/sched/scheduler.py`,
+  `_allocate_encoder_inputs`), though no rank has it: it is *hollow*. vLLM does not ask about it again, so if the tiers
+  have lost it since, the ranks have to add it to what the encoder is about to encode.
+- The answer to a request says what consumers can fetch, and a consumer whose request left the media out fails without
+  it. So each request asks the tiers anew, and only what they had for *this* request, or took during it, is announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+from .standing import Standing
+
+if TYPE_CHECKING:
+    from lmcache_ec.book import Place
+    from lmcache_ec.cache import EncoderCache, Probe
+    from lmcache_ec.entry import TensorSpec
+
+    from .scheduler import Item
+
+_FRESH_S = 1.0
+"""How old the tiers' answer may be while its request waits or runs on."""
+
+
+class Producer:
+    """One engine's, on its scheduler side: on the scheduler's thread alone; no lock, no I/O."""
+
+    def __init__(self, cache: EncoderCache) -> None:
+        self.counts = {"encodes_skipped": 0, "encodes_again": 0}
+        self._cache = cache
+        self._hollow: set[str] = set()  # of what vLLM counts as cached
+        self._skipped: set[str] = set()  # answered True in this pass
+        self._again: dict[str, tuple[str, Item]] = {}  # hollow and in no tier: to be encoded in this pass
+
+    # ---- before an item is scheduled
+
+    def standing(
+        self, request_id: str, item: Item, spec: TensorSpec | None, place: Place | None, cached: bool, now: float
+    ) -> Standing:
+        """Where an item stands. `place` has its live entry, `spec` is what it must be (None: unknown, or not to be
+        had), `cached` is whether vLLM counts it as cached."""
+        if not item.persists or not self._cache.persists:
+            return Standing.SETTLED if place is not None or (cached and item.encodable) else Standing.MISSED
+        under_way = self._cache.under_way(item.name, now)  # another request's encode; it may reach the tiers
+        if not under_way and (item.probe is None or self._outdated(item.probe, now)):
+            item.probe = self._cache.probe(item.name, spec, now)
+        if not item.missed and (under_way or item.probe is None or item.probe.held is None):
+            return Standing.PENDING
+        if self._in_tiers(item.probe):
+            return Standing.SETTLED
+        if place is not None:
+            return self._written_again(item, place, now)
+        if not cached or not item.encodable:
+            return Standing.MISSED
+        if item.identifier in self._hollow:
+            self._again[item.identifier] = (request_id, item)
+        elif spec is not None:
+            self._cache.book.remember(item.name, spec)  # the ranks still have the tensor
+        return Standing.SETTLED
+
+    def _written_again(self, item: Item, place: Place, now: float) -> Standing:
+        """The arena has what the tiers lack: once for each request they are given it again."""
+        if not item.rewritten:
+            item.rewritten = True
+            self._cache.rewrite(place)
+        if self._cache.is_writing(place, now) and not item.missed:
+            return Standing.PENDING
+        if item.probe is not None and self._cache.covers(place.tiers):
+            item.probe.held = place.tiers
+        return Standing.SETTLED if item.encodable or self._in_tiers(item.probe) else Standing.MISSED
+
+    def refresh(self, item: Item, spec: TensorSpec | None, now: float) -> None:
+        """Ask again about an item of a request that runs on: the answer to the request will tell what is there then."""
+        if item.probe is not None and item.probe.held is not None and now - item.probe.asked_at > _FRESH_S:
+            item.probe = self._cache.probe(item.name, spec, now)
+
+    def _outdated(self, probe: Probe, now: float) -> bool:
+        return self._in_tiers(probe) and now - probe.asked_at > _FRESH_S
+
+    def _in_tiers(self, probe: Probe | None) -> bool:
+        return probe is not None and probe.held is not None and self._cache.covers(probe.held)
+
+    # ---- within a pass
+
+    def has(self, item: Item, place: Place | None) -> bool:
+        """Whether vLLM need not encode the item: the tiers have it, or the arena."""
+        if place is None and not self._in_tiers(item.probe):
+            return False
+        self._skipped.add(item.identifier)
+        return True
+
+    def skips(self, identifier: str) -> bool:
+        """Whether vLLM has just given room to an item that nothing will fill."""
+        if identifier not in self._skipped:
+            self._hollow.discard(identifier)
+            return False
+        self.counts["encodes_skipped"] += identifier not in self._hollow
+        self._hollow.add(identifier)
+        return True
+
+    @property
+    def again(self) -> dict[str, tuple[str, Item]]:
+        """What the ranks have to encode though vLLM did not schedule it: by identifier, a request that has it."""
+        return self._again
+
+    def encoded_again(self, identifier: str) -> None:
+        self.counts["encodes_again"] += 1
+        self._hollow.discard(identifier)
+
+    def not_encoded(self, identifier: str) -> None:
+        """vLLM has taken an encode back and still counts the item as cached."""
+        self._hollow.add(identifier)
+
+    def end_pass(self) -> None:
+        self._skipped.clear()
+        self._again.clear()
+
+    def follow(self, cached: Set[str]) -> None:
+        """What vLLM counts as cached has changed."""
+        self._hollow &= cached
+
+    # ---- the end of a request
+
+    def stored(self, item: Item, place: Place | None) -> bool:
+        """Whether consumers find the item, as far as this request has learned."""
+        if item.probe is None or item.probe.held is None:
+            return False
+        return self._in_tiers(item.probe) or (place is not None and self._cache.covers(place.tiers))

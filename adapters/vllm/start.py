@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done as soon as vLLM knows its configuration: in the first process, before any weights are loaded."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from .plugin import NAME
+
+
+def install() -> None:
+    """Look at the cache's configuration where vLLM makes its own (`EngineArgs.create_engine_config`); again does
+    nothing. A wrong one ends the start there, and is the last line of the log."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, "_lmcache_ec"):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(self, *args, **kwargs)
+        transfer = vllm_config.ec_transfer_config
+        if transfer is not None and transfer.ec_connector == NAME:
+            _begin(transfer.ec_connector_extra_config)
+        return vllm_config
+
+    create_engine_config._lmcache_ec = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _begin(extra: dict[str, Any]) -> None:
+    """ConfigError for a configuration that cannot be used."""
+    from lmcache_ec.config import load_config
+
+    from .container import finish_before_exit
+
+    config = load_config(extra)
+    if config.enabled:
+        finish_before_exit(config.drain_s)

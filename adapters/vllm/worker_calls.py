@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place that every call to vLLM's workers passes, and which of them may change weights.
+
+In vLLM 0.30 to 0.33 that is `collective_rpc` of the engine's executor (vllm/v1/executor/*.py): the front end's methods,
+EngineCore's own and those of a custom executor all end there, whatever carries them on to the workers (this process,
+message queues, Ray). It takes the name of a worker's method or any function of the worker; so a call that may change
+weights is handed on as a function, `carry_out`, which runs in each worker and looks at the weights around it.
+
+It is put in place when an executor is made for an engine with our connector, in the process of its EngineCore, and has
+each worker look at its weights for the first time: they were loaded just then.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .layout import engine_name, why_inert
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from .connector import ECLMCacheConnector
+
+Method = str | bytes | Callable[..., Any]
+"""A worker's method by its name, or a function of the worker, maybe pickled."""
+
+UNCHANGING = frozenset(
+    {
+        # Steps.
+        *("execute_model", "execute_dummy_batch", "sample_tokens", "take_draft_token_ids"),
+        # Resets.
+        *("reset_mm_cache", "reset_encoder_cache", "release_late_interaction_query_cache"),
+        # Queries.
+        *("check_health", "get_kv_cache_spec", "get_supported_kv_cache_layouts", "get_supported_tasks", "list_loras"),
+        *("get_kv_connector_handshake_metadata", "get_compilation_match_table", "get_encoder_timing_stats"),
+        *("get_cache_block_size_bytes", "get_model_inspection", "compute_weight_checksums", "get_draft_model"),
+        *("get_simple_cpu_offload_num_cpu_blocks", "supports_draft_weight_updates", "determine_available_memory"),
+        *("save_sharded_state", "save_tensorized_model", "synchronize_device", "profile", "annotate_profile"),
+        # The start, and sizes.
+        *("initialize_from_config", "compile_or_warm_up_model", "set_kv_cache_layout", "update_max_model_len"),
+        # Adapters: their weights lie beside those of the model, and are named in the identifiers of what they encode.
+        *("add_lora", "remove_lora", "pin_lora"),
+        # The end.
+        *("shutdown", "shutdown_weight_transfer_engine"),
+    }
+)
+"""Methods of vLLM's workers (0.30 to 0.33) that leave weights as they are. Any other may change them."""
+
+_logger = logging.getLogger("vllm.lmcache_ec")
+_watched: set[str] = set()
+
+
+def install() -> None:
+    """Watch the calls of every executor that is made from now on in this process. Again does nothing."""
+    from vllm.v1.executor.abstract import Executor
+
+    construct = Executor.__init__
+    if hasattr(construct, "_lmcache_ec"):
+        return
+
+    @functools.wraps(construct)
+    def construct_and_watch(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        construct(self, vllm_config, *args, **kwargs)
+        if _is_ours(vllm_config) and not why_inert(vllm_config):
+            try:
+                _watch(self)
+            except Exception:  # its scheduler side will do without a cache, and say so
+                _logger.exception("encoder cache: the calls to this engine's workers cannot be watched")
+
+    construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
+    Executor.__init__ = construct_and_watch
+
+
+def watched(vllm_config: VllmConfig) -> bool:
+    """Whether the calls to this engine's workers are watched. Not so where our plugin was not let in."""
+    return engine_name(vllm_config) in _watched
+
+
+def may_change_weights(method: Method) -> bool:
+    return not (isinstance(method, str) and method in UNCHANGING)
+
+
+def carry_out(method: Method, worker: Any, *args: Any, **kwargs: Any) -> Any:
+    """In a worker: `method`, called as vLLM would, with a look at the weights around it."""
+    from vllm.v1.serial_utils import run_method
+
+    connector = _of_this_worker()
+    if connector is None:
+        return run_method(worker, method, args, kwargs)
+    name, first = method if isinstance(method, str) else "", next(iter((*args, *kwargs.values())), None)
+    with connector.weights_may_change(name, first, worker.get_model):
+        return run_method(worker, method, args, kwargs)
+
+
+def begin(worker: Any) -> None:
+    """In a worker, its model just loaded: look at the weights for the first time."""
+    if (connector := _of_this_worker()) is not None:
+        connector.watch_weights(worker.get_model)
+
+
+def look(worker: Any) -> None:
+    """Nothing. Carried out, it is a look at the weights."""
+
+
+def _is_ours(vllm_config: VllmConfig) -> bool:
+    from .plugin import NAME
+
+    transfer = vllm_config.ec_transfer_config
+    return transfer is not None and transfer.ec_connector == NAME
+
+
+def _watch(executor: Any) -> None:
+    """The class, not the object, which would refer to itself then: executors of other engines pass as before."""
+    kind = type(executor)
+    call = kind.collective_rpc
+    if not hasattr(call, "_lmcache_ec"):
+
+        @functools.wraps(call)
+        def call_watched(self: Any, method: Method, *args: Any, **kwargs: Any) -> Any:
+            if may_change_weights(method) and _is_ours(self.vllm_config):
+                method = functools.partial(carry_out, method)
+            return call(self, method, *args, **kwargs)
+
+        call_watched._lmcache_ec = True  # type: ignore[attr-defined]
+        kind.collective_rpc = call_watched
+    else:
+        call = call.__wrapped__
+    call(executor, begin)
+    _follow_versions()
+    _watched.add(engine_name(executor.vllm_config))
+
+
+def _follow_versions() -> None:
+    """Tell the scheduler side what `EngineCore.set_weight_version` is told (vllm/v1/engine/core.py), after a look at
+    the weights that it is about."""
+    from vllm.v1.engine.core import EngineCore
+
+    set_version = EngineCore.set_weight_version
+    if hasattr(set_version, "_lmcache_ec"):
+        return
+
+    @functools.wraps(set_version)
+    def set_and_follow(self: Any, weight_version: str) -> None:
+        set_version(self, weight_version)
+        connector = _connector(getattr(self.scheduler, "ec_connector", None))
+        if connector is not None and connector.follows_weight_versions:
+            self.model_executor.collective_rpc(look)
+            connector.set_weight_version(weight_version)
+
+    set_and_follow._lmcache_ec = True  # type: ignore[attr-defined]
+    EngineCore.set_weight_version = set_and_follow
+
+
+def _of_this_worker() -> ECLMCacheConnector | None:
+    from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
+
+    return _connector(get_ec_transfer()) if has_ec_transfer() else None
+
+
+def _connector(connector: object) -> ECLMCacheConnector | None:
+    from .connector import ECLMCacheConnector
+
+    return connector if isinstance(connector, ECLMCacheConnector) else None

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What neighbours on a folder have just written: a small log for each writer, which the others follow.
+
+    <root>/.news/<24 hex digits>    records of 36 bytes: the digest of a key, and a CRC-32 over it and its namespace
+
+A writer appends a record once the entry has its name. It has one log at a time, with a lock (flock) on it; a full one
+is left for a new one, and the two before that are kept. Whoever follows reads what was added since it last looked,
+and began before its first listing; so what it lists and what it reads leave nothing out. But nothing depends on a log:
+what was never in one (no room, no right to write), what was not read before it went, and what a network file system
+shows late (NFS keeps sizes and folders for seconds to a minute) is found by the next listing.
+
+A log is input from outside. Nothing in it is believed but records that verify, and those cost a false "maybe" in the
+presence filter at worst. Only regular files with such names in a real folder are opened, never waited for, and read no
+further than a log may reach. A torn record, the tail of a writer that was killed, is passed over; the records of other
+namespaces and of other versions do not verify.
+
+Who removes a log: its writer, as above; and anybody's survey of the folder once it has had no writer and no change for
+a minute, by when every follower has read it (no writer: no lock on it; or, where there are no locks, an hour old). The
+folder may be removed by hand: a writer looks after each append whether its log still has its name, and appends to
+another if not. Logs are not in the account: each process that writes has at most 192 KiB of them.
+"""
+
+import os
+import re
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from io import FileIO
+from itertools import islice
+from pathlib import Path
+
+from lmcache_ec.tiers.disk_account import in_folder, try_lock
+
+_RECORD = struct.Struct("<32sI")
+_VERSION = b"lmcache-ec news 1\0"
+_LOG_BYTES = 1820 * _RECORD.size  # 64 KiB
+_KEPT_LOGS = 3
+_NAME = re.compile(r"[0-9a-f]{24}")
+_FOLLOWED = 256
+"""Files in the folder that a follower looks at, at most."""
+_TURN_BYTES = 1 << 20
+"""Read by one call, at most; the rest waits for the next."""
+_UNREAD_S = 60.0
+_DEAD_AFTER_S = 3600.0
+
+
+class FolderNews:
+    """The news of one folder, at `path`: what this process tells there, and what it hears. Any thread may call it.
+
+    No method fails, nor makes the folder but `tell`. `_telling` is held across an append and `_hearing` across a look
+    at the logs: who waits for one of them was about to do the same.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self._log = _Log(self._path)
+        self._heard_to: dict[str, int] | None = None  # name of a log -> bytes of it that were read
+        self._telling, self._hearing = threading.Lock(), threading.Lock()
+
+    def tell(self, namespace: str, digest: bytes) -> None:
+        """The entry whose key has this 32-byte digest has just been written."""
+        record = _RECORD.pack(digest, zlib.crc32(digest, _seed(namespace)))
+        with self._telling:
+            try:
+                self._log.append(record)
+            except OSError:
+                self._log.leave()  # the next entry tries again
+
+    def hear(self, namespace: str) -> list[bytes]:
+        """Digests of entries that others have written since the last call. The first call begins here: it has none."""
+        heard: list[bytes] = []
+        seed, left = _seed(namespace), _TURN_BYTES
+        with self._hearing:
+            before, after = self._heard_to, dict[str, int]()
+            try:
+                for folder, name, status in _logs(self._path, _FOLLOWED):
+                    if name.startswith(self._log.writer):
+                        continue
+                    begin = _whole(status.st_size) if before is None else before.get(name, 0)
+                    data = _read(folder, name, begin, min(status.st_size, _LOG_BYTES, begin + left))
+                    after[name], left = begin + len(data), left - len(data)
+                    heard += [key for key, check in _RECORD.iter_unpack(data) if check == zlib.crc32(key, seed)]
+            except OSError:
+                after = {**(before or {}), **after}  # no folder yet, or it cannot be read to the end at this moment
+            self._heard_to = after
+        return heard
+
+    def sweep(self) -> None:
+        """Remove the logs that nobody writes any more."""
+        try:
+            for folder, name, status in _logs(self._path):
+                if (age := time.time() - status.st_mtime) > _UNREAD_S:
+                    _remove_dead(folder, name, age)
+        except OSError:
+            pass  # no folder
+
+
+class _Log:
+    """The log of one writer, and those that it has filled before. The caller has the lock."""
+
+    def __init__(self, folder: str) -> None:
+        self.writer = os.urandom(8).hex()
+        """What the names of its logs begin with."""
+        self._folder = folder
+        self._names: deque[str] = deque()
+        self._begun = 0
+        self._file: FileIO | None = None  # not a descriptor: it is closed with whatever the tier was part of
+        self._identity = (0, 0)
+        self._room = 0
+
+    def append(self, record: bytes) -> None:
+        """OSError if it cannot be written."""
+        for _ in range(2):
+            file = self._file if self._file is not None and self._room >= len(record) else self._begin()
+            self._room -= len(record)
+            if file.write(record) == len(record) and self._has_its_name():
+                return
+            self.leave()
+
+    def leave(self) -> None:
+        """Write no more to the log that there is."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _begin(self) -> FileIO:
+        self.leave()
+        name = f"{self.writer}{self._begun % (1 << 32):08x}"
+        self._begun += 1
+        self._file = in_folder(self._folder, lambda: _create(self._folder, name))
+        status = os.fstat(self._file.fileno())
+        self._identity, self._room = (status.st_dev, status.st_ino), _LOG_BYTES
+        try_lock(self._file.fileno())
+        self._names.append(name)
+        if len(self._names) > _KEPT_LOGS:
+            _remove(self._folder, self._names.popleft())
+        return self._file
+
+    def _has_its_name(self) -> bool:
+        try:
+            status = os.lstat(f"{self._folder}/{self._names[-1]}")
+        except FileNotFoundError:
+            return False
+        return (status.st_dev, status.st_ino) == self._identity
+
+
+def _seed(namespace: str) -> int:
+    return zlib.crc32(_VERSION + namespace.encode())
+
+
+def _whole(length: int) -> int:
+    """How many of so many bytes are whole records."""
+    return length - length % _RECORD.size
+
+
+def _open_folder(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _logs(path: str, at_most: int | None = None) -> Iterator[tuple[int, str, os.stat_result]]:
+    """The folder's descriptor, and name and status of each log in it; of so many files at most. OSError if there is no
+    folder."""
+    folder = _open_folder(path)
+    try:
+        with os.scandir(folder) as found:
+            for file in islice(found, at_most):
+                if _NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                    try:
+                        yield folder, file.name, file.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        pass  # removed meanwhile
+    finally:
+        os.close(folder)
+
+
+def _read(folder: int, name: str, begin: int, end: int) -> bytes:
+    """Whole records between two places in a log; none if it is gone, or not ours to read."""
+    if begin >= end:
+        return b""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            data = os.pread(fd, end - begin, begin)
+        finally:
+            os.close(fd)
+    except OSError:
+        return b""
+    return data[: _whole(len(data))]
+
+
+def _create(path: str, name: str) -> FileIO:
+    folder = _open_folder(path)
+    try:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return FileIO(os.open(name, flags, 0o666, dir_fd=folder), "w")
+    finally:
+        os.close(folder)
+
+
+def _remove(path: str, name: str) -> None:
+    try:
+        folder = _open_folder(path)
+        try:
+            os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError:
+        pass  # swept, or the folder is gone
+
+
+def _remove_dead(folder: int, name: str, age: float) -> None:
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        try:
+            locked = try_lock(fd)
+            if locked or (locked is None and age > _DEAD_AFTER_S):
+                os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(fd)
+    except OSError:
+        pass  # another user's, or swept by somebody else

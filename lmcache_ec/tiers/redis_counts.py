@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Redis servers count about their keys: the difference between a store that was emptied and one that evicts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_FIELD = re.compile(rb"^(run_id|evicted_keys|expired_keys):([0-9a-f]+)\r?$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of all servers of a store together, at one moment: which runs of theirs, the keys that were evicted and those
+    that expired since each began, and the keys that they hold."""
+
+    runs: frozenset[bytes]
+    evicted: int
+    expired: int
+    keys: int
+
+    @classmethod
+    def of(cls, servers: Iterable[tuple[bytes, int]]) -> Counts:
+        """From each server's INFO and DBSIZE. KeyError where the store is one that does not count so."""
+        told = [(dict(_FIELD.findall(info)), keys) for info, keys in servers]
+        return cls(
+            runs=frozenset(fields[b"run_id"] for fields, _ in told),
+            evicted=sum(int(fields[b"evicted_keys"]) for fields, _ in told),
+            expired=sum(int(fields[b"expired_keys"]) for fields, _ in told),
+            keys=sum(keys for _, keys in told),
+        )
+
+    def explain_loss_since(self, before: Counts) -> bool:
+        """Whether a key without a time to live that was there `before` may have been evicted since.
+
+        Not if nothing was evicted; nor if more keys are missing than were evicted or expired. A run that began since
+        counts from its beginning.
+        """
+        same = self.runs == before.runs
+        evicted = self.evicted - before.evicted * same
+        expired = self.expired - before.expired * same
+        return evicted > 0 and before.keys - self.keys <= evicted + expired

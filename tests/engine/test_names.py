@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that lie: whatever a client calls its picture, no other request sees it, and no restart brings it back."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.engine.drive import Request
+from tests.engine.rig import Reference, Rig
+from tests.engine_env import Layout
+from tests.media import Prompt
+
+MODEL = "gemma3"
+PICTURE = Prompt(images=(1,))
+OTHERS = [Prompt(images=(seed,)) for seed in (2, 3, 4)]
+SAME_PIXELS = {"do_convert_rgb": True}
+"""Arguments of the processor that change nothing: vLLM hashes them together with the name."""
+
+
+def test_what_a_client_calls_its_picture_reaches_no_other_request_and_no_other_engine(
+    tmp_path: Path, reference: Reference
+) -> None:
+    url = hashlib.sha256(b"https://host/today.png").hexdigest()
+    with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference) as rig:
+        [identifier] = rig.play(Request(PICTURE)).encodes
+        assert len(bytes.fromhex(identifier)) == 32  # content keeps vLLM's spelling
+        rig.engine.kill()
+        shutil.rmtree(rig.disk)
+        rig.start()
+
+        lies = [
+            Request(OTHERS[0], uuids=(identifier,)),
+            Request(OTHERS[1], uuids=(url,)),
+            Request(OTHERS[2], uuids=("cat",), processor=SAME_PIXELS),
+            Request(OTHERS[1], foreign=True),
+        ]
+        for lie in lies:
+            assert rig.encodes(rig.play(lie).encodes) == 1
+        rig.settle()
+        assert rig.files() == []
+        assert rig.counts()["unsigned_items"] == 1
+        assert rig.ask(PICTURE) == 1
+        rig.settle()
+        assert len(rig.files()) == 1
+
+        rig.restart()
+        rig.scanned()
+        assert rig.ask(PICTURE) == 0
+        replaced = [
+            Request(OTHERS[2], uuids=(url,)),
+            Request(OTHERS[0], uuids=("cat",), processor=SAME_PIXELS),
+            Request(OTHERS[1]),
+        ]
+        for request in replaced:
+            assert rig.encodes(rig.play(request).encodes) == 1
+        assert rig.left_over() == {}
+
+
+def test_without_digests_what_a_client_names_is_kept_and_what_vllm_counts_is_not(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """Prefix caching and processor cache are both off."""
+    sku = Request(PICTURE, uuids=("sku-77-image-2",))
+    tenants = [
+        Request(OTHERS[0], uuids=("holiday",), cache_salt="one"),
+        Request(OTHERS[1], uuids=("holiday",), cache_salt="another"),
+        Request(OTHERS[2], uuids=("holiday",)),
+    ]
+    with Rig(MODEL, Layout.MULTI_PROCESS, tmp_path, reference, mm_processor_cache_gb=0) as rig:
+        for request in (sku, *tenants):
+            assert rig.encodes(rig.play(request).encodes) == 1
+        rig.settle()
+        rig.forget()
+        for request in (*tenants, sku):
+            assert rig.encodes(rig.play(request).encodes) == 0
+        for _ in range(2):
+            assert rig.ask(PICTURE) == 1
+            counted = rig.play(Request(OTHERS[0], processor=SAME_PIXELS))
+            assert rig.encodes(counted.encodes) == 1
+        rig.settle()
+        assert rig.files() == []
+        assert rig.left_over() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persist", [False, True], ids=["in memory", "persisted"])
+def test_a_clients_own_names_leave_memory_only_where_the_operator_vouches_for_them(
+    persist: bool, tmp_path: Path, reference: Reference
+) -> None:
+    """Tenants' names stay apart either way."""
+    named = Request(PICTURE, uuids=("../../the client's own name",))
+    salted = Request(OTHERS[0], uuids=("../../the client's own name",), cache_salt="tenant")
+    keys = {"persist_client_ids": persist}
+    with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:
+        for request in (named, salted):
+            assert rig.encodes(rig.play(request).encodes) == 1
+        rig.settle()
+        rig.forget()
+        for request in (named, salted):
+            assert rig.encodes(rig.play(request).encodes) == 0
+        assert rig.left_over() == {}
+        assert len(rig.files()) == 2 * persist
+        assert all(file.is_relative_to(rig.disk) for file in tmp_path.rglob("*.safetensors"))
+        rig.restart()
+        rig.scanned()
+        for request in (named, salted):
+            assert rig.encodes(rig.play(request).encodes) == (not persist)

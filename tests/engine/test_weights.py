@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that change under a running engine: nothing of the old ones is served, nothing of the new ones is stored
+under the old name. All outputs are compared with those of an engine without a cache, changed in the same way."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import weights
+from tests.engine.rig import Reference, Rig
+from tests.engine_env import Layout
+from tests.engine_runner import Call, EngineProcess, Forget, Generate
+from tests.media import Prompt
+
+MODEL = "gemma3"
+P1, P2, P3, P4, P5, P6 = (Prompt(images=(number,)) for number in range(101, 107))
+LAYOUTS = [Layout.ONE_PROCESS, Layout.MULTI_PROCESS, pytest.param(Layout.TP2, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """The engine without a cache. Who changes its weights changes them back."""
+    twin = EngineProcess(MODEL, Layout.ONE_PROCESS, folder=tmp_path_factory.mktemp("twin"))
+    yield twin
+    twin.kill()
+
+
+class Changing:
+    """An engine under test and its twin, through the same changes of their weights."""
+
+    def __init__(self, rig: Rig, twin: EngineProcess) -> None:
+        self.rig = rig
+        self._twin = twin
+        self._changes: list[tuple[Callable[..., None], float]] = []
+
+    def change(self, function: Callable[..., None], factor: float) -> None:
+        self._changes.append((function, factor))
+        for engine in (self.rig.engine, self._twin):
+            call(engine, function, factor=factor)
+
+    def restart(self) -> None:
+        """The engine under test has the weights of its checkpoint again, and so has its twin."""
+        self.rig.restart()
+        self.rig.scanned()
+        self.undo()
+
+    def undo(self) -> None:
+        """Of the twin."""
+        while self._changes:
+            function, factor = self._changes.pop()
+            call(self._twin, function, factor=1 / factor)
+
+    def ask(self, *prompts: Prompt) -> int:
+        """One by one; returns how many were encoded. The outputs are those of the weights that the engine has now."""
+        report = self.rig.engine.do(Generate(prompts, one_by_one=True))
+        self._twin.do(Forget())
+        expected = self._twin.do(Generate(prompts, one_by_one=True)).outputs
+        for output, right, prompt in zip(report.outputs, expected, prompts, strict=True):
+            assert output.equals(right), f"{prompt}: {output}, without the cache {right}"
+        self.rig.settle()
+        return self.rig.encodes(report.encodes)
+
+    def count(self, name: str) -> int:
+        return self.rig.counts().get(name, 0)
+
+
+def call(engine: EngineProcess, function: Callable[..., None], **arguments: Any) -> None:
+    engine.do(Call(f"tests.engine.weights:{function.__name__}", arguments))
+
+
+Build = Callable[..., Changing]
+
+
+@pytest.fixture
+def build(tmp_path: Path, reference: Reference, twin: EngineProcess) -> Iterator[Build]:
+    built: list[Changing] = []
+
+    def engine(layout: Layout = Layout.ONE_PROCESS, name: str = "engine", **keys: Any) -> Changing:
+        disk, environment = tmp_path / "disk", weights.INSECURE
+        rig = Rig(MODEL, layout, tmp_path / name, reference, disk=disk, keys=keys, environment=environment)
+        built.append(Changing(rig, twin))
+        rig.scanned()
+        return built[-1]
+
+    yield engine
+    for each in built:
+        each.rig.__exit__()
+        each.undo()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whenever_vllms_caches_are_reset_new_weights_encode_anew_and_leave_nothing_on_disk(
+    layout: Layout, build: Build
+) -> None:
+    """First calls that change nothing of the encoder: P1 stays where it is."""
+    engine = build(layout)
+    assert engine.ask(P1) == 1
+    stored = engine.rig.files()
+    call(engine.rig.engine, weights.read)
+    engine.change(weights.apply_to_language_model, 2.0)
+    engine.rig.forget()
+    assert engine.ask(P1) == 0
+    assert (engine.count("loads_cpu"), engine.count("weight_changes")) == (1, 0)
+
+    engine.rig.forget()  # vLLM's own order: pause and reset, then the update
+    engine.change(weights.apply, 2.0)
+    assert engine.ask(P1, P2) == 2
+    engine.change(weights.apply, 2.0)
+    engine.rig.forget()  # the other way round
+    assert engine.ask(P1, P2) == 2
+    engine.change(weights.apply, 2.0)
+    assert engine.ask(P3) == 1  # not at all: what vLLM itself holds is vLLM's affair, what is new is not
+    engine.rig.forget()
+    assert engine.ask(P1, P2, P3) == 2, "in memory it is kept all the same"
+    assert engine.rig.left_over() == {}
+    assert engine.rig.files() == stored
+
+    engine.restart()
+    assert engine.ask(P1) == 0, "what was stored before the change is right for the weights of the checkpoint"
+    assert engine.ask(P2, P3) == 2
+
+
+def test_updated_weights_that_may_persist_have_a_namespace_by_their_digest(build: Build) -> None:
+    """Back at the weights of the checkpoint the engine finds what it had stored for them."""
+    engine = build(persist_updated_weights=True)
+    assert engine.ask(P1) == 1
+    start = engine.rig.status()["namespace"]
+    engine.change(weights.apply, 2.0)
+    engine.rig.forget()
+    assert engine.ask(P1, P2) == 2
+    updated = engine.rig.status()["namespace"]
+    assert updated != start
+    engine.change(weights.apply, 0.5)
+    engine.rig.forget()
+    engine.rig.scanned()
+    assert engine.ask(P1) == 0
+    assert engine.ask(P2) == 1
+    assert engine.rig.status()["namespace"] == start
+    engine.restart()
+    assert engine.ask(P1, P2) == 0
+    engine.change(weights.apply, 2.0)
+    engine.rig.forget()
+    engine.rig.scanned()
+    assert engine.ask(P1, P2) == 0
+    assert {file.parents[1].name for file in engine.rig.files()} == {start, updated}
+    assert engine.rig.left_over() == {}
+
+
+def test_a_version_names_the_weights_that_it_is_set_for_and_no_others(build: Build) -> None:
+    engine = build(persist_updated_weights="by_version")
+    engine.change(weights.apply, 2.0)
+    assert engine.ask(P1) == 1
+    call(engine.rig.engine, weights.set_version, version="step-1")
+    engine.rig.forget()
+    assert engine.ask(P2) == 1
+    named = engine.rig.status()["namespace"]
+    engine.change(weights.apply, 2.0)
+    assert engine.ask(P3) == 1
+    assert {file.parents[1].name for file in engine.rig.files()} == {named}
+    assert len(engine.rig.files()) == 1, "weights without a version of their own stay in memory"
+    engine.restart()
+    engine.change(weights.apply, 2.0)
+    call(engine.rig.engine, weights.set_version, version="step-1")
+    engine.rig.scanned()
+    assert engine.ask(P2) == 0
+    assert engine.ask(P1, P3) == 2
+    assert engine.rig.status()["namespace"] == named
+
+
+def test_writers_past_all_calls_are_seen_before_an_entry_is_copied(build: Build) -> None:
+    """By the model's `load_weights` at once; by hand in the next step that copies, if the last look is old enough."""
+    engine = build(weights_check_s=0.001)
+    assert engine.ask(P1) == 1
+    stored = engine.rig.files()
+    for write in (weights.load_in_process, weights.write_in_process):
+        engine.rig.forget()
+        engine.change(write, 2.0)
+        assert engine.ask(P1, P2) == 2
+        engine.rig.forget()
+        assert engine.ask(P2, P3) == 1
+        engine.rig.forget()
+        assert engine.ask(P1, P2, P3) == 1, "what the first step encoded was not kept: it was made up for other weights"
+    assert engine.rig.files() == stored
+    assert engine.count("weight_changes") == 2
+    assert engine.rig.left_over() == {}

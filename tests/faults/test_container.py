@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose process is PID 1, as in most containers: its end is the end of all."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lmcache_ec.cli.status import engines
+from lmcache_ec.incarnation import PROCESS_NAME
+from tests.engine.rig import NOTHING, PATIENCE, wait_until
+from tests.engine_env import Layout
+from tests.engine_runner import EngineProcess, Generate, descendants
+from tests.media import Prompt
+from tests.servers.redis import redis_server
+from tests.servers.relay import relay
+
+pytestmark = pytest.mark.slow
+
+PICTURES = tuple(Prompt(images=(seed,)) for seed in range(1, 9))
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+def store_pids(engine: EngineProcess, state: str = "") -> Iterator[int]:
+    for pid in descendants(engine.process.pid):
+        before, _, after = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        if before.endswith(f"({PROCESS_NAME}") and after.split()[0].startswith(state):
+            yield pid
+
+
+def test_what_was_handed_over_arrives_and_nothing_stays_behind(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server, relay(server.port) as slow:
+        connector = {
+            "ec_connector": "ECLMCacheConnector",
+            "ec_role": "ec_both",
+            "ec_connector_extra_config": {"remote_url": f"redis://127.0.0.1:{slow.port}", **PATIENCE},
+        }
+        folder = tmp_path / "engine"
+        with EngineProcess("gemma3", Layout.MULTI_PROCESS, folder=folder, connector=connector, inside=NAMESPACE) as one:
+            for _ in range(2):
+                [pid] = store_pids(one, "S")
+                os.kill(pid, signal.SIGKILL)
+                wait_until("the next serves", lambda: one.do(Generate((NOTHING,))) and list(store_pids(one, "S")))
+            wait_until("those that were killed are collected", lambda: not list(store_pids(one, "Z")))
+            slow.delay_s = 0.2
+            one.do(Generate(PICTURES, 1))
+            assert server.client().dbsize() < len(PICTURES)
+        assert server.client().dbsize() == len(PICTURES)
+        assert engines() == []

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on one folder: what one stores the other finds within a second, and a miss still asks nobody."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import Bench, names, path_of, stopped, stored, wait_until
+
+SOON_S = 1.0
+IMAGES = names("image", 8)
+
+
+def fetches(bench: Bench) -> int:
+    return bench.snapshot()["fetches"]
+
+
+def finds(bench: Bench, identifier: str, deadline_s: float = SOON_S) -> None:
+    """What is on disk is asked for soon, and served."""
+    asks = lambda: bench.cache.fetch(identifier, 0, time.monotonic())  # noqa: E731
+    bench.until(f"{identifier} is asked for", asks, deadline_s)
+    bench.until("it has come", lambda: not bench.snapshot()["fetches_under_way"])
+    assert bench.serves(identifier)
+
+
+def test_a_neighbours_new_entry_is_found_within_a_second_and_a_miss_asks_nobody(tmp_path: Path) -> None:
+    with Bench(tmp_path) as one, Bench(tmp_path) as two:
+        one.scanned()
+        two.scanned()
+        for identifier in IMAGES:
+            assert not two.fetch(identifier)
+            one.encode([identifier])
+            one.settle()
+            finds(two, identifier)
+        assert not any(bench.fetch(name) for bench in (one, two) for name in names("first-seen", 200))
+        assert (fetches(one), two.snapshot()["fetch_misses"]) == (0, 0)
+        assert two.snapshot()["filtered"] >= 200 + len(IMAGES)
+        assert [bench.status()["tiers"][0]["entries"] for bench in (one, two)] == [len(IMAGES)] * 2
+        two.encode(["of two"])
+        two.settle()
+        finds(one, "of two")
+
+
+def test_what_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
+    """Before, during and after the listing, as it comes: each is listed, or news."""
+    with Bench(tmp_path) as one:
+        for number in range(5):
+            with Bench(tmp_path) as two:
+                new = names(f"start {number}", 20)
+                for identifier in new:
+                    one.encode([identifier])
+                    one.settle()
+                two.scanned()
+                for identifier in new:
+                    finds(two, identifier)
+
+
+def test_what_was_written_before_a_store_process_was_killed_is_found_within_a_second(tmp_path: Path) -> None:
+    """Killed in the middle of writing. Between an entry's name and its news there is room for one entry, which the
+    next listing finds."""
+    moments, found, unheard, kills = random.Random(0), 0, 0, 5
+    with Bench(tmp_path) as two:
+        two.scanned()
+        for number in range(kills):
+            new = names(f"kill {number}", 40)
+            with Bench(tmp_path) as one:
+                pid = one.serving()
+                one.encode(new)
+                time.sleep(moments.uniform(0.005, 0.05))
+                os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + SOON_S
+            for identifier in sorted(stored(tmp_path).intersection(new)):
+                try:
+                    finds(two, identifier, max(0.0, deadline - time.monotonic()))
+                    found += 1
+                except AssertionError:
+                    unheard += 1
+    assert unheard <= kills
+    assert found > kills
+
+
+def test_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_heard_again(tmp_path: Path) -> None:
+    with Bench(tmp_path / "disk") as one, Bench(tmp_path / "disk") as two:
+        two.scanned()
+        one.encode(["before"])
+        one.settle()
+        finds(two, "before")
+        with stopped(two.serving()):
+            one.encode(["stopped"])
+            one.settle()
+        finds(two, "stopped")
+        (tmp_path / "disk").rename(tmp_path / "away")
+        one.encode(["after"])
+        one.settle()
+        finds(two, "after")
+
+
+@pytest.mark.slow  # until the next listing
+def test_what_was_deleted_is_asked_for_no_more_after_the_next_listing(tmp_path: Path) -> None:
+    with Bench(tmp_path) as one:
+        one.encode(IMAGES)
+        one.settle()
+    with Bench(tmp_path) as one:
+        one.scanned()
+        for identifier in IMAGES[1:]:
+            path_of(tmp_path, identifier).unlink()
+        wait_until("it is listed again", lambda: one.status()["tiers"][0]["entries"] == 1, 40)
+        assert not any(one.fetch(identifier) for identifier in IMAGES[1:])
+        assert fetches(one) == 0
+        assert one.serves(IMAGES[0])

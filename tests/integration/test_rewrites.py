@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a tier lost and memory still has is written to it again, and nothing that the tier let go of by itself."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lmcache_ec.cli import app
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.disk import DiskTier
+from lmcache_ec.tiers.redis import open_redis
+from lmcache_ec.tiers.s3 import open_s3
+from tests.integration.harness import MIB, NAMESPACE, Bench, names
+from tests.seaweed import Seaweed, seaweed
+from tests.servers.redis import RedisServer, redis_server
+
+IMAGES = names("image", 6)
+QUICK = {"catalog_refresh_s": 0.2}
+"""How often S3 is looked at."""
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmcache_ec.cache._LOOK_S", 0.2)
+
+
+@dataclass(frozen=True)
+class Store:
+    """One tier's store: how an engine is told of it, how a test opens it, and how somebody empties it."""
+
+    name: str
+    remotes: list[str]
+    folder: Path | None
+    tier: Tier
+    empty: Callable[[], object]
+
+    def bench(self, **keys: object) -> Bench:
+        return Bench(self.folder, **{"remotes": self.remotes, **QUICK, **keys})
+
+    def held(self) -> set[bytes]:
+        return {entry.digest for entry in self.tier.list(NAMESPACE)}
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
+        yield server
+
+
+@pytest.fixture(params=["disk", "redis", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    if request.param == "disk":
+        folder = tmp_path / "disk"
+        return Store("disk", [], folder, DiskTier(folder, 1 << 30), lambda: shutil.rmtree(folder))
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis")
+        server.client().flushall()
+        return Store("redis", [server.url], None, open_redis(server.url), server.client().flushall)
+    bucket: Seaweed = request.getfixturevalue("s3")
+    for name, text in bucket.environment.items():
+        monkeypatch.setenv(name, text)
+    prefix = tmp_path.name.replace("_", "-").lower()
+    url = f"s3://{bucket.bucket}/{prefix}?endpoint={bucket.endpoint}"
+
+    def empty() -> None:
+        for found in bucket.client().list_objects_v2(Bucket=bucket.bucket, Prefix=f"{prefix}/")["Contents"]:
+            bucket.client().delete_object(Bucket=bucket.bucket, Key=found["Key"])
+
+    return Store("s3", [url], None, open_s3(url), empty)
+
+
+def digests(*identifiers: str) -> set[bytes]:
+    return {EncoderCacheKey(NAMESPACE, identifier).digest for identifier in identifiers}
+
+
+def entries_in(server: RedisServer) -> set[bytes]:
+    with closing(open_redis(server.url)) as tier:
+        return {entry.digest for entry in tier.list(NAMESPACE)}
+
+
+def filled(bench: Bench, store: Store, *identifiers: str) -> None:
+    """Entries that the tier has taken, by its own account."""
+    bench.encode(identifiers)
+    bench.settle()
+    bench.until("all is written", lambda: digests(*identifiers) <= store.held())
+    looked(bench, store.name)
+
+
+def looked(bench: Bench, name: str, times: int = 2) -> None:
+    """Until the tier was looked at so often: by then a loss is known, and what is to be written was ordered."""
+    before = bench.status()["store"].get(f"{name}_looks", 0)
+    bench.until("it was looked at", lambda: bench.status()["store"].get(f"{name}_looks", 0) >= before + times, 20.0)
+    bench.settle()
+
+
+def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store) -> None:
+    """The folder removed, FLUSHALL, the bucket emptied; and once more. The next engine is warm."""
+    with store.bench() as bench:
+        filled(bench, store, *IMAGES)
+        for number in range(2):
+            store.empty()
+            bench.until("all is there again", lambda: store.held() == digests(*IMAGES), 20.0)
+            bench.settle()
+            assert bench.snapshot()["rewrites"] == (number + 1) * len(IMAGES)
+    with store.bench() as restarted:
+        assert all(restarted.serves(identifier) for identifier in IMAGES)
+
+
+def test_what_one_engine_finds_lost_every_other_gives_again_too(store: Store) -> None:
+    """Whoever looks first gives the store its new name; the others see that it is another one."""
+    with store.bench() as one, store.bench() as other:
+        filled(one, store, *IMAGES[:3])
+        filled(other, store, *IMAGES[3:])
+        store.empty()
+
+        def all_there() -> bool:
+            other.drain()
+            return store.held() == digests(*IMAGES)
+
+        one.until("all is there again", all_there, 20.0)
+        one.settle()
+        other.settle()
+
+
+def removed_by_command(store: Store) -> None:
+    said = CliRunner().invoke(app, ["namespaces", "--remove", NAMESPACE, "--yes", "--force"])
+    assert f"removed {len(IMAGES)} entries of {NAMESPACE}" in said.output
+
+
+def deleted_one_by_one(store: Store) -> None:
+    for identifier in IMAGES:
+        store.tier.delete(EncoderCacheKey(NAMESPACE, identifier))
+
+
+@pytest.mark.parametrize("remove", [removed_by_command, deleted_one_by_one], ids=lambda f: f.__name__)
+def test_what_was_removed_by_us_stays_removed(
+    store: Store, remove: Callable[[Store], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if store.folder is not None:
+        monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(store.folder))
+    for url in store.remotes:
+        monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", url)
+    with store.bench() as bench:
+        filled(bench, store, *IMAGES)
+        remove(store)
+        looked(bench, store.name)
+        assert (store.held(), bench.snapshot()["rewrites"]) == (set(), 0)
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        bench.settle()
+        assert store.held() == set()
+
+
+@pytest.mark.parametrize("store", ["redis", "s3"], indirect=True)
+def test_what_has_come_to_the_end_of_its_time_is_not_written_again(store: Store) -> None:
+    """S3's age is what each reader makes of it."""
+    reader = open_s3(store.remotes[0], ttl_s=1.0) if store.name == "s3" else store.tier
+    with store.bench(ttl_s=1.0) as bench:
+        bench.encode(IMAGES)
+        bench.settle()
+        looked(bench, store.name)
+        bench.until("it has aged", lambda: not list(reader.list(NAMESPACE)), 20.0)
+        looked(bench, store.name)
+        assert bench.status()["store"][f"{store.name}_writes"] == len(IMAGES)
+        assert bench.snapshot()["rewrites"] == 0
+
+
+@pytest.mark.parametrize("store", ["disk", "redis"], indirect=True)
+def test_a_consumer_gives_nothing_again(store: Store) -> None:
+    with store.bench() as bench:
+        filled(bench, store, *IMAGES)
+    with store.bench(saves=False) as consumer:
+        assert all(consumer.serves(identifier) for identifier in IMAGES)
+        consumer.settle()
+        store.empty()
+        with store.bench() as another:
+            looked(another, store.name)
+            consumer.settle()
+        assert (store.held(), consumer.snapshot()["rewrites"]) == (set(), 0)
+
+
+def test_what_the_folder_evicts_is_not_written_again(tmp_path: Path) -> None:
+    """Entries of a mebibyte through a folder of four."""
+    many = names("large", 12)
+    with Bench(tmp_path, max_local_disk_size=4 / 1024) as bench:
+        for identifier in many:
+            bench.encode([identifier], MIB // 128 - 64)
+            bench.settle()
+        looked(bench, "disk")
+        assert bench.status()["store"]["disk_writes"] == len(many)
+        assert bench.snapshot()["rewrites"] == 0
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
+def test_what_redis_evicts_is_not_written_again(tmp_path: Path, policy: str) -> None:
+    """Though it may evict the name by which it is known, too. A flush is seen all the same."""
+    many = names("large", 24)
+    settings = ("--maxmemory", "6mb", "--maxmemory-policy", policy)
+    with redis_server(tmp_path / "server", *settings) as server, Bench(None, remotes=[server.url]) as bench:
+        looked(bench, "redis", times=1)
+        for identifier in many:
+            bench.encode([identifier], 4096)
+            bench.settle()
+        server.client().delete("lmcache-ec/born")  # evicted, for certain
+        looked(bench, "redis")
+        assert server.client().info("stats")["evicted_keys"] > 0
+        assert (bench.snapshot()["rewrites"], server.client().exists("lmcache-ec/born")) == (0, 1)
+        server.client().flushall()
+        bench.until("the flush is seen", lambda: bench.snapshot()["rewrites"] > 0, 20.0)
+        bench.settle()
+
+
+def test_a_remote_that_was_away_is_given_what_it_missed(tmp_path: Path) -> None:
+    """What was encoded and what was promoted meanwhile, and what it had before and lost with its process."""
+    with (
+        redis_server(tmp_path / "near") as near,
+        redis_server(tmp_path / "far") as far,
+    ):
+        with Bench(None, remotes=[far.url]) as another:
+            another.encode(["promoted"])
+            another.settle()
+        with Bench(tmp_path / "disk", remotes=[near.url, far.url]) as bench:
+            bench.encode(["before"])
+            bench.settle()
+            looked(bench, "redis")
+            near.kill()
+            bench.encode(["meanwhile"])
+            assert bench.serves("promoted")
+            bench.settle()
+            near.start()
+            everything = digests("before", "meanwhile", "promoted")
+            bench.until("it has all", lambda: entries_in(near) == everything, 40.0)
+            bench.settle()
+
+
+def test_a_remote_that_is_away_at_the_start_is_given_what_it_missed(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "server") as server:
+        server.kill()
+        with Bench(tmp_path / "disk", remotes=[server.url]) as bench:
+            bench.encode(IMAGES)
+            bench.settle()
+            server.start()
+            bench.until("it has all", lambda: len(entries_in(server)) == len(IMAGES), 40.0)
+            bench.settle()
+
+
+def test_what_a_store_process_took_with_it_is_written_by_the_next(tmp_path: Path) -> None:
+    """The disk has the entries, and so their writes are over; the uploads died with the process."""
+    with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
+        pid = bench.serving()
+        server.freeze()
+        bench.encode(IMAGES)
+        bench.settle()
+        os.kill(pid, signal.SIGKILL)
+        server.thaw()
+        bench.until("it has all", lambda: len(entries_in(server)) == len(IMAGES), 40.0)
+        bench.settle()
