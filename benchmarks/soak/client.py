@@ -19,6 +19,7 @@ _PATIENCE = aiohttp.ClientTimeout(total=60)
 class Refused:
     """The server's error."""
 
+    status: int
     text: str
 
 
@@ -41,7 +42,7 @@ async def send(session: aiohttp.ClientSession, url: str, model: str, ask: Ask, t
     try:
         async with session.post(f"{url}/v1/chat/completions", json=body, timeout=_PATIENCE) as reply:
             if reply.status != 200:
-                return Refused(f"{reply.status} {(await reply.text())[:300]}")
+                return Refused(reply.status, f"{reply.status} {(await reply.text())[:300]}")
             return _answer(await reply.json())
     except TimeoutError:
         return Lost(f"no answer in {_PATIENCE.total:.0f} s")

@@ -49,6 +49,8 @@ _STARTING_S = 45.0
 _SERVES_S = 40.0
 """Before the next server is started."""
 
+_TRIES = 3
+
 _TAIL_S = 12.0
 """Of the time given, for the checks at the end."""
 
@@ -264,6 +266,10 @@ class _Soak:
                 os.kill(pid, signal.SIGKILL)
 
     def _count(self, server: Server) -> None:
+        if server.asked_again > (explained := server.lost_pictures()):
+            text = f"{server.asked_again} answers 500, vLLM lost {explained} pictures: server {server.number}"
+            self._tally.has_failed("500", text)
+        self._tally.verdicts["asked again"] += server.asked_again
         self._tally.encodes += server.encoded()
         for name, number in server.status.get("book", {}).items():
             if name.startswith("loads_") and name != "loads_failed":
@@ -289,7 +295,7 @@ class _Soak:
         leaves_after_s = chance.uniform(0.001, 0.05) if chance.random() < 0.02 else None
         try:
             async with asyncio.timeout(leaves_after_s):
-                reply = await client.send(self._session, server.url, str(self._model), ask, self._truth)
+                reply = await self._sent(server, ticket)
         except TimeoutError:
             self.judge.forgotten(ticket)
             self._tally.verdicts["client left"] += 1
@@ -301,6 +307,18 @@ class _Soak:
         self._judge(server, ticket, reply)
         if server is self._server and server.process.poll() is not None:
             raise ServerFailed(f"server {server.number} ended by itself:\n{server.last_words()}")
+
+    async def _sent(self, server: Server, ticket: Ticket) -> client.Reply:
+        """vLLM answers 500 where its front end took for granted that a picture had reached the engine, which a client
+        that left, or an abort, kept from it; then it is asked again. Its log says how often that was.
+        """
+        for _ in range(_TRIES):
+            reply = await client.send(self._session, server.url, str(self._model), ticket.ask, self._truth)
+            again = isinstance(reply, client.Refused) and reply.status == 500 and not ticket.life.killed
+            if not again or self.judge.may_be_refused(ticket):
+                break
+            server.asked_again += 1
+        return reply
 
     def _judge(self, server: Server, ticket: Ticket, reply: client.Reply) -> None:
         judgement = self._judgement(ticket, reply)
@@ -319,7 +337,7 @@ class _Soak:
         match reply:
             case Answer():
                 return self.judge.answered(ticket, reply)
-            case client.Refused(text):
+            case client.Refused(text=text):
                 return self.judge.refused(ticket, text)
             case client.Lost(text):
                 return self.judge.lost(ticket, text)

@@ -201,6 +201,25 @@ def _if_there() -> contextlib.AbstractContextManager[None]:
     return contextlib.suppress(FileNotFoundError, FileExistsError, ValueError)
 
 
+def _spoil_news(targets: Targets, chance: Random) -> Outcome:
+    """What the engines on the folder tell each other of new entries: garbage in it, its end cut off, removed."""
+    logs = sorted(targets.disk.glob(".news/*"))
+    if not logs:
+        return False
+    path = chance.choice(logs)
+    with _if_there():
+        match chance.randrange(3):
+            case 0:
+                with path.open("ab") as file:
+                    file.write(chance.randbytes(chance.randrange(1, 100)))
+            case 1:
+                os.truncate(path, chance.randrange(path.stat().st_size))
+            case _:
+                path.unlink()
+        return True
+    return False
+
+
 # ---- the store process
 
 
@@ -382,6 +401,7 @@ FAULTS = (
     Fault("disk-delete", _delete, 4, 10),
     Fault("disk-folder", _remove_folder, 3, 5),
     Fault("disk-account", _spoil_account, 2, 4),
+    Fault("disk-news", _spoil_news, 2, 4),
     Fault("disk-temporary", _leave_temporary, 2, 4),
     Fault("store-stop", _stop_store, 5, 4),
     Fault("store-stop-long", _stop_store_for_long, 1, 0.1),

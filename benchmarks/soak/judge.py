@@ -175,7 +175,7 @@ class Judge:
 
     def refused(self, ticket: Ticket, problem: str) -> Judgement:
         """The server answered with an error."""
-        if self._may_be_refused(ticket):
+        if self.may_be_refused(ticket):
             self.forgotten(ticket)
             return Judgement(Verdict.REFUSED)
         return self._without_an_answer(ticket, problem)
@@ -183,6 +183,15 @@ class Judge:
     def forgotten(self, ticket: Ticket) -> None:
         """The client has gone away itself, or the request is judged."""
         ticket.life.under_way.discard(ticket)
+
+    def may_be_refused(self, ticket: Ticket) -> bool:
+        """Whether an error of the server is one of its answers."""
+        ask, name = ticket.ask, _name(ticket.ask)
+        if ask.name is None:
+            return False
+        if ask.way is not Way.PIXELS or name in ticket.life.placeholders:
+            return True
+        return len({self._rows[picture, ask.arguments] for picture in ticket.life.given.get(name, ())}) > 1
 
     # ---- within
 
@@ -194,14 +203,6 @@ class Judge:
         for pictures in meanings:
             for weights in ticket.weights:
                 yield Question(pictures, ask.arguments, weights)
-
-    def _may_be_refused(self, ticket: Ticket) -> bool:
-        ask, name = ticket.ask, _name(ticket.ask)
-        if ask.name is None:
-            return False
-        if ask.way is not Way.PIXELS or name in ticket.life.placeholders:
-            return True
-        return len({self._rows[picture, ask.arguments] for picture in ticket.life.given.get(name, ())}) > 1
 
     def _without_an_answer(self, ticket: Ticket, problem: str) -> Judgement:
         self.forgotten(ticket)

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_ec.tiers.disk_account import FolderAccount
+from lmcache_ec.tiers.disk_account import FolderAccount, try_lock
 
 _MEMORY = "/memfd:lmcache-ec"
+_NEWS_S = 120.0
 _HELD = ("reserved", "writing", "sealing", "filling", "orphaned")
 _HELD_COUNTS = (
     *(f"places_{state}" for state in _HELD),
@@ -93,13 +94,24 @@ def on_disk(folder: Path) -> list[str]:
     that somebody planted, those count that lead to a file: they have its size."""
     entries = {path for path in folder.glob("*/??/*.safetensors") if path.is_file()}
     strangers = [path for path in folder.rglob("*") if not (path.is_dir() or path.is_symlink()) and path not in entries]
-    left = [f"{path.relative_to(folder)}" for path in strangers if path != folder / ".usage"]
+    left = [f"{path.relative_to(folder)}" for path in strangers if path != folder / ".usage" and not _is_news(path)]
     account, bytes_there = FolderAccount(folder / ".usage").read(), sum(map(_size, entries))
     if account is None:
         return [*left, "no account"]
     if account.total != bytes_there:
         left.append(f"the account says {account.total} bytes, the folder holds {bytes_there}")
     return left
+
+
+def _is_news(path: Path) -> bool:
+    """A log of a store process that runs, or that ended not long ago: surveys remove one a minute after its end."""
+    if path.parent.name != ".news":
+        return False
+    try:
+        with path.open("rb") as file:
+            return not try_lock(file.fileno()) or time.time() - path.stat().st_mtime < _NEWS_S
+    except FileNotFoundError:
+        return True
 
 
 def _size(path: Path) -> int:

@@ -71,6 +71,9 @@ class Server:
     status: dict[str, Any] = field(default_factory=dict)
     """Of its cache, as last seen. Empty where there is none."""
 
+    asked_again: int = 0
+    """Requests that it answered with 500 and was sent once more."""
+
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
         self.id = f"soak-{self.number}-{uuid.uuid4()}"
@@ -177,6 +180,10 @@ class Server:
 
     def encoded(self) -> int:
         return len(self.encodes.read_bytes().splitlines()) if self.encodes.exists() else 0
+
+    def lost_pictures(self) -> int:
+        """How often vLLM's processor cache had taken for granted what its engine did not have."""
+        return self.log.read_bytes().count(b"P0/P1 cache drift")
 
     def last_words(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])

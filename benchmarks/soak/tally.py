@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-_SHOWN = 40
-"""Of the wrong answers and failures, so many are told one by one."""
+_SHOWN = 4
+"""Of the wrong answers and failures, so many of each kind are told one by one."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Tally:
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._shown = 0
+        self._shown: Counter[str] = Counter()
 
     @property
     def good(self) -> bool:
@@ -43,11 +43,11 @@ class Tally:
 
     def is_wrong(self, kind: str, text: str) -> None:
         self.wrong[kind] += 1
-        self._show(f"wrong: {text}")
+        self._show(f"wrong: {kind}", text)
 
     def has_failed(self, kind: str, text: str) -> None:
         self.failed[kind] += 1
-        self._show(f"failed: {text}")
+        self._show(f"failed: {kind}", text)
 
     def is_left(self, what: list[str], where: str) -> None:
         self.left += [f"{where}: {each}" for each in what]
@@ -81,10 +81,10 @@ class Tally:
         }
         return json.dumps(what, ensure_ascii=False)
 
-    def _show(self, line: str) -> None:
-        self._shown += 1
-        if self._shown <= _SHOWN:
-            self.say(line)
+    def _show(self, kind: str, text: str) -> None:
+        self._shown[kind] += 1
+        if self._shown[kind] <= _SHOWN:
+            self.say(f"{kind}: {text}")
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:
