@@ -16,6 +16,9 @@ _SALTS = ("", "tenant-a", "tenant-b")
 _SKEW = 2.2
 """The higher, the more of the requests are about few pictures."""
 
+_FOLLOWS = 0.1
+"""How often a request is one about a picture whose name was stolen before."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:
@@ -39,6 +42,8 @@ class Population:
         self._meanings: dict[tuple[str, str, str], int] = {}
         self._fixed = False
         self._asked = 0
+        self._later: list[Ask] = []
+        self._victims: dict[Ask, None] = {}
 
     def begin(self, *, fixed: bool) -> None:
         """A server starts: what names mean has changed since. `fixed`: for as long as it runs it does not.
@@ -49,9 +54,13 @@ class Population:
         self._meanings.clear()
         self._fixed = fixed
         self._asked = 0
+        self._later = list(self._victims)
+        self._victims.clear()
 
     def draw(self) -> Ask:
         self._asked += 1
+        if self._later and self._chance.random() < _FOLLOWS:
+            return self._later.pop(self._chance.randrange(len(self._later)))
         [kind] = self._chance.choices(self._kinds, self._weights)
         return kind.ask(self)
 
@@ -115,14 +124,22 @@ class Population:
         return Ask("reused", (number,), name=f"upload-{self._chance.randrange(4)}", salt=self._chance.choice(_SALTS))
 
     def _stolen(self) -> Ask:
-        """The name that vLLM gives another picture."""
-        victim = self._skewed(self._truth.small)
+        """The name that vLLM gives another picture, whose turn comes later, and in the next server's life."""
+        victim = self._chance.choice(self._truth.small)
+        self._robbed(Ask("robbed", (victim,)))
         return self._meant("stolen", self._truth.identifiers[victim, ""], way=self._mostly_pixels())
 
     def _stolen_with_arguments(self) -> Ask:
         """The name that vLLM gives another picture with arguments, or a client's name with arguments."""
-        names = [self._truth.identifiers[number, name] for number in self._truth.argued for name in _ARGUED]
-        return self._meant("stolen-argued", self._chance.choice([*names, *self._truth.of_names.values()]))
+        number, arguments = self._chance.choice(self._truth.argued), self._chance.choice(_ARGUED)
+        if self._chance.random() < 0.5:
+            return self._meant("stolen-argued", self._chance.choice(list(self._truth.of_names.values())))
+        self._robbed(Ask("robbed", (number,), arguments))
+        return self._meant("stolen-argued", self._truth.identifiers[number, arguments])
+
+    def _robbed(self, victim: Ask) -> None:
+        self._later.append(victim)
+        self._victims[victim] = None
 
     def _counter(self) -> Ask:
         """The name that vLLM gives a picture that comes soon, where it gives them numbers."""
