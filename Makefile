@@ -34,7 +34,7 @@ bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
-check: lint  ## What every commit has to pass: lint, and the tests that need no engine (under 3 minutes; ARGS=)
+check: lint  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
 	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)

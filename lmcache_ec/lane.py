@@ -186,8 +186,8 @@ class Lane:
         """The tier has this entry; `new` if it was written just now."""
         if self.habits.lookup is Lookup.PROBE:
             return  # it is asked, whatever is known
-        self._presence.add(self.name, digest)
-        if new and self.habits.local:
+        unheard = self._presence.add(self.name, digest)  # a neighbour may have been quicker to write it
+        if (new or unheard) and self.habits.local:
             self._count_listed()
 
     def _count_listed(self) -> None:

@@ -18,6 +18,7 @@ from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.entry import TensorSpec, room
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.disk import DiskTier
 
 _numbers = itertools.count(1)
 _DEADLINE_S = 60.0
@@ -38,10 +39,10 @@ class Engine(Served):
     first rows of `output`."""
 
     def __init__(self, folder: Path, arena_bytes: int, output: torch.Tensor) -> None:
-        shape = {"dtype": dtype_name(output.dtype), "widths": {"image": output.shape[1]}}
-        super().__init__(folder, arena_bytes, deadline_s=_DEADLINE_S, **shape)
-        self._folder = folder
+        widths = {"image": output.shape[1]}
+        super().__init__(folder, arena_bytes, deadline_s=_DEADLINE_S, dtype=dtype_name(output.dtype), widths=widths)
         self.output = output
+        self._disk = DiskTier(folder, 1 << 40, make=False)
         self.runner.encode = lambda identifier, rows: output[:rows]
         self.ready()
 
@@ -70,8 +71,9 @@ class Engine(Served):
 
     def stored(self, identifier: str, rows: int) -> torch.Tensor:
         """A view of what the arena holds of an entry that is live."""
-        place, memory = self.cache.book.live(identifier), self.runner.worker._rank.memory
-        if place is None:
+        place, rank = self.cache.book.live(identifier), self.runner.worker._rank
+        memory = rank.memory if rank is not None else None
+        if place is None or memory is None:
             raise RuntimeError("what was saved is not live")
         spec = TensorSpec(rows, self.output.shape[1], dtype_name(self.output.dtype))
         return view(memory, place.offset + room(identifier), spec)
@@ -107,13 +109,13 @@ class Engine(Served):
         return live - began, passes
 
     def forget(self, identifier: str, everywhere: bool = False) -> None:
-        """Evict an entry from the arena, and with `everywhere` delete its file: nothing asks for it again."""
+        """Evict an entry from the arena and, if so asked, delete it from the disk as well."""
         self.settle()
         place = self.cache.book.live(identifier)
         if place is not None:
             self.cache.book.forget(place)
-        if everywhere:
-            (self._folder / EncoderCacheKey(self.cache.namespace, identifier).object_name).unlink()
+            if everywhere:
+                self._disk.delete(EncoderCacheKey(self.cache.namespace, identifier))
 
     def _next_pass(self, began: float, pause: Pause, pass_s: float) -> None:
         if time.perf_counter() - began > _DEADLINE_S:

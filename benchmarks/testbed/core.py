@@ -370,9 +370,14 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextmanager
 def stuck(path: Path) -> Iterator[Callable[[], None]]:
-    """Something at `path` that cannot be opened: to whoever tries, a file system that hangs, until it is released."""
+    """Something at `path` that cannot be opened: to whoever tries, a file system that hangs, until it is released.
+
+    A file that is there is replaced in one step: a store process may make it again as soon as it is missing.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(path)
+    pipe = path.with_name(f"{path.name}.pipe")
+    os.mkfifo(pipe)
+    pipe.rename(path)
 
     def release() -> None:
         if path.is_fifo():

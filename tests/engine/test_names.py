@@ -107,3 +107,31 @@ def test_a_clients_own_names_leave_memory_only_where_the_operator_vouches_for_th
         rig.scanned()
         for request in (named, salted):
             assert rig.encodes(rig.play(request).encodes) == (not persist)
+
+
+@pytest.mark.slow
+def test_one_name_for_pictures_of_two_sizes_in_turn(tmp_path: Path, reference: Reference) -> None:
+    """What was stored first has the name: the other is encoded each time, and nothing is deleted or written for it.
+
+    Without vLLM's processor cache, which would take the one for the other by their name.
+    """
+    small = Request(Prompt(images=(1,), size=(112, 112)), uuids=("one name",))
+    large = Request(Prompt(images=(2,), size=(224, 112)), uuids=("one name",))
+    keys = {"persist_client_ids": True}
+    with Rig("qwen2vl", Layout.ONE_PROCESS, tmp_path, reference, keys=keys, mm_processor_cache_gb=0) as rig:
+        encodes = []
+        for _ in range(3):
+            for request in (small, large):
+                encodes.append(rig.encodes(rig.play(request).encodes))
+                rig.settle()
+                rig.forget()
+        assert encodes == [1, 1, 0, 1, 0, 1]
+        assert rig.counts()["writes"] == 1
+        [file] = rig.files()
+        before = file.stat()
+        rig.restart()
+        assert rig.encodes(rig.play(large).encodes) == 1
+        rig.forget()
+        assert rig.encodes(rig.play(small).encodes) == 0
+        assert (file.stat().st_ino, file.stat().st_size) == (before.st_ino, before.st_size)
+        assert rig.left_over() == {}

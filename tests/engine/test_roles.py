@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that only encodes and one that only loads, joined by a disk folder alone."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from benchmarks.testbed.engine_env import Layout
 from benchmarks.testbed.engine_runner import Generate
 from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
-from tests.engine.rig import Reference, Rig
+from tests.engine.rig import NOTHING, Reference, Rig
 
 pytestmark = pytest.mark.slow
 
@@ -33,8 +34,8 @@ def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Ref
         assert producer.encodes(report.encodes) == ITEMS
         assert len(producer.files()) == ITEMS, "a producer's answer says that its entries can be fetched"
         namespace = producer.status()["namespace"]
-        again = producer.engine.do(Generate(PROMPTS, 1))
-        assert len(producer.files()) == ITEMS, f"encoded {again.encodes} again"
+        assert producer.engine.do(Generate(PROMPTS, 1)).encodes == []
+        assert len(producer.files()) == ITEMS
     with an_engine("consumer", tmp_path, reference, disk) as consumer:
         assert consumer.status()["namespace"] == namespace
         assert consumer.ask(*PROMPTS) == 0
@@ -43,6 +44,40 @@ def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Ref
         counts = consumer.counts()
         assert (counts["saves"], counts["loads_disk"]) == (0, ITEMS)
         assert len(consumer.files()) == ITEMS
+
+
+def test_a_producer_encodes_nothing_that_is_stored_and_all_that_is_not(tmp_path: Path, reference: Reference) -> None:
+    """Started again on the same pictures it encodes nothing. vLLM counts what was skipped as cached; if it is lost
+    from the folder then, it is encoded all the same, and no answer promises what is not there."""
+    disk, requests = tmp_path / "disk", [Request(prompt, max_tokens=1) for prompt in PROMPTS]
+
+    def asked(producer: Rig) -> int:
+        """How many items were encoded; every answer says of each that it can be fetched, and it can."""
+        played = producer.play(*requests, compare=False)
+        items = [item for ending in played.endings for item in (ending.ec_transfer_params or {}).values()]
+        assert (len(items), all(item["metadata"] for item in items)) == (ITEMS, True)
+        assert len(producer.files()) == ITEMS
+        return producer.encodes(played.encodes)
+
+    def counted(producer: Rig) -> dict[str, int]:
+        producer.engine.do(Generate((NOTHING,), 1))
+        return dict(producer.status()["book"])
+
+    with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
+        assert asked(producer) == ITEMS
+        producer.restart()
+        assert asked(producer) == 0
+        counts = counted(producer)
+        assert (counts["encodes_skipped"], counts["fills"], counts["saves"]) == (ITEMS, 0, 0)
+        shutil.rmtree(disk)
+        assert asked(producer) == ITEMS
+        assert counted(producer)["encodes_again"] == ITEMS
+        assert asked(producer) == 0
+        shutil.rmtree(disk)
+        assert asked(producer) == 0, "what was lost is still in memory, and is stored again from there"
+        assert (counted(producer)["pins"], counted(producer)["dirty_bytes"]) == (0, 0)
+    with an_engine("consumer", tmp_path, reference, disk) as consumer:
+        assert consumer.ask(*PROMPTS) == 0
 
 
 def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path, reference: Reference) -> None:
@@ -62,6 +97,12 @@ def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path,
         unheard = {"f" * 64: item}
         other = Request(picture, uuids=("f" * 64,), grid=tuple(grid), ec_transfer_params=unheard)
         assert [ending.reason for ending in consumer.play(other, bare).endings] == ["error", "length"]
+        [file] = consumer.files()
+        wrong = Request(picture, uuids=(identifier,), grid=(1, 4, 8))  # another size than what has the name
+        assert [ending.reason for ending in consumer.play(wrong).endings] == ["error"]
+        consumer.forget()
+        assert [ending.reason for ending in consumer.play(wrong, bare).endings] == ["error", "length"]
+        assert consumer.files() == [file], "a request deletes nothing"
         foreign = {identifier: {**item, "namespace": "another-0123456789abcdef"}}
         consumer.play(Request(picture, ec_transfer_params=foreign))
         assert consumer.counts()["foreign_announcements"] == 1

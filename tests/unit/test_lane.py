@@ -258,6 +258,21 @@ def test_news_of_neighbours_count_at_once_and_until_a_listing_lacks_them(monkeyp
     assert (known(here), here.lane.listed) == ((True, False), 1)
 
 
+def test_what_a_neighbour_was_quicker_to_write_counts_once_whoever_hears_of_it_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for put_first in (True, False):
+        here = Setting(monkeypatch, Lookup.CATALOG, local=True)
+        here.survey()
+        before = here.lane.listed
+        here.tier.written = [ABSENT]
+        if put_first:
+            here.lane.has(ABSENT, False)
+        here.lane.follow(NAMESPACE)
+        here.lane.has(ABSENT, False)
+        assert here.lane.listed == before + 1
+
+
 def test_before_a_listing_has_begun_nobody_asks_for_news_and_it_begins_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
