@@ -97,7 +97,7 @@ class Server:
         environment |= {"TMPDIR": str(temporaries), "VLLM_RPC_BASE_PATH": str(temporaries), **self.environment}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *self._program(), *self._arguments()],
+                [sys.executable, "-m", "benchmarks.testbed.servers.vllm_serve", *self._arguments()],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -105,11 +105,6 @@ class Server:
                 stderr=log,
                 process_group=0,  # Ctrl-C is the soak's: it ends what it started
             )
-
-    def _program(self) -> list[str]:
-        if self.flavour.front_ends == 1:
-            return ["vllm.entrypoints.openai.api_server"]
-        return ["vllm.entrypoints.cli.main", "serve", "--api-server-count", str(self.flavour.front_ends)]
 
     def _arguments(self) -> list[str]:
         ours = {"persist_client_ids": self.flavour.vouched, "persist_updated_weights": self.flavour.updates}
@@ -123,6 +118,7 @@ class Server:
             "model": self.model,
             "host": "127.0.0.1",
             "port": self.port,
+            "api-server-count": self.flavour.front_ends,
             "dtype": "float32",
             "max-model-len": 1024,
             "max-num-seqs": 8,
