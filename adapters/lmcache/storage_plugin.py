@@ -11,7 +11,7 @@ written is not stored, and counted.
 
 *Gets.* In the caller's thread, or for several keys in `_readers`: the tiers in order; what verifies is copied into an
 object of LMCache's, and written to the tiers before the one that had it. What does not is deleted, and the next tier
-is asked. A tier that failed is left alone for a while (`lmcache_ec.lane`).
+is asked. A tier that failed is left alone for a while (`lmcache_ec.tiers.lane`).
 
 *Pins* are counted, and keep this process from removing an entry unless it is forced. They hold off neither eviction by
 others on the same store nor the end of its time to live: a get then finds nothing, which LMCache takes as a miss.
@@ -36,8 +36,8 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
-from lmcache_ec.lane import Lane
 from lmcache_ec.sizes import GIB
+from lmcache_ec.tiers.stack import Elsewhere, Found, Wanted
 
 from .layout import Layout
 from .scratch import Scratch
@@ -94,7 +94,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         self._pins: Counter[EncoderCacheKey] = Counter()
         self._lock = threading.Lock()
         self._closed = False
-        tiers = ", ".join(lane.name for lane in self._tiers.lanes)
+        tiers = ", ".join(lane.name for lane in self._tiers.stack.lanes)
         _logger.info("%s: namespace %s, tiers %s", self, self.namespace, tiers)
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     @property
     def counts(self) -> Counter[str]:
         """Hits, writes, drops and faults so far, of each tier."""
-        return self._tiers.counts
+        return self._tiers.journal.counts
 
     def get_allocator_backend(self) -> LocalCPUBackend:
         return self.local_cpu_backend
@@ -164,8 +164,8 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         if self._closed or (name in self._pins and not force):
             return False
         there = self._writes.cancel(name) or self._tiers.hold(name)
-        for lane in self._tiers.lanes:
-            self._tiers.delete(lane, name)
+        for lane in self._tiers.stack.lanes:
+            self._tiers.stack.delete(lane, name)
         return there
 
     # ---- puts
@@ -200,7 +200,6 @@ class ShapeAgnosticBackend(StoragePluginInterface):
             write = self._writes.copied(
                 name,
                 entry.entry_length(name.identifier, spec),
-                self._tiers.lanes,
                 lambda data: _copy(entry.payload(data, name.identifier), memory_obj.byte_array),
             )
         except Exception as error:  # of another kind of object than those that hold bytes in memory
@@ -245,71 +244,58 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     def _get(self, key: EncoderCacheKey) -> MemoryObj | None:
         """An object of LMCache's that is the caller's to release, or None."""
         tiers = self._tiers
-        for index, lane in enumerate(tiers.lanes):
-            if self._closed or self.local_cpu_backend is None:
-                break
-            if not lane.asks(key.digest):
-                continue
+        number = tiers.stack.worth_asking(key)
+        while number is not None and not self._closed and self.local_cpu_backend is not None:
             try:
-                memory_object = self._read(lane, key, tiers.lanes[:index])
+                memory_object = self._read(number, key)
                 if memory_object is not None:
-                    tiers.count(f"{lane.name}_hits")
                     return memory_object
             except _NoRoomError as error:
                 tiers.complain("no_room", str(error))
                 break
-            except entry.OtherVersion as error:
-                tiers.complain(f"{lane.name}_other_version", f"{lane.name}: {key.object_name} is not for us: {error}")
-            except entry.EntryError as error:
-                text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
-                tiers.complain(f"{lane.name}_corrupt", text)
-                tiers.delete(lane, key)
-            except OSError as error:
-                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
-                lane.failed()
-            except Exception as error:  # the tier is none the worse for it
-                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {type(error).__name__}: {error}")
-        tiers.count("misses")
+            except Exception as error:  # an object that this LMCache cannot make; the tier is none the worse for it
+                name = tiers.stack.lanes[number].name
+                tiers.complain(f"{name}_read_errors", f"{name}: {type(error).__name__}: {error}")
+            number = tiers.stack.worth_asking(key, number + 1)
+        tiers.journal.count("misses")
         return None
 
-    def _read(self, lane: Lane, key: EncoderCacheKey, before: Sequence[Lane]) -> MemoryObj | None:
-        """Read, verify, hand over, promote. None if the tier does not have it, EntryError for what is not the entry."""
-        length = self._tiers.length(lane, key)
+    def _read(self, number: int, key: EncoderCacheKey) -> MemoryObj | None:
+        """Read, verify, hand over, promote. None if the tier does not have it, or not as it should be."""
+        length = self._tiers.length(number, key)
         while length is not None:
             payload_bytes = length - entry.room(key.identifier)
             if payload_bytes > self._pool_bytes:
                 raise _NoRoomError(f"an object of {payload_bytes} bytes is larger than all of LMCache's CPU memory")
             buffer = self._scratch.take(length)
-            with memoryview(buffer)[:length] as data:
-                found = lane.tier.get_into(key, data)
-                if found == length:
-                    memory_object = self._handed_over(key, data)
-                    self._promote(key, data, before)
-            self._scratch.give_back(buffer)
-            if found == length:
-                return memory_object
-            length = found  # it is not any more what was told of it
+            try:
+                with memoryview(buffer)[:length] as data:
+                    (answer,) = self._tiers.stack.read(number, [Wanted(key, data)])
+                    if isinstance(answer, Found):
+                        return self._handed_over(number, key, data, answer.spec)
+            finally:
+                self._scratch.give_back(buffer)
+            length = answer.length if isinstance(answer, Elsewhere) else None  # not any more what was told of it
         return None
 
-    def _handed_over(self, key: EncoderCacheKey, data: memoryview) -> MemoryObj:
-        """What an entry holds as an object of LMCache's, once it has been verified. Never waits for room: LMCache
-        would wait without end."""
-        spec = entry.verify(data, key)
-        layout = Layout.read(spec.layout)
+    def _handed_over(
+        self, number: int, key: EncoderCacheKey, data: memoryview, spec: entry.TensorSpec
+    ) -> MemoryObj | None:
+        """What a verified entry holds as an object of LMCache's; None if it is not what its layout says, and deleted.
+        Never waits for room: LMCache would wait without end."""
+        stack, layout = self._tiers.stack, Layout.read(spec.layout)
         if layout.nbytes != spec.nbytes:
-            raise entry.EntryError(entry.Reason.SHAPE, "its layout is of another length than its tensor")
+            error = entry.EntryError(entry.Reason.SHAPE, "its layout is of another length than its tensor")
+            stack.refuse(stack.lanes[number], key, error)
+            return None
         memory_object = self.local_cpu_backend.allocate(
             layout.shapes, layout.dtypes, layout.memory_format, eviction=True, busy_loop=False
         )
         if memory_object is None:
             raise _NoRoomError(f"LMCache's CPU memory has no room for {layout.nbytes} bytes")
         _copy(memory_object.byte_array, entry.payload(data, key.identifier))
+        stack.writes.promote(number, key, data)
         return memory_object
-
-    def _promote(self, key: EncoderCacheKey, data: memoryview, lanes: Sequence[Lane]) -> None:
-        write = self._writes.copied(key, len(data), lanes, lambda copy: _copy(copy, data)) if lanes else None
-        if write is not None:
-            self._writes.spread(write)
 
     def _name(self, key: CacheEngineKey) -> EncoderCacheKey:
         """A tag may hold what UTF-8 cannot say."""

@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers that the storage plugin stores in, in the order in which they are asked."""
+"""The tiers that the storage plugin stores in, as LMCache asks for them."""
 
 from __future__ import annotations
 
 import os
 import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Mapping
 
 from lmcache.logging import init_logger
 
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import NEVER, Habits, Lane, lane_names
-from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.sizes import GIB
-from lmcache_ec.tiers.awaited import AwaitedTier
-from lmcache_ec.tiers.base import Tier, TierUnreachable
-from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.kinds import kind_of, open_remote
-from lmcache_ec.tiers.remote import Lookup
+from lmcache_ec.tiers.journal import Journal
+from lmcache_ec.tiers.opening import Opening, opened
+from lmcache_ec.tiers.stack import Stack
 
 from .settings import PluginSettings, remote_tiers
 
@@ -33,118 +27,68 @@ _logger = init_logger(__name__)
 
 
 class Tiers:
-    """Lanes, what is counted of them, and a thread that has them listed. ValueError for one that cannot be used.
+    """The stack of tiers, its log, and a thread that has it surveyed. ValueError for a tier that cannot be used.
 
-    Any thread may call it. `_lock` guards the numbers, and `_complaining` the log; neither is held across other I/O.
+    Any thread may call it. `_lock` guards the lengths, and `_complaining` the log; neither is held across other I/O.
     """
 
     def __init__(self, settings: PluginSettings, extra_config: Mapping[str, object], namespace: str) -> None:
-        self.namespace = namespace
-        self.counts: Counter[str] = Counter()
-        self.lanes = _open_lanes(settings, extra_config)
+        self.journal = Journal(self._report)
         self._lock, self._complaining = threading.Lock(), threading.Lock()
         self._complaints = Complaints(_logger)
         self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
         self._closing = threading.Event()
+        openings: list[Opening] = []
+        if settings.local_disk is not None:
+            size, free = int(settings.max_local_disk_size * GIB), int(settings.min_free_disk_size * GIB)
+            openings.append(Opening.of_disk(settings.local_disk, size, free, _DISK_RESCAN_S))
+        openings += map(Opening.of_remote, remote_tiers(settings, extra_config))
+        tiers = opened(openings, self._report)
+        copied_bytes = int(settings.max_pending_size * GIB) // 2
+        self.stack = Stack(tiers, self.journal, namespace, copied_bytes=copied_bytes)
+        os.close(self.stack.presence.fd)  # nobody else is to map it
         self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
         self._keeper.start()
 
     def hold(self, key: EncoderCacheKey) -> bool:
         """Whether one of them has the entry, as far as they can be asked."""
-        for lane in self.lanes:
-            if not lane.asks(key.digest):
-                continue
-            try:
-                length = self._ask(lane, key)
-            except Exception as error:
-                self.complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
-                lane.failed()
-                continue
+        number = self.stack.worth_asking(key)
+        while number is not None:
+            (length,) = self.stack.lengths(number, [key])
             if length is not None:
                 with self._lock:
                     self._lengths[key] = length
                     if len(self._lengths) > _KNOWN_LENGTHS:
                         self._lengths.popitem(last=False)
                 return True
+            number = self.stack.worth_asking(key, number + 1)
         return False
 
-    def length(self, lane: Lane, key: EncoderCacheKey) -> int | None:
+    def length(self, number: int, key: EncoderCacheKey) -> int | None:
         """The length of an entry, in bytes: of one that was just found by `hold`, as it was then, and of others as
-        the tier says. Raises what the tier raises."""
+        the tier says; None if it has none, or cannot say."""
         with self._lock:
             known = self._lengths.pop(key, None)
-        return known or self._ask(lane, key)
-
-    def delete(self, lane: Lane, key: EncoderCacheKey) -> None:
-        try:
-            lane.tier.delete(key)
-        except Exception as error:
-            self.complain(f"{lane.name}_delete_errors", f"{lane.name}: {error}")
-            lane.failed()
-
-    def count(self, name: str) -> None:
-        with self._lock:
-            self.counts[name] += 1
+        return known or self.stack.lengths(number, [key])[0]
 
     def complain(self, kind: str, text: str) -> None:
         """Count it, and log a line of this kind once in a while."""
-        self.count(kind)
-        if not self._closing.is_set():
-            with self._complaining:
-                self._complaints.warn(kind, f"storage plugin: {text}")
+        self.journal.count(kind)
+        self._report(kind, text)
 
     def close(self) -> None:
         """Let go of the tiers. What is still under way fails, or ends with the process."""
         self._closing.set()
         self._keeper.join()
-        for lane in self.lanes:
-            for pool in (lane.reads, lane.writes, lane.scans):
-                pool.shutdown(wait=False, cancel_futures=True)
-            lane.tier.close()
+        self.stack.close()
 
-    def _ask(self, lane: Lane, key: EncoderCacheKey) -> int | None:
-        began = time.monotonic()
-        length = lane.tier.contains(key)
-        lane.answered(time.monotonic() - began)
-        return length
+    def _report(self, kind: str, text: str) -> None:
+        if not self._closing.is_set():
+            with self._complaining:
+                self._complaints.warn(kind, f"storage plugin: {text}")
 
     def _keep_house(self) -> None:
-        """Have the lanes listed that are due for it, on threads of theirs."""
+        """Have the tiers surveyed that are due for it."""
         while not self._closing.is_set():
-            for lane in self.lanes:
-                if lane.due_at <= time.monotonic():
-                    lane.due_at = NEVER
-                    lane.scans.submit(self._survey, lane)
+            self.stack.survey_due()
             self._closing.wait(_TICK_S)
-
-    def _survey(self, lane: Lane) -> None:
-        try:
-            lane.survey(self.namespace)
-        except Exception as error:
-            self.complain(f"{lane.name}_survey_errors", f"{lane.name}: {error}")
-
-
-def _open_lanes(settings: PluginSettings, extra_config: Mapping[str, object]) -> Sequence[Lane]:
-    """The tiers in order. A remote that is merely away is tried again later."""
-    tiers: list[tuple[Tier, Habits]] = []
-    if settings.local_disk is not None:
-        size, free = int(settings.max_local_disk_size * GIB), int(settings.min_free_disk_size * GIB)
-        tiers.append((DiskTier(settings.local_disk, size, free), Habits(Lookup.CATALOG, _DISK_RESCAN_S, local=True)))
-    for remote in remote_tiers(settings, extra_config):
-        opener = partial(open_remote, remote)
-        try:
-            tier = opener()
-        except TierUnreachable as error:
-            _logger.warning("storage plugin: %s; tried again in the background", error.strerror)
-            tier = AwaitedTier(kind_of(remote.url).name, opener)
-        tiers.append((tier, Habits(remote.lookup, remote.refresh_s)))
-    names = lane_names([tier.name for tier, _ in tiers])
-    presence = PresenceWriter.create(names)
-    os.close(presence.fd)  # nobody else is to map it
-    lanes = [Lane(tier, name, presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)]
-    for lane in lanes:
-        if lane.tier.notice:
-            _logger.warning("storage plugin: %s", lane.tier.notice)
-        if isinstance(lane.tier, AwaitedTier):
-            lane.failed()
-    return lanes

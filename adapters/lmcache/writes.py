@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 
 from lmcache_ec import __version__, entry
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Lane
+from lmcache_ec.tiers.write_through import Put
 
 from .scratch import Scratch
 from .tiers import Tiers
@@ -23,23 +21,24 @@ _PRODUCER = f"lmcache-ec {__version__}, lmcache plugin"
 
 @dataclass(eq=False)
 class Write:
-    """One entry, in a buffer of its own until the last tier has it or will not have it; then `done` ends."""
+    """One entry in a buffer of its own, which goes back once no tier reads it any more. `done` ends when every tier
+    has the entry, or will not have it; `stored`: one has."""
 
-    key: EncoderCacheKey
-    data: memoryview
+    put: Put
     buffer: mmap.mmap
-    lanes: Sequence[Lane]
-    outstanding: int
-    stored: bool = False
-    removed: bool = False
+    length: int
     done: Future[None] = field(default_factory=Future)
+
+    @property
+    def stored(self) -> bool:
+        return self.put.took != 0
 
 
 class Writes:
-    """At most `limit_bytes` of them, or a single larger one. Any thread may call it.
+    """At most `limit_bytes` in buffers, or a single larger one. Any thread may call it.
 
-    `_sealer` completes entries, each tier's own threads write them, so that none waits for another. `_lock` guards what
-    is pending and is never held across I/O or a copy.
+    `_sealer` completes entries, the tiers' own threads write them. `_lock` guards what is pending and is never held
+    across I/O or a copy.
     """
 
     def __init__(self, tiers: Tiers, scratch: Scratch, limit_bytes: int) -> None:
@@ -53,66 +52,52 @@ class Writes:
         self._sealer = ThreadPoolExecutor(1, "entry-seal")
 
     def __contains__(self, key: EncoderCacheKey) -> bool:
-        return key in self._pending
+        return key in self._pending or self._tiers.stack.writes.writing(key)
 
-    def copied(
-        self, key: EncoderCacheKey, length: int, lanes: Sequence[Lane], copy: Callable[[memoryview], None]
-    ) -> Write | None:
-        """A write of `length` bytes, once `copy` has filled them in; then `seal` or `spread` it. None if it is under
-        way already, or there is no room. Raises what `copy` raises."""
+    def copied(self, key: EncoderCacheKey, length: int, copy: Callable[[memoryview], None]) -> Write | None:
+        """A write of `length` bytes, once `copy` has filled them in; then `seal` it. None if it is under way already,
+        or there is no room. Raises what `copy` raises."""
         with self._lock:
-            if key in self._pending or self._closed:
+            if key in self or self._closed:
                 return None
-            full = self._pending_bytes + length > self._limit_bytes and self._pending
+            full = self._pending_bytes + length > self._limit_bytes and self._pending_bytes
             if not full:
-                buffer = self._scratch.take(length)
-                write = self._pending[key] = Write(key, memoryview(buffer)[:length], buffer, lanes, len(lanes))
+                write = self._pending[key] = self._begun(key, length)
                 self._pending_bytes += length
         if full:
-            self._tiers.count("puts_dropped")
+            self._tiers.journal.count("puts_dropped")
             return None
         try:
-            copy(write.data)
+            copy(write.put.data)
         except BaseException:
-            self._delivered(write, len(lanes), False)
+            self._abandon(write)
             raise
         return write
 
     def seal(self, write: Write, spec: entry.TensorSpec) -> None:
-        """Complete the entry whose payload has been copied, then spread it."""
+        """Complete the entry whose payload has been copied, then write it through."""
 
         def run() -> None:
             try:
-                entry.seal(write.data, write.key, spec, _PRODUCER)
+                entry.seal(write.put.data, write.put.key, spec, _PRODUCER)
             except Exception as error:
                 self._tiers.complain("put_errors", f"an entry cannot be sealed: {error}")
-                self._delivered(write, write.outstanding, False)
+                self._abandon(write)
             else:
-                self.spread(write)
+                self._tiers.stack.writes.write(write.put)
 
         try:
             self._sealer.submit(run)
         except RuntimeError:  # closed meanwhile
-            self._delivered(write, write.outstanding, False)
-
-    def spread(self, write: Write) -> None:
-        """Have each tier's threads write it."""
-        for lane in write.lanes:
-            try:
-                queued = lane.enqueue(len(write.data), partial(self._write, lane, write))
-            except RuntimeError:  # closed meanwhile
-                queued = False
-            if not queued:
-                self._tiers.count(f"{lane.name}_writes_dropped")
-                self._delivered(write, 1, False)
+            self._abandon(write)
 
     def cancel(self, key: EncoderCacheKey) -> bool:
         """Have an entry removed as soon as it has been written, if it is on its way."""
         with self._lock:
             write = self._pending.get(key)
             if write is not None:
-                write.removed = True
-        return write is not None
+                write.put.cancelled = True
+        return self._tiers.stack.writes.cancel(key) or write is not None
 
     def close(self, patience_s: float) -> int:
         """Take nothing more, and wait for what is under way. How many were not written in time."""
@@ -123,32 +108,24 @@ class Writes:
         self._sealer.shutdown(wait=False, cancel_futures=True)
         return len(late)
 
-    def _write(self, lane: Lane, write: Write) -> None:
-        stored, tiers = False, self._tiers
-        try:
-            if not write.removed:
-                new = lane.tier.put(write.key, write.data)
-                tiers.count(f"{lane.name}_{'writes' if new else 'present'}")
-                lane.has(write.key.digest, new)
-                stored = True
-            if write.removed:  # asked again: `cancel` may have come meanwhile
-                lane.tier.delete(write.key)
-        except Exception as error:
-            tiers.complain(f"{lane.name}_write_errors", f"{lane.name}: {error}")
-            if getattr(error, "errno", None) != errno.EFBIG:  # too large for this tier, which is none the worse for it
-                lane.failed()
-        finally:
-            self._delivered(write, 1, stored)
+    def _begun(self, key: EncoderCacheKey, length: int) -> Write:
+        buffer = self._scratch.take(length)
+        write = Write(Put(key, memoryview(buffer)[:length]), buffer, length)
+        write.put.released = lambda _: self._give_back(write)
+        write.put.done = lambda: self._finish(write)
+        return write
 
-    def _delivered(self, write: Write, lanes: int, stored: bool) -> None:
-        """So many tiers more have it, or will not have it."""
-        with self._lock:
-            write.outstanding -= lanes
-            write.stored |= stored
-            if write.outstanding:
-                return
-            del self._pending[write.key]
-            self._pending_bytes -= len(write.data)
-        write.data.release()
+    def _abandon(self, write: Write) -> None:
+        self._give_back(write)
+        self._finish(write)
+
+    def _give_back(self, write: Write) -> None:
+        write.put.data.release()
         self._scratch.give_back(write.buffer)
+        with self._lock:
+            self._pending_bytes -= write.length
+
+    def _finish(self, write: Write) -> None:
+        with self._lock:
+            del self._pending[write.put.key]
         write.done.set_result(None)
