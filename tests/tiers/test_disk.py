@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers import disk
+from lmcache_ec.tiers import disk, disk_files, disk_survey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
 from tests.tiers.conformance import MIB, TierConformance, fetch, value
@@ -268,8 +268,8 @@ def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sam
 ) -> None:
     """Until a survey is through: then it is the oldest again."""
     monkeypatch.setattr(disk, "_SAMPLE", 64)
-    looked_at, status = [], disk._status
-    monkeypatch.setattr(disk, "_status", lambda file: looked_at.append(file.name) or status(file))
+    looked_at, status = [], disk_files._status
+    monkeypatch.setattr(disk_files, "_status", lambda file: looked_at.append(file.name) or status(file))
     for number in range(400):
         DiskTier(tmp_path, 400 * 50).put(key(str(number)), value(str(number), 50))
     before, tier = order_of_use(tmp_path), DiskTier(tmp_path, 400 * 50)
@@ -284,7 +284,7 @@ def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sam
 
 
 def test_a_survey_remembers_only_the_least_recently_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_VICTIMS", 10)
+    monkeypatch.setattr(disk_survey, "_VICTIMS", 10)
     tier = DiskTier(tmp_path, 100 * 50)
     for number in range(100):
         tier.put(key(str(number)), value(str(number), 50))

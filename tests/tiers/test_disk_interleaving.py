@@ -19,7 +19,7 @@ import pytest
 from greenlet import getcurrent, greenlet
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers import disk, disk_account
+from lmcache_ec.tiers import disk, disk_account, disk_files, disk_survey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
 from tests.tiers.conformance import value
@@ -101,7 +101,7 @@ class Stepped:
 @contextmanager
 def stepped() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk, disk_account):
+        for module in (disk, disk_account, disk_files, disk_survey):
             for name in ("os", "time", "fcntl"):
                 if hasattr(module, name):
                     patch.setattr(module, name, Stepped(getattr(module, name)))
