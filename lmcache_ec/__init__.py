@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shape-agnostic cache of encoder outputs over memory, disk and remote stores.
 
-This package imports no serving engine. Importing it imports nothing else until one of its names is used, so that the
+This package imports no serving engine. Importing it imports nothing more until one of its names is used, so that the
 store process starts fast.
 """
 
 from typing import TYPE_CHECKING
+
+from lmcache_ec.version import __version__
 
 if TYPE_CHECKING:
     from lmcache_ec.config.sources import ConfigError
     from lmcache_ec.standalone.cache import Cache
     from lmcache_ec.standalone.tensor import Tensor
 
-__version__ = "0.1.0"
 __all__ = ["Cache", "ConfigError", "Tensor", "__version__"]
 
 _HOMES = {

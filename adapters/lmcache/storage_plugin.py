@@ -35,7 +35,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
-from lmcache_ec import __version__, entry
+from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
 from lmcache_ec.sizes import GIB
@@ -43,6 +43,7 @@ from lmcache_ec.standalone.scratch import Scratch
 from lmcache_ec.standalone.tiers import DISK_RESCAN_S, NoRoomError, Tiers
 from lmcache_ec.standalone.writes import Writes
 from lmcache_ec.tiers.opening import Opening
+from lmcache_ec.version import __version__
 
 from .layout import Layout
 from .settings import PREFIX, PluginSettings, read_settings, remote_tiers

@@ -25,7 +25,7 @@ from typing import Self
 
 import numpy
 
-from lmcache_ec import __version__, entry
+from lmcache_ec import entry
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
 from lmcache_ec.config.sources import FILE_VARIABLE
 from lmcache_ec.key import MAX_IDENTIFIER_BYTES, EncoderCacheKey, check_namespace
@@ -35,6 +35,7 @@ from lmcache_ec.standalone.tiers import DISK_RESCAN_S, Tiers
 from lmcache_ec.standalone.writes import Write, Writes
 from lmcache_ec.status_server import Status, tier_statuses
 from lmcache_ec.tiers.opening import Opening
+from lmcache_ec.version import __version__
 
 _UNDER_WAY_BYTES = 256 << 20
 _UNDER_WAY = 1024
@@ -53,7 +54,7 @@ class Cache:
     namespaces`); default: `ec.namespace`. An identifier is any text of at most 4096 bytes, and the caller vouches that
     it means one content. ConfigError for what cannot be used.
 
-    Any thread may call any method; all but `report` may wait for I/O. What a store does raises nothing: it is a miss,
+    Any thread may call any method, and all may wait for I/O. What a store does raises nothing: it is a miss,
     counted, and a line in the log. After `close` all methods raise ValueError, `close` does nothing.
     """
 
@@ -155,11 +156,17 @@ class Cache:
     def get(self, identifier: str) -> Tensor | None:
         """The tensor, verified to the last bit, in memory of its own; None if no tier that answers has it.
 
-        What is found in a later tier is copied into those before it, in the background.
+        Waits for a `put` of this cache's that is under way. What is found in a later tier is copied into those before
+        it, in the background.
         """
         self._check_open()
         key = self._key(identifier)
-        return self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
+        under_way = self._writes.done(key)
+        tensor = self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
+        if tensor is None and under_way is not None:
+            under_way.result()
+            tensor = self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
+        return tensor
 
     def get_into(self, identifier: str, target: object) -> Tensor | None:
         """The same into the caller's memory: a writable contiguous buffer of exactly the tensor's length in bytes.
@@ -213,6 +220,9 @@ class Cache:
             stack.presence.complete(lane.name) for lane in stack.lanes if lane.habits.local
         ):
             time.sleep(0.01)
+        for lane in stack.lanes:
+            if lane.habits.local:
+                stack.writes.weigh(lane)
         tiers = tier_statuses(stack, counts, self._config.max_local_disk_bytes)
         return {"namespace": self.namespace, "tiers": tiers, "counts": counts, "under_way": self._under_way}
 
