@@ -43,7 +43,7 @@ class Tiers:
             size, free = int(settings.max_local_disk_size * GIB), int(settings.min_free_disk_size * GIB)
             openings.append(Opening.of_disk(settings.local_disk, size, free, _DISK_RESCAN_S))
         openings += map(Opening.of_remote, remote_tiers(settings, extra_config))
-        tiers = opened(openings, self._report)
+        tiers = opened(openings, self._report, _refuse)
         copied_bytes = int(settings.max_pending_size * GIB) // 2
         self.stack = Stack(tiers, self.journal, namespace, copied_bytes=copied_bytes)
         os.close(self.stack.presence.fd)  # nobody else is to map it
@@ -92,3 +92,7 @@ class Tiers:
         while not self._closing.is_set():
             self.stack.survey_due()
             self._closing.wait(_TICK_S)
+
+
+def _refuse(problem: str) -> None:
+    raise ValueError(f"storage plugin: {problem}")
