@@ -168,11 +168,7 @@ class Store:
         if start.disk:
             openings.append(Opening.of_disk(Path(start.disk), start.disk_bytes, start.disk_free_bytes, _DISK_RESCAN_S))
         openings += map(Opening.of_remote, start.remotes)
-        try:
-            tiers = opened(openings, self._journal.report, restarted=start.incarnation > 1)
-        except ValueError as error:
-            self._link.send(Hello(os.getpid(), str(error), []), [os.pidfd_open(os.getpid())])
-            return
+        tiers = opened(openings, self._journal.report, self._refuse, restarted=start.incarnation > 1)
         stack = self._stack = Stack(
             tiers, self._journal, start.namespace, wake=self._rouse, back=lambda number: self._post(Back(number))
         )
@@ -185,6 +181,10 @@ class Store:
         names = [lane.name for lane in stack.lanes]
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), stack.presence.fd])
         stack.survey_due()
+
+    def _refuse(self, problem: str) -> None:
+        """End the engine's start, if it still waits for this; else serve with the other tiers."""
+        self._link.send(Hello(os.getpid(), problem, []), [os.pidfd_open(os.getpid())])
 
     @property
     def _jobs(self) -> int:

@@ -88,7 +88,10 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         self._drain_s, self._pool_bytes = settings.drain_s, int(config.max_local_cpu_size * GIB)
         pending_bytes = int(settings.max_pending_size * GIB)
         openings = _openings(settings, config.extra_config or {})
-        self._tiers = Tiers(openings, self.namespace, pending_bytes // 2, _logger)
+        try:
+            self._tiers = Tiers(openings, self.namespace, pending_bytes // 2, _logger)
+        except ValueError as error:
+            raise ValueError(f"storage plugin: {error}") from None
         self._scratch = Scratch(pending_bytes // 2)
         self._writes = Writes(self._tiers, self._scratch, pending_bytes, _PRODUCER)
         self._readers = ThreadPoolExecutor(_READERS, "entry-read")

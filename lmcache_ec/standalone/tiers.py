@@ -46,7 +46,7 @@ class Tiers:
         self._complaints = Complaints(logger)
         self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
         self._closing = threading.Event()
-        tiers = opened(openings, self._report)
+        tiers = opened(openings, self._report, _refuse)
         self.stack = Stack(tiers, self.journal, namespace, copied_bytes=copied_bytes)
         os.close(self.stack.presence.fd)  # nobody else is to map it
         self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
@@ -138,3 +138,7 @@ class Tiers:
         while not self._closing.is_set():
             self.stack.survey_due()
             self._closing.wait(_TICK_S)
+
+
+def _refuse(problem: str) -> None:
+    raise ValueError(problem)

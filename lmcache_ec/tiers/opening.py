@@ -45,8 +45,10 @@ class Opening:
         return cls(name, name, partial(open_remote, remote), Habits(remote.lookup, remote.refresh_s))
 
 
-def opened(openings: Sequence[Opening], report: Report, *, restarted: bool = False) -> list[tuple[Tier, Habits]]:
-    """The tiers, in order. ValueError for one that cannot be used.
+def opened(
+    openings: Sequence[Opening], report: Report, refuse: Callable[[str], None], *, restarted: bool = False
+) -> list[tuple[Tier, Habits]]:
+    """The tiers, in order. `refuse` hears of one that cannot be used; if it returns, that one is done without.
 
     A remote that cannot be reached is opened later (`AwaitedTier`), and so is, where `restarted`, any tier: an engine
     has been served with it already.
@@ -59,13 +61,12 @@ def opened(openings: Sequence[Opening], report: Report, *, restarted: bool = Fal
     for opening, future in zip(openings, futures, strict=True):
         error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, "no answer")
         if error is None:
-            tier = future.result()
-            if tier.notice:
-                report(f"{opening.what}-open", tier.notice)
+            tiers.append((future.result(), opening.habits))
+            if notice := future.result().notice:
+                report(f"{opening.what}-open", notice)
         elif not restarted and (opening.habits.local or not isinstance(error, TierUnreachable)):
-            raise ValueError(f"{opening.what}: {message(error)}")
+            refuse(f"{opening.what}: {message(error)}")
         else:
             report(f"{opening.what}-open", f"{message(error)}; tried again in the background")
-            tier = AwaitedTier(opening.name, opening.open, None if future.done() else future)
-        tiers.append((tier, opening.habits))
+            tiers.append((AwaitedTier(opening.name, opening.open, None if future.done() else future), opening.habits))
     return tiers
