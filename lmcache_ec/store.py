@@ -46,6 +46,8 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Populate,
+    Populated,
     Saved,
     Sealed,
     Start,
@@ -83,7 +85,8 @@ class Store:
     """
 
     def __init__(self, arena_fd: int, link: Link, saver: Link) -> None:
-        self._memory = memoryview(arena.attach(arena_fd))
+        self._arena = arena.attach(arena_fd)
+        self._memory = memoryview(self._arena)
         self._link = link
         self._saver = saver
         self._lanes: list[Lane] = []
@@ -172,6 +175,8 @@ class Store:
                 self._sought.append(message)
             case Ping(number=number):
                 self._post(Pong(number))
+            case Populate() if self._owns(message.offset, message.length):
+                threading.Thread(target=self._populate, args=(message,), name="populate", daemon=True).start()
             case Ledger(counts=counts):
                 self._ledger = counts
             case Enter(namespace=namespace):
@@ -335,6 +340,13 @@ class Store:
     def _count(self, name: str, number: int = 1) -> None:
         with self._lock:
             self._counts[name] += number
+
+    def _populate(self, order: Populate) -> None:
+        try:
+            arena.populate(self._arena, order.offset, order.length)
+        except OSError:
+            pass  # an old kernel, or no memory: the devices that register them make the pages, or refuse
+        self._post(Populated(order.offset))
 
     def _seal(self, saved: Saved) -> None:
         key = _key(saved)
