@@ -23,7 +23,7 @@ WITHOUT_ENGINE := tests/unit tests/tiers tests/integration tests/lmcache
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench soak check test test-all lint types env clean
+.PHONY: help demo bench soak gpu-check check test test-all lint types env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -38,6 +38,10 @@ soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20
 
 check: lint  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
 	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(ARGS)
+
+# Not in .venv, whose torch knows no GPU: with the torch of $(PYTHON), and nothing is installed or downloaded.
+gpu-check:  ## On a machine with a GPU: every byte and every bar, with the torch of PYTHON= (MODEL= goes on with vLLM)
+	@PYTHONPATH="$(CURDIR)" $(PYTHON) -m benchmarks.gpu_check $(if $(findstring command,$(origin MODEL)),--model "$(MODEL)") $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(BIN)/python -m pytest $(ARGS)

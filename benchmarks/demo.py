@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -58,6 +59,8 @@ class Phase:
     """By tier."""
     ttft_ms_median: float
     outputs_equal: bool
+    tokens_equal: bool
+    """On a GPU more cannot be asked: there the last bits of a logit depend on what else is in the batch."""
     bytes_stored: int
 
 
@@ -100,12 +103,13 @@ def what_is_wrong(model: str) -> str | None:
     return None
 
 
-def run(model: str) -> dict[str, Phase]:
+def run(model: str, **start_arguments: Any) -> dict[str, Phase]:
+    """The four phases. Further arguments are those of `start`."""
     say(f"1/3  an engine without the cache, {len(PHOTOGRAPHS)} photographs")
-    with start(model, cached=False) as engine:
+    with start(model, cached=False, **start_arguments) as engine:
         reference, off = measure(engine, [])
     say("2/3  a new engine with the cache: empty, then again after vLLM forgot what it encoded")
-    with start(model, cached=True) as engine:
+    with start(model, cached=True, **start_arguments) as engine:
         _, cold = measure(engine, reference)
         engine.do(Forget())
         _, repeat = measure(engine, reference)
@@ -113,13 +117,16 @@ def run(model: str) -> dict[str, Phase]:
         engine.kill()
     say(f"     killed with SIGKILL: {', '.join(killed)}")
     say("3/3  another engine over what is left on disk")
-    with start(model, cached=True) as engine:
+    with start(model, cached=True, **start_arguments) as engine:
         _, restart = measure(engine, reference)
     return {"off": off, "cold": cold, "repeat": repeat, "restart": restart}
 
 
-def start(model: str, *, cached: bool) -> EngineProcess:
-    """An engine for one photograph a request. A checkpoint of the user's gets vLLM's settings for type and memory."""
+def start(model: str, *, cached: bool, environment: Mapping[str, str] | None = None, **arguments: Any) -> EngineProcess:
+    """An engine for one photograph a request. A checkpoint of the user's gets vLLM's settings for type and memory.
+
+    `arguments` are vLLM's, `environment` is the engine's, both beside what they are here.
+    """
     own: dict[str, Any] = {"dtype": "auto", "kv_cache_memory_bytes": None, "skip_mm_profiling": False}
     connector = {
         "ec_connector": "ECLMCacheConnector",
@@ -131,10 +138,10 @@ def start(model: str, *, cached: bool) -> EngineProcess:
         Layout.MULTI_PROCESS,
         folder=FOLDER,
         connector=connector if cached else None,
-        environment={} if model in MODELS else {"OMP_NUM_THREADS": str(os.cpu_count())},
+        environment={**({} if model in MODELS else {"OMP_NUM_THREADS": str(os.cpu_count())}), **(environment or {})},
         timeout_s=600,
         limit_mm_per_prompt={"image": 1},
-        **({} if model in MODELS else own),
+        **{**({} if model in MODELS else own), **arguments},
     )
     engine.do(Call("benchmarks.demo:say_something", {}))  # what only the first request pays is no phase's cost
     return engine
@@ -147,11 +154,13 @@ def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output
     outputs = msgspec.convert(report.value, list[Output])
     engine.do(Call("benchmarks.demo:say_something", {}))  # the counts leave the engine with its next scheduling pass
     after = read_status()
+    compared = list(zip(reference or outputs, outputs, strict=True))
     phase = Phase(
         encodes=len(report.encodes),
         loads={tier: count - before.get(tier, 0) for tier, count in after.items() if count > before.get(tier, 0)},
         ttft_ms_median=round(median(output.first_token_s for output in outputs) * 1e3, 2),
-        outputs_equal=all(one.equals(other) for one, other in zip(reference or outputs, outputs, strict=True)),
+        outputs_equal=all(one.equals(other) for one, other in compared),
+        tokens_equal=all(one.tokens == other.tokens for one, other in compared),
         bytes_stored=settled_bytes(),
     )
     return outputs, phase

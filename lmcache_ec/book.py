@@ -77,14 +77,14 @@ class Counts:
 class Book:
     """Index, places, pins, budgets and eviction of one arena. Runs on the scheduler side's one thread: no lock, no I/O.
 
-    `capacity` bytes in segments of `segment_bytes` (the last may be shorter), opened one after another by
-    `open_segment`. Of the capacity, fills and unwritten entries may hold a quarter each and leases a half; one of each
-    is always allowed, however small the arena.
+    The arena's `capacity` bytes come into use from its start onwards (`open`), in whole granules of `granule_bytes` but
+    for the last. Places take no notice of granules. Of the capacity, fills and unwritten entries may hold a quarter
+    each and leases a half; one of each is always allowed, however small the arena.
     """
 
-    def __init__(self, capacity: int, segment_bytes: int, ranks: int) -> None:
+    def __init__(self, capacity: int, granule_bytes: int, ranks: int) -> None:
         self.capacity = capacity
-        self.segment_bytes = min(segment_bytes, capacity)
+        self._granule = granule_bytes
         self.counts = Counts()
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
@@ -106,29 +106,52 @@ class Book:
         self._dirty: dict[int, Place] = {}
         self._held: dict[int, list[Place]] = {}
         self._unwritten: OrderedDict[int, Place] = OrderedDict()
-        self._short = False
+        self._wanted = 0
+        """The longest run that was asked for in vain and that the arena, as it grows, will have."""
         self._ids = 0
         self._clock = 0
         self._low_water = capacity // 20
         self._bytes = dict.fromkeys(("filling", "dirty", "leased", "live"), 0)
 
-    # ---- segments
+    # ---- growth
 
     def next_segment(self) -> tuple[int, int] | None:
-        """(offset, length) of the segment to open next; None if none is due.
+        """(offset, length) of what to open next; None if nothing is due.
 
-        One is once half of what is open is used, or as soon as a place was wanted for which no run was long enough.
+        Something is once half of what is open is used, or as soon as a run was wanted that nothing has: a quarter of
+        what is open, and enough for that run. So what is open follows what is stored, ahead of it and never far ahead.
+        The first segment is one granule.
         """
         opened = self._space.opened_bytes
-        if opened >= self.capacity or (self._space.free_bytes * 2 > opened > 0 and not self._short):
+        if opened >= self.capacity or (self._space.free_bytes * 2 > opened > 0 and not self._wanted):
             return None
-        return opened, min(self.segment_bytes, self.capacity - opened)
+        short = self._wanted - self._space.tail_bytes if opened else 0
+        granules = max(1, -(-max(short, opened // 4) // self._granule))
+        return opened, min(granules * self._granule, self.capacity - opened)
 
-    def open_segment(self, offset: int, length: int) -> None:
-        if offset == self._space.opened_bytes:
-            self._space.open(offset, length)
-            self._short = False
+    def open(self, offset: int, length: int) -> None:
+        """Take `length` more bytes into use, from `offset`: where what is open ends."""
+        if offset == self._space.opened_bytes and length:
+            self._space.open(length)
             self.revision += 1
+            if self._space.tail_bytes >= self._wanted or self._space.opened_bytes >= self.capacity:
+                self._wanted = 0
+
+    def open_all(self) -> None:
+        """Take all that is left into use."""
+        self.open(self._space.opened_bytes, self.capacity - self._space.opened_bytes)
+
+    def end_growth(self) -> None:
+        """No more of the arena can be had: what is open is all of it from now on."""
+        self.capacity = self._space.opened_bytes
+        self._low_water = self.capacity // 20
+        self._wanted = 0
+        self.revision += 1
+
+    @property
+    def growing(self) -> bool:
+        """Whether something was asked for that finds room once the arena has grown."""
+        return bool(self._wanted)
 
     @property
     def opened(self) -> bool:
@@ -553,9 +576,11 @@ class Book:
     ) -> Place | None:
         size = aligned(length)
         extent = self._space.take(size)
-        self._short |= extent is None and size <= self.segment_bytes
-        if extent is None and evictable is not None:
-            extent = self._clear_window(size, evictable)
+        if extent is None and evictable is not None and size <= self.capacity:
+            if self._space.opened_bytes < self.capacity:
+                self._wanted = max(self._wanted, size)  # nothing is evicted while the arena can still grow
+            else:
+                extent = self._clear_window(size, evictable)
         if extent is None:
             return None
         self._ids += 1
@@ -570,8 +595,6 @@ class Book:
 
     def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
         """Evict at most twice `size` bytes around one of the least recently used entries, or nothing at all."""
-        if size > self.segment_bytes:
-            return None
         steps, best, least = iter(range(_WINDOW_STEPS)), None, 2 * size + 1
         for candidate in islice(self._evictable, _EVICTION_CANDIDATES):
             if not evictable(candidate):

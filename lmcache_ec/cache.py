@@ -36,9 +36,9 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Populated,
     Report,
     Sealed,
-    Segment,
     SegmentReady,
     Start,
     StoreLink,
@@ -52,6 +52,7 @@ from lmcache_ec.channel import (
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.growth import Growth
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place, aligned
@@ -75,6 +76,8 @@ _OPENING_S = 20.0
 
 _LOOK_S = 2.0
 """Between two looks whether a tier was emptied."""
+_PLAUSIBLE_BYTES = 256 << 20
+"""An entry of this length is believed to be one, whatever the engine says of its largest."""
 
 _MISS_REMEMBERED_S = 2.0
 MISFIT_REMEMBERED_S = 60.0
@@ -121,7 +124,7 @@ class EncoderCache:
     """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
 
     `drain` once a scheduling pass keeps everything going; no call waits for I/O. The constructor may wait, for at most
-    `start_timeout_s`, until the store process serves.
+    `start_timeout_s`, until the store process serves and the ranks have the first of the arena in use.
     """
 
     def __init__(self, config: EncoderCacheConfig, engine: Engine) -> None:
@@ -140,11 +143,11 @@ class EncoderCache:
         self._config = config
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
-        segment = max(arena.SEGMENT_BYTES, aligned(engine.largest_entry_bytes))
-        self.book = Book(capacity, segment, engine.ranks)
-        self._largest = max(engine.largest_entry_bytes, self.book.segment_bytes)
+        self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
+        self._largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
+        self._growth = Growth(self.book, engine.ranks, self._tell, self._complaints)
         self._presence: PresenceFilter | None = None
         self._fetches: dict[str, int] = {}  # identifier -> times asked
         self._probes: dict[int, tuple[str, Probe]] = {}  # not yet answered
@@ -154,10 +157,6 @@ class EncoderCache:
         self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
         self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
         self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
-        self._attached: set[int] = set()
-        self._segment: tuple[int, int] | None = None
-        self._segment_untold: list[Link] = []
-        self._segment_acks = 0
         self._revision = -1
         self._failures = 0
         self._restart_at = 0.0
@@ -174,7 +173,7 @@ class EncoderCache:
         try:
             self._connect_ranks()
             self._begin_store()
-            self._await_hello()
+            self._await_start()
         except BaseException:
             self.close()
             raise
@@ -188,9 +187,8 @@ class EncoderCache:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has mapped the arena and told its weights, and the store process serves."""
-        attached = len(self._attached) == self._engine.ranks and self.weights.started
-        return attached and self.book.opened and self._presence is not None
+        """Whether every rank has mapped the arena and reported its weights, and the store process serves."""
+        return self._growth.attached and self.weights.started and self.book.opened and self._presence is not None
 
     @property
     def namespace(self) -> str:
@@ -244,7 +242,7 @@ class EncoderCache:
         presence = self._presence
         if presence is None or not self.ready or not self.persists or not self._responsive(now):
             return False
-        if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
+        if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.capacity:
             return False
         if self._unusable.holds(identifier, now):
             return False
@@ -305,7 +303,7 @@ class EncoderCache:
         self._look_after_store(now)
         self._fetch_again(now)
         self._introduce_saver()
-        self._grow()
+        self._growth.advance(self._ranks)
         self._enter()
         while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
             self.book.begin_write(place, self._store.number)
@@ -403,15 +401,28 @@ class EncoderCache:
         except LinkClosed:
             pass  # found and answered by the next drain
 
-    def _await_hello(self) -> None:
+    def _await_start(self) -> None:
+        """Until the store process serves and what the ranks register first is registered: no request waits for that.
+
+        Ranks that are late are left to the passes to come; a store process that ended at once is an error.
+        """
         deadline = time.monotonic() + self._config.start_timeout_s
-        poller = select.poll()
-        poller.register(self._store.link, select.POLLIN)
-        while self._presence is None and not self._store.closed and (left := deadline - time.monotonic()) > 0:
-            if poller.poll(left * 1000):
-                self._drain(self._store.link, self._first_words, time.monotonic())
+        while not self._started() and (left := deadline - time.monotonic()) > 0:
+            poller = select.poll()
+            for link in (self._store.link, *(() if self.inert else self._ranks)):
+                poller.register(link, select.POLLIN)
+            poller.poll(left * 1000)
+            now = time.monotonic()
+            self._drain(self._store.link, self._first_words, now)
+            if not self.inert:
+                for link, take in self._rank_takers:
+                    self._drain(link, take, now)
+                self._growth.advance(self._ranks)
         if self._store.closed:
             raise OSError(f"the encoder cache's store process ended at once: {self._store.last_words()}")
+
+    def _started(self) -> bool:
+        return self._store.closed or (self._presence is not None and (self.ready or bool(self.inert)))
 
     def _first_words(self, message: object, fds: list[int], now: float) -> None:
         if isinstance(message, Hello) and message.problem:
@@ -435,15 +446,12 @@ class EncoderCache:
         match message:
             case Report(step=step, outcomes=outcomes):
                 self.book.report(rank, step, outcomes, self._alive())
-            case Attached():
-                self._attached.add(rank)
+            case Attached(registers=registers):
+                self._growth.rank_attached(rank, registers)
             case WeightsReport(calls=calls, digest=digest):
                 self.weights.report(rank, calls, digest)
-            case SegmentReady(offset=offset) if self._segment is not None and offset == self._segment[0]:
-                self._segment_acks += 1
-                if self._segment_acks == self._engine.ranks:
-                    self.book.open_segment(*self._segment)
-                    self._segment = None
+            case SegmentReady():
+                self._growth.answered(rank, message)
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
@@ -468,6 +476,8 @@ class EncoderCache:
                 self._tier_born(tier, name)
             case Entered(namespace=namespace) if namespace == self.namespace:
                 self._enters = False
+            case Populated(offset=offset):
+                self._growth.populated(offset)
             case Pong(number=number) if number == self._ping:
                 self._ping_answered = now
                 self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
@@ -580,7 +590,7 @@ class EncoderCache:
             if self.book.live(identifier) is not None or self.book.under_way(identifier):
                 self._fetches.pop(identifier, None)  # encoded and saved meanwhile
             elif not self._ask(identifier, length, certain=True, insist=True):
-                if self.book.filling:
+                if self.book.filling or self.book.growing:
                     return
                 self._miss(identifier, now)
             self._put_off.popleft()
@@ -647,6 +657,7 @@ class EncoderCache:
             return
         self._ping_sent = self._ping_answered = now
         self._begin_store()
+        self._growth.store_replaced()
 
     def _enter(self) -> None:
         if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
@@ -654,17 +665,3 @@ class EncoderCache:
 
     def _write(self, place: Place, tiers: int = 0) -> Write:
         return Write(place.id, place.offset, place.length, self.namespace, place.identifier, tiers)
-
-    # ---- segments
-
-    def _grow(self) -> None:
-        """Have every rank take the next segment into use. Pages come into being only as entries are written."""
-        if self._segment is None and len(self._attached) == self._engine.ranks:
-            self._segment = self.book.next_segment()
-            self._segment_acks = 0
-            self._segment_untold = list(self._ranks) if self._segment is not None else []
-        if self._segment is not None:
-            try:
-                self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
-            except LinkClosed:
-                pass  # found and answered by the next drain

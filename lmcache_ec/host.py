@@ -57,12 +57,14 @@ def memory(root: Path = Path("/")) -> Memory | None:
         return None
 
 
-def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0) -> str | None:
-    """What to say if LocalCPU, beside LMCache's own pool for KV, may outgrow the memory that is there now."""
+def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0, engines: int = 1) -> str | None:
+    """What to say if LocalCPU, of so many engines on this host and beside LMCache's own pool for KV, may outgrow the
+    memory that is there now."""
     room = memory()
-    if room is None or limit_bytes + kv_pool_bytes <= room.available_bytes:
+    if room is None or limit_bytes * engines + kv_pool_bytes <= room.available_bytes:
         return None
-    beside = f" beside the {rounded_size(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
+    beside = f" in each of {engines} engines" if engines > 1 else ""
+    beside += f" beside the {rounded_size(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
     advice = "lower max_local_cpu_size" + (", here (ec:) or there" if kv_pool_bytes else "")
     limit, available = rounded_size(limit_bytes), rounded_size(room.available_bytes)
     return (

@@ -41,6 +41,8 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Populate,
+    Populated,
     Saved,
     Sealed,
     Start,
@@ -70,7 +72,8 @@ class Store:
     """
 
     def __init__(self, arena_fd: int, link: Link, saver: Link) -> None:
-        self._memory = memoryview(arena.attach(arena_fd))
+        self._arena = arena.attach(arena_fd)
+        self._memory = memoryview(self._arena)
         self._link = link
         self._saver = saver
         self._journal = Journal(lambda kind, text: self._post(Notice(kind, text)))
@@ -152,6 +155,8 @@ class Store:
                 self._sought.append(message)
             case Ping(number=number):
                 self._post(Pong(number))
+            case Populate() if self._owns(message.offset, message.length):
+                threading.Thread(target=self._populate, args=(message,), name="populate", daemon=True).start()
             case Ledger(counts=counts):
                 self._ledger = counts
             case Enter(namespace=namespace):
@@ -239,6 +244,13 @@ class Store:
 
     def _rouse(self) -> None:
         os.eventfd_write(self._wake, 1)
+
+    def _populate(self, order: Populate) -> None:
+        try:
+            arena.populate(self._arena, order.offset, order.length)
+        except OSError:
+            pass  # an old kernel, or no memory: the devices that register them make the pages, or refuse
+        self._post(Populated(order.offset))
 
     def _seal(self, saved: Saved) -> None:
         """Complete an entry, then write it through. On the sealing thread."""

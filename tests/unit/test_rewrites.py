@@ -15,7 +15,7 @@ ALL = 0b111
 
 def a_book(mib: int = 64) -> Book:
     book = Book(mib * MIB, mib * MIB, 1)
-    book.open_segment(0, mib * MIB)
+    book.open(0, mib * MIB)
     book.tiers = ALL
     return book
 
