@@ -474,7 +474,7 @@ class Book:
     # ---- a store process lost, and gone
 
     def store_lost(self, incarnation: int) -> list[str]:
-        """Void what that process held; its bytes stay untouched until `store_gone`. Returns the fills now missed."""
+        """Void what that process held; its bytes stay untouched until `store_ended`. Returns the fills now missed."""
         self.counts.store_losses += 1
         missed = []
         for place in [p for p in self._filling.values() if p.incarnation == incarnation]:
@@ -501,7 +501,7 @@ class Book:
                 self._unwritten[place.id] = place
         return missed
 
-    def store_gone(self, incarnation: int) -> None:
+    def store_ended(self, incarnation: int) -> None:
         for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
             self._owe(place)  # handed over by a rank that did not know yet that the process was lost
             self._void(place)

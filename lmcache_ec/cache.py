@@ -34,7 +34,6 @@ from lmcache_ec.channel import (
     Located,
     NotFilled,
     Notice,
-    Ping,
     Pong,
     Populated,
     Report,
@@ -53,11 +52,11 @@ from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.growth import Growth
-from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.recent import Recent
+from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
 
@@ -65,14 +64,6 @@ _logger = logging.getLogger(__name__)
 
 _Take = Callable[[object, list[int], float], None]
 """Acts on a message: the message, its descriptors, the time of the pass."""
-
-_PING_INTERVAL_S = 1.0
-_SLOW_PONG_S = 5.0
-"""A store process that has not answered a ping for this long, and for longer than a request would wait for an entry, is
-asked nothing new."""
-
-_OPENING_S = 20.0
-"""How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
 
 _LOOK_S = 2.0
 """Between two looks whether a tier was emptied."""
@@ -88,9 +79,6 @@ _ASKED_AGAIN_S = 0.05
 
 _FETCHES_AT_ONCE = 4096
 """While a tier answers nothing and passes for alive, no more than this waits for it."""
-
-_RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
-"""Before each next start of a store process that keeps ending without ever having served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +146,16 @@ class EncoderCache:
         self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
         self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._revision = -1
-        self._failures = 0
-        self._restart_at = 0.0
-        self._lost = 0  # number of the last store process that was lost
         self._closed = False
-        self._ping = 0
-        self._ping_waits = False
-        self._ping_sent = self._ping_answered = time.monotonic()
-        self._old: list[Incarnation] = []
         self._arena_fd = arena.create(capacity)
-        self._store = self._incarnation(1)
+        self._store = Supervisor(
+            self._arena_fd,
+            environment_of(config.remotes),
+            timeout_s=config.store_timeout_s,
+            patience_s=config.load_deadline_ms / 1000,
+            complaints=self._complaints,
+            follower=self,
+        )
         self._ranks: list[Link] = []
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
@@ -299,8 +287,8 @@ class EncoderCache:
             return
         for link, take in self._rank_takers:
             self._drain(link, take, now)
-        self._drain(self._store.link, self._from_store, now)
-        self._look_after_store(now)
+        self._store.drain(self._from_store, now)
+        self._store.look_after(now)
         self._fetch_again(now)
         self._introduce_saver()
         self._growth.advance(self._ranks)
@@ -330,26 +318,22 @@ class EncoderCache:
             return
         self._closed = True
         if self._presence is not None and not self.inert:
-            self._drain(self._store.link, self._from_store, time.monotonic())  # the last news of the tiers
+            self._store.drain(self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
             self._tell(self._write(place))
         for place in self.book.owed_rewrites():
             self._tell(self._write(place, place.owed))
         for link in self._ranks:
             link.close()
-        for store in (self._store, *self._old):
-            store.close()
+        self._store.close()
         if self._presence is not None:
             self._presence.close()
             self._presence = None
         os.close(self._arena_fd)
-        self._ranks, self._old = [], []
+        self._ranks = []
         self.inert = self.inert or "closed"
 
     # ---- starting
-
-    def _incarnation(self, number: int) -> Incarnation:
-        return Incarnation(number, self._arena_fd, environment_of(self._config.remotes))
 
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
@@ -368,7 +352,7 @@ class EncoderCache:
                 return
 
     def _begin_store(self) -> None:
-        """The first words to a new store process, and its link for the saving rank."""
+        """The first message to a new store process, and its link for the saving rank."""
         self._revision = -1  # it has not been told the counts
         self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
@@ -392,7 +376,7 @@ class EncoderCache:
 
     def _introduce_saver(self) -> None:
         """Hand the saving rank its end of the store process's link, now or when its own link has room."""
-        socket_ = self._store.saver_socket
+        socket_ = self._store.process.saver_socket
         if socket_.fileno() < 0 or not self._ranks:
             return
         try:
@@ -413,20 +397,20 @@ class EncoderCache:
                 poller.register(link, select.POLLIN)
             poller.poll(left * 1000)
             now = time.monotonic()
-            self._drain(self._store.link, self._first_words, now)
+            self._store.drain(self._first_message, now)
             if not self.inert:
                 for link, take in self._rank_takers:
                     self._drain(link, take, now)
                 self._growth.advance(self._ranks)
         if self._store.closed:
-            raise OSError(f"the encoder cache's store process ended at once: {self._store.last_words()}")
+            raise OSError(f"the encoder cache's store process ended at once: {self._store.last_errors()}")
 
     def _started(self) -> bool:
         return self._store.closed or (self._presence is not None and (self.ready or bool(self.inert)))
 
-    def _first_words(self, message: object, fds: list[int], now: float) -> None:
+    def _first_message(self, message: object, fds: list[int], now: float) -> None:
         if isinstance(message, Hello) and message.problem:
-            self._store.own(fds[0])
+            self._store.introduce(fds[0], now)
             raise ConfigError(message.problem)
         self._from_store(message, fds, now)
 
@@ -437,15 +421,12 @@ class EncoderCache:
             while (received := link.receive()) is not None:
                 take(*received, now)
         except LinkClosed:
-            if link is self._store.link:
-                self._store.closed = True
-            else:
-                self._give_up("the link to a rank has ended")
+            self._give_up("the link to a rank has ended")
 
     def _from_rank(self, rank: int, message: object, fds: list[int], now: float) -> None:
         match message:
             case Report(step=step, outcomes=outcomes):
-                self.book.report(rank, step, outcomes, self._alive())
+                self.book.report(rank, step, outcomes, self._store.alive())
             case Attached(registers=registers):
                 self._growth.rank_attached(rank, registers)
             case WeightsReport(calls=calls, digest=digest):
@@ -478,15 +459,12 @@ class EncoderCache:
                 self._enters = False
             case Populated(offset=offset):
                 self._growth.populated(offset)
-            case Pong(number=number) if number == self._ping:
-                self._ping_answered = now
-                self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
+            case Pong(number=number):
+                self._store.answered(number, now)
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
             case Hello(problem=problem, tiers=tiers):
-                self._store.own(fds[0])
-                if self._ping_answered < self._ping_sent:
-                    self._ping_sent = now  # its answer comes next: from here on its silence counts in full
+                self._store.introduce(fds[0], now)
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
@@ -525,15 +503,7 @@ class EncoderCache:
             self.book.tier_emptied(tier)
 
     def _tell(self, message: ToStore) -> bool:
-        try:
-            return not self._store.closed and self._store.link.send(message)
-        except LinkClosed:
-            return False
-
-    def _alive(self) -> frozenset[int]:
-        """The store processes that are not yet gone. One that was lost is among the old ones until then."""
-        serving = () if self._store.number == self._lost else (self._store,)
-        return frozenset(store.number for store in (*serving, *self._old))
+        return self._store.send(message)
 
     def _give_up(self, why: str) -> None:
         if not self.inert:
@@ -603,59 +573,25 @@ class EncoderCache:
     # ---- the store process
 
     def _responsive(self, now: float) -> bool:
-        silent_s = now - self._ping_sent if self._ping_sent > self._ping_answered else 0.0
-        patience_s = max(_SLOW_PONG_S, self._config.load_deadline_ms / 1000)
-        return not self.inert and not self._store.closed and silent_s <= patience_s
+        return not self.inert and self._store.responsive(now)
 
-    @property
-    def _patience_s(self) -> float:
-        return self._config.store_timeout_s + (0.0 if self._store.introduced else _OPENING_S)
+    def store_lost(self, number: int, now: float) -> None:
+        """Void what it held. Its places wait until its process has ended."""
+        for identifier in self.book.store_lost(number):
+            self._miss(identifier, now)
+        self._put_off.clear()
+        for identifier, probe in self._probes.values():
+            self._located(identifier, probe, 0)
+        self._probes.clear()
+        for identifier in list(self._fetches):
+            self._miss(identifier, now)
 
-    def _look_after_store(self, now: float) -> None:
-        for old in [store for store in self._old if store.gone]:
-            self.book.store_gone(old.number)
-            old.close()
-            self._old.remove(old)
-        if self._ping_waits and self._tell(Ping(self._ping)):
-            self._ping_waits, self._ping_sent = False, now  # it reads again: its time starts anew
-        if self._store.closed:
-            self._replace_store(now, "ended")
-        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._patience_s:
-            self._store.kill()
-            self._replace_store(now, f"did not answer for {now - self._ping_sent:.0f} s and was killed")
-        elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:
-            self._ping += 1
-            self._ping_sent = now
-            self._ping_waits = not self._tell(Ping(self._ping))  # a link that is full because nobody reads it counts
-        self._store.reap()
+    def store_ended(self, number: int) -> None:
+        """Its process can touch the arena no more."""
+        self.book.store_ended(number)
 
-    def _replace_store(self, now: float, why: str) -> None:
-        """Void what the store process held and start the next one. Its places wait until its process is gone."""
-        if self._lost != self._store.number:
-            self._lost = self._store.number
-            for identifier in self.book.store_lost(self._store.number):
-                self._miss(identifier, now)
-            self._put_off.clear()
-            for identifier, probe in self._probes.values():
-                self._located(identifier, probe, 0)
-            self._probes.clear()
-            for identifier in list(self._fetches):
-                self._miss(identifier, now)
-            words = self._store.last_words()
-            self._complaints.warn("store", f"the store process {why}; another one takes its place. {words}".rstrip())
-            self._store.closed = True
-            self._old.append(self._store)
-            self._restart_at = now + _RESTART_PAUSE_S[min(self._failures, len(_RESTART_PAUSE_S) - 1)]
-            self._failures += 1
-        if now < self._restart_at:
-            return
-        try:
-            self._store = self._incarnation(self._store.number + 1)
-        except OSError as error:
-            self._restart_at = now + _RESTART_PAUSE_S[-1]
-            self._complaints.warn("store", f"no store process can be started: {error}")
-            return
-        self._ping_sent = self._ping_answered = now
+    def store_started(self) -> None:
+        """Another one is there."""
         self._begin_store()
         self._growth.store_replaced()
 

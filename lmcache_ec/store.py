@@ -49,10 +49,10 @@ from lmcache_ec.channel import (
     Write,
     Written,
 )
-from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.locate import Locator
 from lmcache_ec.status_server import Status, StatusServer, tier_statuses
+from lmcache_ec.store_process import PROCESS_NAME
 from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.emptied import Looks
 from lmcache_ec.tiers.journal import Journal

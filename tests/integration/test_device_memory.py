@@ -120,8 +120,8 @@ def test_steps_go_on_while_a_granule_is_being_registered(cuda: Cuda, card: Card)
 def test_a_store_process_that_dies_holds_up_no_growth(cuda: Cuda, card: Card) -> None:
     with Rig.local(card, 256 * MIB) as rig:
         store(rig, card, "first")
-        rig.cache._store.kill()
-        rig.until("another one serves", lambda: rig.cache._store.number == 2 and rig.cache._store.introduced)
+        rig.cache._store.process.kill()
+        rig.until("another one serves", lambda: rig.cache._store.number == 2 and rig.cache._store.process.introduced)
         names = [f"image {number}" for number in range(16)]
         store(rig, card, *names)
         assert registered(cuda) > GRANULE_BYTES

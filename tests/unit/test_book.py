@@ -300,12 +300,12 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lost)
     @rule()
-    def store_gone(self) -> None:
+    def store_ended(self) -> None:
         gone = self.lost.pop(0)
         for place in list(self.touched):
             self.release(place, ("store", gone))
         self.handed = [(place, to) for place, to in self.handed if to != gone]
-        self.book.store_gone(gone)
+        self.book.store_ended(gone)
 
     def teardown(self) -> None:
         """Whatever happened: once everybody is done, nothing is held and the whole arena can be had again."""
@@ -319,7 +319,7 @@ class Life(RuleBasedStateMachine):
             self.book.store_lost(self.incarnation)
         for number in range(1, self.incarnation + 1):
             self.book.store_lost(number)
-            self.book.store_gone(number)
+            self.book.store_ended(number)
         for rank in range(RANKS):
             self.book.report(rank, self.step, [], frozenset())
         now = self.book.snapshot()
@@ -349,7 +349,7 @@ def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:
     book.begin_write(place, 2)
     book.written(place.id, True)
     assert book.snapshot()["pins"] == 1, "the lost process may still read it"
-    book.store_gone(1)
+    book.store_ended(1)
     assert book.snapshot()["pins"] == 0
 
 
@@ -362,7 +362,7 @@ def test_a_save_whose_store_process_is_lost_is_remembered_and_its_bytes_wait() -
     book.store_lost(1)
     assert list(book.unsaved) == ["a"]
     assert place.state is State.ORPHANED
-    book.store_gone(1)
+    book.store_ended(1)
     assert book.snapshot()["used_bytes"] == 0
 
 
@@ -373,7 +373,7 @@ def test_a_hand_over_to_a_store_process_already_lost_does_not_stay_for_ever() ->
     book.send_save(place, 1, 0)
     book.store_lost(1)
     book.report(0, 1, [(place.id, Outcome.COPIED, 1)], frozenset({1, 2}))
-    book.store_gone(1)
+    book.store_ended(1)
     assert book.snapshot()["used_bytes"] == 0
     assert "a" in book.unsaved
 

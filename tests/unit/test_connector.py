@@ -118,7 +118,7 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
 ) -> None:
     folder = tmp_path / "entries"
     monkeypatch.setattr("lmcache_ec.arena.create", broken)
-    monkeypatch.setattr("lmcache_ec.incarnation.Incarnation.__init__", broken)
+    monkeypatch.setattr("lmcache_ec.store_process.StoreProcess.__init__", broken)
     monkeypatch.setattr("lmcache_ec.rank.Rank.__init__", broken)
     off: dict[str, Any] = {"enabled": False, "local_disk": str(folder)}
     worker = build(ECConnectorRole.WORKER, **off)

@@ -464,7 +464,7 @@ class Training(RuleBasedStateMachine):
     @rule()
     def kill_store(self) -> None:
         self.killed += 1
-        self.engine.served.cache._store.kill()
+        self.engine.served.cache._store.process.kill()
 
     def settles(self) -> bool:
         self.engine.idle_pass()
