@@ -15,6 +15,10 @@ class TierError(OSError):
     """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
 
 
+class TierReadOnly(TierError):
+    """Raised by `put` where the tier takes no writes at all, and serves reads: see `Tier.read_only`."""
+
+
 def message(error: BaseException) -> str:
     """What a tier's error says, in one line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
@@ -87,6 +91,9 @@ class Tier(abc.ABC):
     """Whether several entries are asked for in one round trip, so that it pays to ask for them together."""
     notice: str = ""
     """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
+    read_only: bool = False
+    """Whether it takes no writes, as far as it knows: then `put` raises TierReadOnly, unless the entry is there, and
+    asks nobody. `maintain` finds out whether that is still so."""
 
     @property
     def stored_bytes(self) -> int | None:

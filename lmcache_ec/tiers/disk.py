@@ -8,6 +8,10 @@
 
 There is one level of folders: with a second one nearly every put would make a folder first, for 0.13 ms and 4 KiB.
 
+Engines of different users, and people, may write to the folder too. Whatever has one of these names and is a link, a
+pipe, a device, a mount or a file with a second name is not followed, opened for writing, or removed: see
+disk_folder.py, and for entries disk_files.py.
+
 A file is written under .tmp and then linked to its name, so that it appears whole and never replaces another (where
 the file system has no links it is renamed, and two processes that write one entry at once may both succeed). A
 temporary without a lock is what a writer left that was killed; where there are no locks, one an hour old. Nothing is
@@ -34,24 +38,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError
-from lmcache_ec.tiers.disk_account import Account, FolderAccount, in_folder
+from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, TierReadOnly
+from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
-    GONE,
+    check_no_stranger,
     entries_in,
-    file_length,
     find,
-    is_namespace,
+    listing,
     mark_used,
+    namespaces_in,
     publish,
-    read_full,
+    read_into,
     remove_empty,
-    scan,
+    remove_entry,
     shards_of,
     sweep,
     temporary_file,
     write_full,
 )
+from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, open_or_make, open_root
 from lmcache_ec.tiers.disk_news import FolderNews
 from lmcache_ec.tiers.disk_survey import Survey
 
@@ -67,8 +72,8 @@ class DiskTier(Tier):
     The limit is one for the folder, whoever wrote what is in it; bytes are the sizes of the files. Engines with
     different limits each keep the folder to their own when they write. Where less than `min_free_bytes` of the file
     system would stay free, nothing is written, and nothing evicted for it. A folder that can be read and not written
-    is served so, and `notice` says it. ValueError if `root` cannot be made, or nothing in it can be read; without
-    `make`, nothing is made or written there before something is put or removed.
+    is served so: `read_only`, which `notice` says. ValueError if `root` cannot be made, or nothing in it can be read;
+    without `make`, nothing is made or written there before something is put or removed.
 
     Runs in the store process, on the tier's own threads.
     """
@@ -80,97 +85,85 @@ class DiskTier(Tier):
             raise ValueError(f"size of the disk tier: {max_bytes} bytes given, a positive number is accepted")
         try:
             if make:
-                root.mkdir(parents=True, exist_ok=True)
+                os.close(open_root(str(root), make=True))
         except OSError as error:
             raise ValueError(f"disk tier at {root}: cannot make this folder: {error.strerror}") from error
         try:
-            _check_readable(root)
+            with Descriptor(open_root(str(root))) as fd:
+                _check_readable(fd)
         except OSError as error:
             raise ValueError(f"disk tier at {root}: nothing in this folder can be read: {error.strerror}") from error
         self.root = root
-        self._prefix = f"{root}/"
+        self._path = str(root)
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self._account = FolderAccount(root / ".usage")
         self._news = FolderNews(root / ".news")
-        self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, path; the least recently used first
+        self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, name; the least recently used first
         self._total: int | None = None  # of the folder as last seen: a guess, which spares most writes to look it up
         self._guard = threading.Lock()
         self._looking = threading.Lock()
         self._swept: set[str] = set()  # namespaces
         self._begun: Survey | None = None
-        self.notice = self._open_account() if make else ""
+        self._forbidden = ""
+        self.notice = self._notice() if make else ""
 
     @property
     def stored_bytes(self) -> int | None:
         """What the folder holds and writes under way will add, all engines together; None if nobody has counted."""
-        with _Reporting("read the account of", self.root):
+        with self._reporting("read the account of", "the folder"):
             account = self._account.read()
         return None if account is None else account.total
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
-        path = self._prefix + key.object_name
-        with _Reporting("read", path):
+        name = key.object_name
+        with self._reporting("read", name):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # else a pipe would hold the thread
-                try:
-                    length = file_length(os.fstat(fd))
-                    if length == len(buffer):
-                        if not read_full(fd, buffer):
-                            return None  # cut short by somebody since it was opened
-                        mark_used(fd)
-                    return length
-                finally:
-                    os.close(fd)
+                with Descriptor(open_root(self._path)) as root:
+                    return read_into(root, name, buffer)
             except OSError as error:
                 if error.errno not in GONE:
                     raise
         return None
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        path, length = self._prefix + key.object_name, len(data)
-        with _Reporting("write", path):
-            if find(path) is not None:
-                return False
-            if length > self.max_bytes:
-                text = f"an entry of {length} bytes does not fit: the disk tier may hold {self.max_bytes} bytes"
-                raise TierError(errno.EFBIG, text)
-            self._leave_free(length)
-            workshop = f"{self._prefix}{key.namespace}/.tmp"
-            if key.namespace not in self._swept:
-                self._swept.add(key.namespace)
-                sweep(workshop, ours=True)
-            problem: OSError = _no_room(length, self.max_bytes)
-            for _ in range(_ATTEMPTS):
-                try:
-                    if self._total is None or self._total + length > self.max_bytes:
-                        self._make_room(length)
-                    written = self._write(workshop, path, data)
-                except FileNotFoundError as error:
-                    problem = error  # somebody removes the folder at this moment
-                    continue
-                if written:
-                    self._news.tell(key.namespace, key.digest)
-                if written is not None:
-                    return written
-            raise problem
+        with self._reporting("write", key.object_name):
+            try:
+                return self._put(key, data)
+            except OSError as error:
+                if error.errno not in _FORBIDDEN or isinstance(error, TierError):
+                    raise
+                self._open_account()  # is it this entry alone, or all of the folder?
+                if self.read_only:
+                    raise self._refusal() from error
+                raise
 
     def contains(self, key: EncoderCacheKey) -> int | None:
-        path = self._prefix + key.object_name
-        with _Reporting("look for", path):
-            return find(path)
+        name = key.object_name
+        with self._reporting("look for", name):
+            try:
+                with Descriptor(open_root(self._path)) as root:
+                    return find(root, name)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+        return None
 
     def delete(self, key: EncoderCacheKey) -> None:
-        path = self._prefix + key.object_name
-        with _Reporting("delete", path):
-            self._remove(path)
+        with self._reporting("delete", key.object_name):
+            self._remove(key.object_name)
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier; and removes what killed writers left. The walk is the first part of a survey."""
-        folder = self.root / check_namespace(namespace)
-        with _Reporting("list", folder):
-            survey = Survey(self.root, self._account, namespace)
-            yield from survey.walk(namespace)
+        with self._reporting("list", check_namespace(namespace)):
+            try:
+                root = open_root(self._path)
+            except FileNotFoundError:
+                return
+            with Descriptor(root):
+                check_no_stranger(root, namespace)
+                survey = Survey(root, self._account)
+                yield from survey.walk(root, namespace)
         self._begun = survey
 
     def news(self, namespace: str) -> Sequence[bytes]:
@@ -178,32 +171,32 @@ class DiskTier(Tier):
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier; without a survey, and so without the sweep that goes with one."""
-        with _Reporting("list", self.root):
-            for folder in sorted(folder.name for folder in scan(self.root) if is_namespace(folder.name)):
+        with self._reporting("list", "the folder"), Descriptor(open_root(self._path)) as root:
+            for namespace in namespaces_in(root):
                 count, length, used_ns = 0, 0, 0
-                for shard in shards_of(self.root / folder):
-                    for _, _, status in entries_in(shard):
+                for shard in shards_of(root, namespace):
+                    for _, _, status in entries_in(root, shard):
                         count, length = count + 1, length + status.st_size
                         used_ns = max(used_ns, status.st_mtime_ns)
                 if count:
-                    yield NamespaceUse(folder, count, length, used=used_ns / 1e9)
+                    yield NamespaceUse(namespace, count, length, used=used_ns / 1e9)
 
     def remove(self, namespace: str) -> int:
         """As every tier; the folders go too, unless a writer or a stranger has something in them."""
-        folder = self.root / check_namespace(namespace)
         removed = 0
-        with _Reporting("remove", folder):
-            for shard in shards_of(folder):
-                for path, _, _ in entries_in(shard):
-                    self._remove(path)
+        with self._reporting("remove", check_namespace(namespace)), Descriptor(open_root(self._path)) as root:
+            check_no_stranger(root, namespace)
+            for shard in shards_of(root, namespace):
+                for name, _, _ in entries_in(root, shard):
+                    self._remove(name)
                     removed += 1
-            sweep(folder / ".tmp", ours=False)
-            remove_empty(folder)
+            sweep(root, namespace)
+            remove_empty(root, namespace)
         return removed
 
     def born(self) -> str | None:
         """As every tier: the account's number. A folder without an account is counted first."""
-        with _Reporting("read the account of", self.root):
+        with self._reporting("read the account of", "the folder"):
             account = self._account.read()
             if account is None:
                 self.maintain()
@@ -213,17 +206,15 @@ class DiskTier(Tier):
     def maintain(self) -> None:
         """Survey the folder, bring the account in line with it, evict what is over the limit."""
         survey, self._begun = self._begun, None
-        with _Reporting("survey", self.root):
-            try:
-                self._account.open()
-            except OSError as error:
-                if error.errno in _FORBIDDEN:
-                    return  # nothing is written, so there is nothing to keep; `notice` has said it
-                raise
-            survey = survey or Survey(self.root, self._account)
-            for namespace in sorted(survey.unseen):
-                if not sum(1 for _ in survey.walk(namespace)):
-                    remove_empty(self.root / namespace)
+        with self._reporting("survey", "the folder"):
+            self._open_account()
+            if self.read_only:
+                return  # nothing is written, so there is nothing to keep
+            with Descriptor(open_root(self._path, make=True)) as root:
+                survey = survey or Survey(root, self._account)
+                for namespace in sorted(survey.unseen):
+                    if not sum(1 for _ in survey.walk(root, namespace)):
+                        remove_empty(root, namespace)
             self._settle(survey)
             self._news.sweep()
             account = self._account.read()
@@ -233,27 +224,76 @@ class DiskTier(Tier):
     def close(self) -> None:
         """There is nothing to let go of."""
 
-    def _open_account(self) -> str:
-        """What the user has to know about the folder, if anything."""
+    def _reporting(self, action: str, name: str) -> "_Reporting":
+        return _Reporting(action, name, self._path)
+
+    def _open_account(self) -> None:
+        """Find out whether anything can be written to the folder. OSError if that cannot be told."""
         try:
             self._account.open()
         except OSError as error:
             if error.errno not in _FORBIDDEN:
-                return ""  # the first write will tell, if it is still so
-            return f"disk tier at {self.root}: only read, as nothing can be written there: {error.strerror}"
+                raise
+            self.read_only, self._forbidden = True, error.strerror or ""
+        else:
+            self.read_only = False
+
+    def _notice(self) -> str:
+        """What the user has to know about the folder, if anything."""
+        try:
+            self._open_account()
+        except OSError:
+            return ""  # the first write will tell, if it is still so
+        if self.read_only:
+            return f"disk tier at {self.root}: read only, as nothing can be written there: {self._forbidden}"
         if not self._account.shared:
-            return f"disk tier at {self.root}: no locks on this file system, so each engine counts what it has seen"
+            return f"disk tier at {self.root}: each engine counts what it has seen: {self._account.problem}"
         return ""
 
-    def _leave_free(self, length: int) -> None:
-        """TierError if the file system is too full to write `length` bytes."""
+    def _refusal(self) -> TierReadOnly:
+        return TierReadOnly(errno.EROFS, f"disk tier at {self.root} is read only: {self._forbidden}")
+
+    def _check_room(self, root: int, length: int) -> None:
+        """TierError if `length` bytes are more than the tier may hold, or if the file system is too full for them."""
+        if length > self.max_bytes:
+            text = f"an entry of {length} bytes does not fit: the disk tier may hold {self.max_bytes} bytes"
+            raise TierError(errno.EFBIG, text)
         if not self.min_free_bytes:
             return
-        status = in_folder(self.root, lambda: os.statvfs(self.root))
+        status = os.statvfs(root)
         free = status.f_bavail * status.f_frsize
         if status.f_blocks and free - length < self.min_free_bytes:
             text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
             raise TierError(errno.ENOSPC, f"the disk tier does not write {length} bytes: {text}")
+
+    def _put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+        problem: OSError = _no_room(len(data), self.max_bytes)
+        for _ in range(_ATTEMPTS):
+            try:
+                with Descriptor(open_root(self._path, make=True)) as root:
+                    written = self._put_below(root, key, data)
+            except FileNotFoundError as error:
+                problem = error  # somebody removes the folder at this moment
+                continue
+            if written:
+                self._news.tell(key.namespace, key.digest)
+            if written is not None:
+                return written
+        raise problem
+
+    def _put_below(self, root: int, key: EncoderCacheKey, data: memoryview) -> bool | None:
+        """As `put`; or None if a neighbour was quicker to take the room."""
+        if find(root, key.object_name) is not None:
+            return False
+        if self.read_only:
+            raise self._refusal()
+        self._check_room(root, len(data))
+        if key.namespace not in self._swept:
+            self._swept.add(key.namespace)
+            sweep(root, key.namespace)
+        if self._total is None or self._total + len(data) > self.max_bytes:
+            self._make_room(len(data))
+        return self._write(root, key, data)
 
     def _make_room(self, length: int) -> None:
         """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
@@ -268,18 +308,20 @@ class DiskTier(Tier):
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(self, workshop: str, path: str, data: memoryview) -> bool | None:
-        """Make `data` appear at `path`: as `put`, or None if a neighbour was quicker to take the room."""
+    def _write(self, root: int, key: EncoderCacheKey, data: memoryview) -> bool | None:
         reserved, published = None, False
         try:
-            with temporary_file(workshop, len(data)) as (fd, temporary):
+            with (
+                Descriptor(open_or_make(root, f"{key.namespace}/.tmp")) as workshop,
+                temporary_file(root, workshop, len(data)) as (fd, temporary),
+            ):
                 reserved = self._account.reserve(len(data), self.max_bytes)
                 self._total = reserved.total if reserved is not None else None
                 if reserved is None:
                     return None
                 write_full(fd, data)
                 mark_used(fd)
-                published = publish(temporary, path)
+                published = publish(workshop, temporary, root, key.object_name)
         finally:
             if reserved is not None and not published:
                 self._give_back(len(data), reserved)
@@ -292,26 +334,26 @@ class DiskTier(Tier):
             with self._guard:
                 if not self._victims:
                     break
-                used, path = self._victims.popleft()
+                used, name = self._victims.popleft()
             known = True
-            wanted -= self._remove(path, used)
+            wanted -= self._remove(name, used)
         return known
 
-    def _remove(self, path: str, used: int | None = None) -> int:
-        """Remove a file and give its room back: its length, or 0 if it is gone, or was used since `used` (ns)."""
+    def _remove(self, name: str, used: int | None = None) -> int:
+        """Remove an entry and give its room back: its length, or 0 if it is gone, or was used since `used` (ns)."""
         with self._looking:
             account = self._account.read()
             try:
-                status = os.stat(path)
-                if used is not None and status.st_mtime_ns != used:
-                    return 0
-                os.unlink(path)
+                with Descriptor(open_root(self._path)) as root:
+                    length = remove_entry(root, name, used)
             except OSError as error:
-                if error.errno in GONE:
-                    return 0
-                raise
-            self._give_back(status.st_size, account)
-            return status.st_size
+                if error.errno not in GONE:
+                    raise
+                return 0
+            if length is None:
+                return 0
+            self._give_back(length, account)
+            return length
 
     def _give_back(self, length: int, since: Account | None) -> None:
         try:
@@ -325,8 +367,9 @@ class DiskTier(Tier):
             counted = self._account.read() is not None
             if counted and self._victims:
                 return  # found by another thread meanwhile
-            survey = Survey(self.root, self._account)
-            survey.sample(_SAMPLE if counted else None)
+            with Descriptor(open_root(self._path, make=True)) as root:
+                survey = Survey(root, self._account)
+                survey.sample(root, _SAMPLE if counted else None)
             self._settle(survey)
 
     def _settle(self, survey: Survey) -> None:
@@ -338,17 +381,17 @@ class DiskTier(Tier):
 class _Reporting:
     """What the system says of a call comes out as a TierError that says what was to be done to what."""
 
-    __slots__ = ("_action", "_what")
+    __slots__ = ("_action", "_name", "_root")
 
-    def __init__(self, action: str, what: Path | str) -> None:
-        self._action, self._what = action, what
+    def __init__(self, action: str, name: str, root: str) -> None:
+        self._action, self._name, self._root = action, name, root
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError) and not isinstance(error, TierError):
-            text = f"disk tier could not {self._action} {self._what}: {error.strerror}"
+            text = f"disk tier at {self._root} could not {self._action} {self._name}: {error.strerror}"
             raise TierError(error.errno, text) from error
 
 
@@ -357,16 +400,17 @@ def _no_room(length: int, max_bytes: int) -> TierError:
     return TierError(errno.EAGAIN, text)
 
 
-def _check_readable(root: Path) -> None:
+def _check_readable(root: int) -> None:
     """OSError if the folder cannot be searched, or if it holds namespaces and none of them can be listed."""
-    os.stat(root / ".")
+    os.stat(".", dir_fd=root)
     problem: OSError | None = None
-    for folder in scan(root):
-        if is_namespace(folder.name):
-            try:
-                scan(folder.path)
+    for namespace in namespaces_in(root):
+        try:
+            with listing(root, namespace):
                 return
-            except OSError as error:
-                problem = error
+        except Foreign:
+            pass
+        except OSError as error:
+            problem = error
     if problem is not None:
         raise problem
