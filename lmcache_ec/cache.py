@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,14 +22,12 @@ from lmcache_ec.channel import (
     Born,
     Enter,
     Entered,
-    Fill,
     Filled,
     Hello,
     Landed,
     Ledger,
     Link,
     LinkClosed,
-    Locate,
     Located,
     NotFilled,
     Notice,
@@ -51,11 +48,10 @@ from lmcache_ec.channel import (
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
-from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.recent import Recent
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
@@ -69,16 +65,6 @@ _LOOK_S = 2.0
 """Between two looks whether a tier was emptied."""
 _PLAUSIBLE_BYTES = 256 << 20
 """An entry of this length is believed to be one, whatever the engine says of its largest."""
-
-_MISS_REMEMBERED_S = 2.0
-MISFIT_REMEMBERED_S = 60.0
-"""How long nobody asks again for an entry that is there and of no use here."""
-
-_ASKED_AGAIN_S = 0.05
-"""Between two questions about an entry that a producer has announced."""
-
-_FETCHES_AT_ONCE = 4096
-"""While a tier answers nothing and passes for alive, no more than this waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +86,6 @@ class Engine:
     watched: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Probe:
-    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
-
-    asked_at: float
-    held: int | None = None
-
-
 class EncoderCache:
     """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
 
@@ -119,7 +97,7 @@ class EncoderCache:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0, "weight_changes": 0}
+        self.weight_changes = 0
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -132,19 +110,13 @@ class EncoderCache:
         self._engine = engine
         capacity = aligned(config.max_local_cpu_bytes)
         self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
-        self._largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
+        largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
         self._growth = Growth(self.book, engine.ranks, self._tell, self._complaints)
         self._presence: PresenceFilter | None = None
-        self._fetches: dict[str, int] = {}  # identifier -> times asked
-        self._probes: dict[int, tuple[str, Probe]] = {}  # not yet answered
-        self._asked = 0
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
-        self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
-        self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
-        self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._revision = -1
         self._closed = False
         self._arena_fd = arena.create(capacity)
@@ -156,6 +128,7 @@ class EncoderCache:
             complaints=self._complaints,
             follower=self,
         )
+        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._absent)
         self._ranks: list[Link] = []
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
@@ -206,12 +179,8 @@ class EncoderCache:
         self._enters = home.persists and home.namespace != self._listed
         self._enter()
         forgotten = self.book.forget_all()
-        self._fetches.clear()
-        self._put_off.clear()
-        self._misses.clear()
-        self._unusable.clear()
-        self._probes.clear()
-        self.counts["weight_changes"] += 1
+        self._fetches.forget(home.namespace)
+        self.weight_changes += 1
         kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
         self._complaints.warn(
             "weights", f"the encoder's weights have changed; {forgotten} entries are forgotten, new ones go to {kept}"
@@ -227,43 +196,23 @@ class EncoderCache:
         """
         if self.under_way(identifier, now):
             return True
-        presence = self._presence
-        if presence is None or not self.ready or not self.persists or not self._responsive(now):
-            return False
-        if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.capacity:
-            return False
-        if self._unusable.holds(identifier, now):
-            return False
-        if announced:
-            just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
-            return just_missed or self._ask(identifier, length, certain=False, insist=True)
-        if self._misses.holds(identifier, now):
-            return False
-        key = EncoderCacheKey(self.namespace, identifier)
-        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
-            self.counts["filtered"] += 1
-            return False
-        return self._ask(identifier, length, certain=False)
+        return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced)
 
     def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
         """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
         it could not be). What is known at once, or cannot be found out, is answered at once."""
-        probe = Probe(now)
+        if spec is None or not self._asks_tiers(now):
+            return self._fetches.in_none(identifier, self._reached, now)
+        return self._fetches.probe(identifier, entry_length(identifier, spec), self._reached, now)
+
+    def _asks_tiers(self, now: float) -> bool:
+        """Whether there are tiers to ask, and somebody who does."""
+        return self._presence is not None and self.ready and self.persists and self._responsive(now)
+
+    def _absent(self, digest: bytes) -> bool:
+        """Whether no tier has the entry of this key, as far as each is known."""
         presence = self._presence
-        if spec is None or presence is None or not self.ready or not self.persists or not self._responsive(now):
-            return self._located(identifier, probe, 0)
-        key = EncoderCacheKey(self.namespace, identifier)
-        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
-            self.counts["filtered"] += 1
-            return self._located(identifier, probe, 0)
-        number = self._asked + 1
-        question = Locate(number, self.namespace, identifier, entry_length(identifier, spec), self._reached)
-        if len(self._probes) >= _FETCHES_AT_ONCE or not self._tell(question):
-            return self._located(identifier, probe, 0)
-        self.counts["probes"] += 1
-        self._asked = number
-        self._probes[number] = (identifier, probe)
-        return probe
+        return presence is not None and presence.all_complete and not self._enters and not presence.may_contain(digest)
 
     def covers(self, tiers: int) -> bool:
         """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
@@ -289,7 +238,7 @@ class EncoderCache:
             self._drain(link, take, now)
         self._store.drain(self._from_store, now)
         self._store.look_after(now)
-        self._fetch_again(now)
+        self._fetches.ask_again(now)
         self._introduce_saver()
         self._growth.advance(self._ranks)
         self._enter()
@@ -309,8 +258,13 @@ class EncoderCache:
 
     def snapshot(self) -> dict[str, int]:
         """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
-        now = {"fetches_under_way": len(self._fetches), "memory_only": int(not self._home.persists)}
-        return {**self.book.snapshot(), **self.counts, **now}
+        return {
+            **self.book.snapshot(),
+            **self._fetches.counts,
+            "fetches_under_way": len(self._fetches),
+            "memory_only": int(not self._home.persists),
+            "weight_changes": self.weight_changes,
+        }
 
     def close(self) -> None:
         """Give everything back. The store process finishes by itself what was handed over, and what was put off."""
@@ -440,17 +394,17 @@ class EncoderCache:
                 spec = TensorSpec(message.rows, message.width, message.dtype)
                 place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
                 if place is not None:
-                    self._fetches.pop(place.identifier, None)
+                    self._fetches.filled(place.identifier)
             case NotFilled():
-                self._not_filled(message, now)
+                self._fetches.not_filled(message, now)
             case Sealed(place=place_id, ok=ok):
                 self.book.sealed(place_id, self._store.number, ok)
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
             case Landed():
                 self.book.landed(message.place, message.identifier, message.tier, message.landing)
-            case Located(number=number, held=held) if number in self._probes:
-                self._located(*self._probes.pop(number), held)
+            case Located(number=number, held=held):
+                self._fetches.located(number, held)
             case Back(tier=tier):
                 self._tier_back(tier)
             case Born(tier=tier, name=name):
@@ -510,66 +464,6 @@ class EncoderCache:
             self.inert = why
             _logger.error("encoder cache: off from now on: %s. Requests are served without it.", why)
 
-    # ---- fetches
-
-    def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
-        """Ask the store process for an entry, with a place for it where its length is known."""
-        if not length:
-            asked = self._tell(Fill(0, 0, 0, self.namespace, identifier, insist))
-        else:
-            place = self.book.reserve_fill(identifier, length, self._store.number, certain)
-            if place is None and certain:
-                return False
-            if place is None:
-                return self._ask(
-                    identifier, 0, certain, insist
-                )  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, self.namespace, identifier, insist))
-            if not asked:
-                self.book.filled(place.id, None)
-        if asked:
-            self.counts["fetches"] += 1
-            self._fetches[identifier] = self._fetches.get(identifier, 0) + 1
-        return asked
-
-    def _located(self, identifier: str, probe: Probe, held: int) -> Probe:
-        probe.held = held
-        self.book.located(identifier, self._reached, held)
-        return probe
-
-    def _not_filled(self, answer: NotFilled, now: float) -> None:
-        """A miss, or an entry of another length than guessed: then it is fetched once more.
-
-        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
-        """
-        self.book.filled(answer.place, None)
-        if answer.namespace != self.namespace:
-            return  # nobody waits for it any more
-        plausible = 0 < answer.length <= self._largest
-        if plausible and self._fetches.get(answer.identifier, 0) == 1:
-            self._put_off.append((answer.identifier, answer.length))
-            return
-        if answer.length > self._largest or answer.kept:
-            self._unusable.add(answer.identifier, now)
-        self._miss(answer.identifier, now)
-
-    def _fetch_again(self, now: float) -> None:
-        """Fetch what is there, with its length, as far as the budget of fills goes; the others wait for its turn."""
-        while self._put_off:
-            identifier, length = self._put_off[0]
-            if self.book.live(identifier) is not None or self.book.under_way(identifier):
-                self._fetches.pop(identifier, None)  # encoded and saved meanwhile
-            elif not self._ask(identifier, length, certain=True, insist=True):
-                if self.book.filling or self.book.growing:
-                    return
-                self._miss(identifier, now)
-            self._put_off.popleft()
-
-    def _miss(self, identifier: str, now: float) -> None:
-        self._fetches.pop(identifier, None)
-        self.counts["fetch_misses"] += 1
-        self._misses.add(identifier, now)
-
     # ---- the store process
 
     def _responsive(self, now: float) -> bool:
@@ -577,14 +471,7 @@ class EncoderCache:
 
     def store_lost(self, number: int, now: float) -> None:
         """Void what it held. Its places wait until its process has ended."""
-        for identifier in self.book.store_lost(number):
-            self._miss(identifier, now)
-        self._put_off.clear()
-        for identifier, probe in self._probes.values():
-            self._located(identifier, probe, 0)
-        self._probes.clear()
-        for identifier in list(self._fetches):
-            self._miss(identifier, now)
+        self._fetches.lost(self.book.store_lost(number), now)
 
     def store_ended(self, number: int) -> None:
         """Its process can touch the arena no more."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from lmcache_ec.cache import Probe
+from lmcache_ec.fetches import Probe
 from lmcache_ec.place import Place
 
 from .identifiers import Durability, Name

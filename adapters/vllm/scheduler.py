@@ -10,9 +10,10 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
+from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
+from lmcache_ec.fetches import MISFIT_REMEMBERED_S
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
 from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
