@@ -370,7 +370,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextmanager
 def stuck(path: Path) -> Iterator[Callable[[], None]]:
-    """The folder hangs while `path`, `<folder>/<namespace>/.tmp/stuck`, is there: see engine_plugin/sitecustomize.py."""
+    """The folder hangs while `path`, its `<namespace>/.tmp/stuck`, is there: see engine_plugin/sitecustomize.py."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     try:
