@@ -189,8 +189,8 @@ class Registration:
     start: int
     length: int
     device: torch.device | None
-    mapped: tuple[str, ...]
-    """What is mapped there, as the kernel names it."""
+    mapped: tuple[str, ...] = ()
+    """What is mapped there, as the kernel names it; nothing of what torch pinned, which is never unmapped here."""
     was_resident: bool = False
     """Before it was registered."""
 
@@ -424,13 +424,13 @@ class Cuda:
     def check(self) -> None:
         """What is registered has to be mapped still, and to be what it was."""
         for each in self.registered:
-            if _mapped(each.start, each.length) != each.mapped:
+            if each.mapped and _mapped(each.start, each.length) != each.mapped:
                 self.faults.append(f"{each.length} bytes at {each.start:#x} were unmapped while registered")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory of torch's own pinned allocator; never freed here."""
         self._pinned.append(tensor)
-        self.registered.append(Registration(tensor.data_ptr(), tensor.nbytes, None, ()))
+        self.registered.append(Registration(tensor.data_ptr(), tensor.nbytes, None))
         return tensor
 
     def _registration(self, raw: _Raw) -> Registration | None:

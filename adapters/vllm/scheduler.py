@@ -60,13 +60,15 @@ _NEVER_CACHED = "prompt_embeds"
 
 
 class Promised(NamedTuple):
-    """A load that vLLM counts on: of the place, for (request, index). No place: void since, to be encoded in its place.
+    """A load that vLLM counts on: of the pinned place, for (request, index).
 
-    One that a request may need which carries nothing to encode is never void: vLLM dies of an item that never comes.
+    One of `outdated` weights is loaded only for a request that carries nothing to encode: vLLM dies of an item that
+    never comes.
     """
 
-    place: Place | None
+    place: Place
     item: tuple[str, int]
+    outdated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +183,7 @@ class SchedulerSide:
                 item.probe = None
         if self._producer is not None:
             self._producer.follow(self._mirror)
-        for identifier, promised in self._loads.items():
-            if promised.place is not None and self._all_encode(identifier):
-                self.cache.book.unpin(promised.place)
-                self._loads[identifier] = promised._replace(place=None)
+        self._loads = {identifier: promised._replace(outdated=True) for identifier, promised in self._loads.items()}
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -398,7 +397,7 @@ class SchedulerSide:
         if place is not None:
             put_off = self._loads.get(identifier)
             self._loads[identifier] = Promised(place, (request.request_id, index))
-            if put_off is not None and put_off.place is not None:
+            if put_off is not None:
                 self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
@@ -464,9 +463,7 @@ class SchedulerSide:
             if self._producer is not None:
                 self._producer.follow(self._mirror)
             for identifier in self._loads.keys() - self._allocated:
-                place, _ = self._loads.pop(identifier)
-                if place is not None:
-                    self.cache.book.unpin(place)
+                self.cache.book.unpin(self._loads.pop(identifier).place)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -475,7 +472,7 @@ class SchedulerSide:
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
             put_off = self._loads.pop(identifier, None)
-            if put_off is not None and put_off.place is not None:
+            if put_off is not None:
                 self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
@@ -526,16 +523,12 @@ class SchedulerSide:
         items = self._items(request_id)
         return index >= len(items) or (items[index].encodable and not items[index].dropped)
 
-    def _all_encode(self, identifier: str) -> bool:
-        """Whether no request that has the item would need it loaded."""
-        return all(memo.named[identifier].encodable for memo in self._memos.values() if identifier in memo.named)
-
-    def _load(self, identifier: str, place: Place | None, bearer: tuple[str, int]) -> Load:
-        """Without a place it is void: to be encoded."""
-        if place is None or place.spec is None:
+    def _load(self, identifier: str, void: bool, bearer: tuple[str, int]) -> Load:
+        """The order to load what was promised. One that is void has it encoded, if the bearer can."""
+        place, encodes = self._loads[identifier].place, self._encodes(bearer)
+        if place.spec is None or (void and encodes):
             return Load(0, 0, identifier, _NOTHING, bearer)
-        offset = place.offset + room(place.identifier)
-        return Load(place.id, offset, identifier, place.spec, bearer, self._encodes(bearer))
+        return Load(place.id, place.offset + room(place.identifier), identifier, place.spec, bearer, encodes)
 
     def _take_out(self, meta: StepMetadata) -> None:
         for load in meta.loads:
@@ -564,10 +557,12 @@ class SchedulerSide:
             meta.saves[identifier] = self._send_save(saved)
         meta.retries = [self._send_save(place) for place in retries]
         for identifier, bearer in bearers.items():
-            place = self._loads[identifier].place
-            meta.loads.append(load := self._load(identifier, place, bearer))
-            if place is not None and load.place:
-                book.send_load(place, self._step)
+            promised = self._loads[identifier]
+            meta.loads.append(load := self._load(identifier, promised.outdated, bearer))
+            if load.place:
+                book.send_load(promised.place, self._step)
+            else:
+                book.unpin(promised.place)
         self._saves.clear()
         return meta
 
@@ -630,9 +625,7 @@ class SchedulerSide:
         self._step += 1
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
         meta.namespace, meta.weights = self.cache.namespace, self.cache.held
-        for identifier, bearer in bearers.items():
-            place = None if self._encodes(bearer) else self._loads[identifier].place
-            meta.loads.append(self._load(identifier, place, bearer))
+        meta.loads = [self._load(identifier, True, bearer) for identifier, bearer in bearers.items()]
         self._take_out(meta)
         return meta
 

@@ -43,6 +43,7 @@ from benchmarks.testbed.stand_ins import (
     scheduler_output,
     sent,
 )
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from tests.unit.preallocated import PreallocatedCache
@@ -285,8 +286,12 @@ def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(serv
     served.runner.run(output, asking)
     finish(served, asking)
     assert torch.equal(served.runner.cache[X], embedding(X))
-    served.side.build_connector_meta(scheduler_output())
-    assert served.cache.inert
+
+    def inert() -> bool:
+        served.side.build_connector_meta(scheduler_output())
+        return bool(served.cache.inert)
+
+    wait_until("the scheduler side sees the link end", inert)
 
 
 def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(served: Served) -> None:
