@@ -39,6 +39,7 @@ _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024
 _EVICTIONS_A_PASS = 16
 _REMEMBERED_SAVES = 4096
+_RETRIES_A_PASS = 8
 
 
 class LifeError(RuntimeError):
@@ -280,6 +281,27 @@ class Book:
         self.unsaved[identifier] = spec
         while len(self.unsaved) > _REMEMBERED_SAVES:
             self.unsaved.popitem(last=False)
+
+    def retries(self, holds: Callable[[str], bool | None], persists: Callable[[str], bool]) -> list[Place]:
+        """Places for some of the saves that are owed: of tensors that the engine `holds` (None: not before its next
+        step). What it does not hold is owed no longer. Ends where room does."""
+        places = []
+        for identifier, spec in list(islice(self.unsaved.items(), _RETRIES_A_PASS)):
+            held = holds(identifier)
+            if held is None:
+                continue
+            if not held:
+                del self.unsaved[identifier]
+                continue
+            place = self.reserve_save(identifier, spec, persists(identifier), retry=True)
+            if place is None:
+                if self.live(identifier) is None:
+                    self.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                else:
+                    del self.unsaved[identifier]
+                break
+            places.append(place)
+        return places
 
     def sealed(self, place_id: int, incarnation: int, ok: bool) -> None:
         """The store's answer to a hand-over: SEALING (or WRITING, see 4.) → LIVE, or FREE if it could not be sealed."""

@@ -7,7 +7,6 @@ import time
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_ec.cache import EncoderCache
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
     from .media import EncodableMedia
 
-_RETRIES_A_PASS = 8
 _LOOK_AGAIN_S = 1.0
 """Between two looks at weights that stay in doubt."""
 
@@ -638,25 +636,16 @@ class SchedulerSide:
         return Save(place.id, place.offset, place.length, identifier, place.identifier, spec, place.dirty)
 
     def _retries(self) -> list[Place]:
-        """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
-        book, places = self.cache.book, []
-        for name, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+        """Places for saves that were dropped once, of tensors that vLLM still holds."""
+
+        def holds(name: str) -> bool | None:
             identifier = identifier_of(name)
             if identifier in self._allocated:
-                continue  # not in the runner's cache before this step
-            if identifier not in self._mirror:
-                del book.unsaved[name]
-                continue
-            how = self._policy.naming.durability_of(name)
-            place = book.reserve_save(name, spec, self._persists(how), retry=True)
-            if place is None:
-                if book.live(name) is None:
-                    book.unsaved.move_to_end(name)  # behind the others, one of which may fit
-                else:
-                    del book.unsaved[name]
-                break
-            places.append(place)
-        return places
+                return None  # not in the runner's cache before this step
+            return identifier in self._mirror
+
+        durability_of = self._policy.naming.durability_of
+        return self.cache.book.retries(holds, lambda name: self._persists(durability_of(name)))
 
     # ---- the end of a request
 
