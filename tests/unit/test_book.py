@@ -500,7 +500,7 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
 
 def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
     """Its write-through included; a write that would have been owed is not."""
-    book = opened(16 * MIB, 16 * MIB)
+    book = opened(16 * MIB)
     written, owed = under_way(book, "a", "b")[0], under_way(book, "c")[0]
     assert written.dirty
     assert not owed.dirty
