@@ -518,7 +518,7 @@ def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None
 
 
 def test_what_was_forgotten_on_its_way_and_never_came_is_not_owed() -> None:
-    book = opened(8 * MIB, 8 * MIB)
+    book = opened(8 * MIB)
     [place] = under_way(book, "a")
     book.forget_all()
     book.report(0, 1, [], frozenset({1}))
