@@ -502,7 +502,7 @@ def _can_run(stream: CudaStream) -> bool:
     return work is not None and not (isinstance(work, _Wait) and not work.mark.passed.is_set())
 
 
-class OnDevice(TorchFunctionMode):  # type: ignore[misc]
+class OnDevice(TorchFunctionMode):
     """Of this thread: what is made on a device is made in `cuda`'s memory, asynchronous copies are work for its
     streams. While it is entered no other thread can record a real tensor on a real stream.
 

@@ -163,7 +163,7 @@ def _hook_times(card: Card, rig: Rig, spec: TensorSpec, samples: int) -> dict[st
     return taken
 
 
-def _timed(work: Callable[[], None]) -> float:
+def _timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -2,6 +2,7 @@
 """What a tier is."""
 
 import abc
+import enum
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from lmcache_ec.key import EncoderCacheKey
 
 class TierError(OSError):
     """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
+
+
+class TierReadOnly(TierError):
+    """Raised by `put` where the tier takes no writes at all, and serves reads: see `Tier.read_only`."""
 
 
 def message(error: BaseException) -> str:
@@ -31,6 +36,17 @@ UNREACHABLE = frozenset(
     }
 )
 """The numbers of errors that say so."""
+
+
+class Landing(enum.IntEnum):
+    """What became of the write of an entry to one tier.
+
+    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
+    """
+
+    TOOK = 0
+    REFUSED = 1
+    FAILED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,9 @@ class Tier(abc.ABC):
     """Whether several entries are asked for in one round trip, so that it pays to ask for them together."""
     notice: str = ""
     """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
+    read_only: bool = False
+    """Whether it takes no writes, as far as it knows: then `put` raises TierReadOnly, unless the entry is there, and
+    asks nobody. `maintain` finds out whether that is still so."""
 
     @property
     def stored_bytes(self) -> int | None:

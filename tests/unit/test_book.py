@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_ec.book import Book, LifeError
-from lmcache_ec.channel import Landing, Outcome
+from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.place import Place, State
+from lmcache_ec.tiers.base import Landing
 
 MIB = 1 << 20
 RANKS = 2
