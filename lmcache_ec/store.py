@@ -246,6 +246,7 @@ class Store:
         os.eventfd_write(self._wake, 1)
 
     def _populate(self, order: Populate) -> None:
+        """Make the pages that a device is about to register. On a thread of its own."""
         try:
             arena.populate(self._arena, order.offset, order.length)
         except OSError:
