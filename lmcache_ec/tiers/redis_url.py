@@ -6,7 +6,7 @@
     redis-cluster://[user:password@]host[:6379][,…]             rediss-cluster:// with TLS
     unix://[user:password@]/path/of/the/socket
 
-Parameters after `?` have redis-py's names; `_PARAMETERS` has those that are understood.
+Parameters after `?` have redis-py's names, but for `read_only`; `_PARAMETERS` has those that are understood.
 """
 
 import enum
@@ -64,6 +64,8 @@ class RedisOptions:
     check_hostname: bool = True
     verify: bool = True
     """Whether a server without a valid certificate is refused."""
+    read_only: bool = False
+    """Whether nothing is ever written."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "connect_timeout_s", "ttl_s"):
@@ -149,6 +151,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ssl_password": ("key_password", str),
     "ssl_check_hostname": ("check_hostname", _flag),
     "ssl_cert_reqs": ("verify", _verify),
+    "read_only": ("read_only", _flag),
 }
 
 

@@ -16,6 +16,7 @@ Who owns what, and when it may be freed:
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.awaited import AwaitedTier
-from lmcache_ec.tiers.base import Landing, Tier
+from lmcache_ec.tiers.base import Landing, Tier, TierUnreachable
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import NEVER, Habits, Lane, lane_names
 from lmcache_ec.tiers.write_through import WriteThrough
@@ -106,8 +107,8 @@ class Stack:
         ]
         for lane in self.lanes:
             if isinstance(lane.tier, AwaitedTier):
-                lane.failed()
-        self.writes = WriteThrough(self.lanes, journal, wake, copied_bytes)
+                lane.read_failed(TierUnreachable(errno.ETIMEDOUT, "not open yet"))
+        self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes)
         self._journal = journal
         self._wake = wake
         self._back = back
@@ -179,8 +180,12 @@ class Stack:
             told = [error] * len(wanted)
         moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
         lengths = [self._length(lane, length) for length in told]
-        if not moved and not any(isinstance(length, Exception) for length in told):
-            lane.answered(time.monotonic() - began)
+        errors = [length for length in told if isinstance(length, Exception)]
+        if len(errors) < len(told):
+            self._answered(lane, None if moved or errors else time.monotonic() - began)
+        elif errors:
+            lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
+            self._wake()
         return lengths
 
     def _length(self, lane: Lane, told: int | Exception | None) -> int | None:
@@ -188,13 +193,22 @@ class Stack:
             self._journal.count(f"{lane.name}_misses")
         if not isinstance(told, Exception):
             return told
-        self._failed(lane, told)
+        self._unread(lane, told)
         return None
 
-    def _failed(self, lane: Lane, error: Exception) -> None:
+    def _unread(self, lane: Lane, error: Exception) -> None:
         self._journal.count(f"{lane.name}_read_errors")
         self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
-        lane.failed()
+
+    def _answered(self, lane: Lane, seconds: float | None = None) -> None:
+        self._welcome(lane, lane.read(seconds))
+
+    def _welcome(self, lane: Lane, away_s: float) -> None:
+        """A tier that was left alone for so long is asked again."""
+        if away_s:
+            self._journal.report(f"{lane.name}-back", f"{lane.name} answers again, after {away_s:.0f} s")
+            self._back(self.lanes.index(lane))
+            self._wake()
 
     def _judged(self, lane: Lane, wanted: Wanted, length: int) -> Answer:
         """What a tier that has something under this name has."""
@@ -210,7 +224,7 @@ class Stack:
             self.refuse(lane, key, error)
             return Absent(isinstance(error, entry.OtherVersion))
         except Exception as error:
-            self._failed(lane, error)
+            self._unread(lane, error)
             return Absent()
         self._journal.count(f"{lane.name}_hits")
         self._journal.count(f"{lane.name}_read_bytes", length)
@@ -230,6 +244,8 @@ class Stack:
         self.delete(lane, key)
 
     def delete(self, lane: Lane, key: EncoderCacheKey) -> None:
+        if lane.tier.read_only:
+            return
         try:
             lane.tier.delete(key)
         except Exception as error:
@@ -241,25 +257,43 @@ class Stack:
     @property
     def due_at(self) -> float:
         """When `survey_due` has something to do (monotonic seconds)."""
-        return min((lane.due_at for lane in self.lanes), default=NEVER)
+        return min((min(lane.due_at, lane.probe_at) for lane in self.lanes), default=NEVER)
 
     def survey_due(self) -> None:
-        """Have the lanes looked over that are due for it, on their own threads."""
-        for number, lane in enumerate(self.lanes):
+        """Have the lanes looked over, and those probed that failed, where that is due; on their own threads."""
+        for lane in self.lanes:
+            reads, writes = lane.due_probes()
+            if reads:
+                lane.probes.submit(self._probe_reads, lane)
+            if writes:
+                lane.probes.submit(self._probe_writes, lane)
             if lane.due_at <= time.monotonic():
                 lane.due_at = NEVER
-                lane.scans.submit(self._survey, number)
+                lane.scans.submit(self._survey, lane)
 
-    def _survey(self, number: int) -> None:
-        lane = self.lanes[number]
+    def _survey(self, lane: Lane) -> None:
         try:
-            if away := lane.survey(self.namespace):
-                self._journal.report(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s")
-                self._back(number)
+            lane.survey(self.namespace)
             self.writes.weigh(lane)
         except Exception as error:
             self._journal.count(f"{lane.name}_survey_errors")
             self._journal.report(f"{lane.name}-scan", f"{lane.name}: {error}")
+        self._wake()
+
+    def _probe_reads(self, lane: Lane) -> None:
+        try:
+            self._welcome(lane, lane.probe_reads(self.namespace))
+        except Exception as error:
+            self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
+        self._wake()
+
+    def _probe_writes(self, lane: Lane) -> None:
+        refusal = lane.probe_writes()
+        if refusal:
+            text = f"{lane.name}: read only, asked now and then whether it takes writes again: {refusal}"
+            self._journal.report(f"{lane.name}-writes", text)
+        elif refusal is not None:
+            self._back(self.lanes.index(lane))
         self._wake()
 
     def relist(self, namespace: str) -> None:
@@ -283,6 +317,6 @@ class Stack:
         """Let go of the tiers. What is still under way fails, or ends with the process."""
         self._closed.set()
         for lane in self.lanes:
-            for pool in (lane.reads, lane.writes, lane.scans):
+            for pool in (lane.reads, lane.writes, lane.scans, lane.probes):
                 pool.shutdown(wait=False, cancel_futures=True)
             lane.tier.close()
