@@ -8,8 +8,8 @@ entry does not. Any success ends a rest.
   once: it tries a few times in a row, and one answer ends the pause, within milliseconds where the failure was one
   request's. Without an answer the tier rests, longer each time, and each rest ends with one probe.
 - *Writes* rest after a few failures in a row. A rest ends with one probe, where the tier has one that changes nothing;
-  then the next write that fails begins a longer rest. A store that refuses writes is read on, and is asked again
-  less often: it is *read only* until it takes one.
+  then writes go out one at a time until one is taken, and one that fails begins a longer rest. A store that refuses
+  them twice is *read only*, is asked again less often, and is read all the while.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lmcache_ec.tiers.base import TierError, TierUnreachable, WritesRefused, mes
 
 NEVER = float("inf")
 _REST_S = (1.0, 2.0, 5.0, 15.0, 30.0)
-_READ_ONLY_S = (2.0, 5.0, 15.0, 60.0)
+_READ_ONLY_S = (0.2, 1.0, 5.0, 15.0, 60.0)
 _JITTER = 0.2
 """A fleet that was refused at one moment does not come back at one moment."""
 
@@ -74,6 +74,11 @@ class WriteHealth:
         self._in_a_row = 0
         self._rests = 0
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether it has rested, and no write was taken since."""
+        return self._rests > 0 and not self.rests
+
     def failed(self, error: Exception) -> None:
         """A write failed."""
         if self.rests or not isinstance(error, (TierUnreachable, WritesRefused)):
@@ -107,7 +112,8 @@ class WriteHealth:
         refused = isinstance(error, WritesRefused)
         lengths = _READ_ONLY_S if refused else _REST_S
         self.rests = True
-        self.refusal = message(error) if refused else ""
+        if refused and self._rests:  # the first time it may have been full for a moment
+            self.refusal = message(error)
         self.probe_at = time.monotonic() + _varied(lengths[min(self._rests, len(lengths) - 1)])
         self._rests += 1
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
-from lmcache_ec.tiers.base import Tier, WritesRefused
+from lmcache_ec.tiers.base import Tier, TierError, WritesRefused
 from lmcache_ec.tiers.health import NEVER as NEVER
 from lmcache_ec.tiers.health import ReadHealth, WriteHealth
 from lmcache_ec.tiers.remote import Lookup
@@ -98,6 +98,11 @@ class Lane:
     def read_only(self) -> bool:
         """Whether it takes no writes, as configured or because its store refuses them."""
         return self.tier.read_only or bool(self._writing.refusal)
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write is worth trying now."""
+        return not (self._reading.rests or self._writing.rests)
 
     @property
     def new_notice(self) -> bool:
@@ -191,9 +196,12 @@ class Lane:
             with self._lock:
                 known = self._writing.refusal
                 self._writing.probe_failed(error)
-                return None if known else self._writing.refusal
-        except Exception:
-            pass  # who reads finds out; a write may try
+                return None if known else self._writing.refusal or None
+        except Exception as error:
+            with self._lock:
+                if self._writing.rests and isinstance(error, TierError):
+                    self._writing.probe_failed(error)
+                    return None
         with self._lock:
             rested = self._writing.rests
             self._writing.probe_passed(certain)
@@ -332,7 +340,8 @@ class Lane:
         """Have a write of `length` bytes done by the tier's own threads. False if too many wait, or it takes none."""
         with self._lock:
             full = self._queued_items >= _QUEUED_ITEMS or self._queued_bytes + length > _QUEUED_BYTES
-            if (full and self._queued_items) or self.rests or self._writing.rests:
+            tried = self._writing.on_trial and self._queued_items  # one at a time
+            if (full and self._queued_items) or tried or not self.takes_writes:
                 return False
             self._queued_items += 1
             self._queued_bytes += length

@@ -168,9 +168,11 @@ class S3Tier(Tier):
                 self._within(self._timeout_s).put(_WRITE_PROBE, b"", mode={"e_tag": '"none"'}, use_multipart=False)
             except (BaseError, OSError) as error:
                 fault = Fault.of(error)
-                if fault.status in ("403", "401", "405", "507"):
-                    raise
-                return fault.status in ("404", "412")
+                if fault.status in ("404", "412"):
+                    return True
+                if fault.unconditional:
+                    return False
+                raise
             self._prompt.delete(_WRITE_PROBE)
         return True
 

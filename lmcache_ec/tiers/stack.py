@@ -290,8 +290,7 @@ class Stack:
     def _probe_writes(self, lane: Lane) -> None:
         refusal = lane.probe_writes()
         if refusal:
-            text = f"{lane.name}: read only, asked now and then whether it takes writes again: {refusal}"
-            self._journal.report(f"{lane.name}-writes", text)
+            self.writes.report_read_only(lane, refusal)
         elif refusal is not None:
             self._back(self.lanes.index(lane))
         self._wake()

@@ -24,7 +24,7 @@ from functools import partial
 
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Landing
+from lmcache_ec.tiers.base import Landing, WritesRefused, message
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import Lane
 
@@ -225,6 +225,9 @@ class WriteThrough:
         lane, journal, key = self._lanes[number], self._journal, put.key
         if put.cancelled:
             return Landing.FAILED
+        if not lane.takes_writes:  # since it was queued
+            journal.count(f"{lane.name}_writes_dropped")
+            return Landing.FAILED
         try:
             stored = lane.tier.put(key, data)
             there = stored or lane.tier.contains(key) == len(data)
@@ -246,11 +249,18 @@ class WriteThrough:
 
     def _refused(self, lane: Lane, error: Exception) -> Landing:
         self._journal.count(f"{lane.name}_write_errors")
+        known = lane.read_only
         lane.write_failed(error)
-        if not lane.read_only:  # that is one line, and not one for each
+        if lane.read_only and not known:
+            self.report_read_only(lane, message(error))
+        elif not isinstance(error, WritesRefused):  # that is one line, once it is certain, and not one for each
             self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
         too_large = getattr(error, "errno", None) == errno.EFBIG
         return Landing.REFUSED if too_large else Landing.FAILED
+
+    def report_read_only(self, lane: Lane, why: str) -> None:
+        text = f"{lane.name}: read only, asked now and then whether it takes writes again: {why}"
+        self._journal.report(f"{lane.name}-writes", text)
 
     def _report_notice(self, lane: Lane) -> None:
         if lane.new_notice:

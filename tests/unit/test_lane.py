@@ -282,6 +282,9 @@ def test_a_store_that_refuses_writes_is_read_only_until_it_takes_some_and_is_rea
     here.lane.write_failed(FULL)
     assert here.lane.probe_at == here.now, "it is asked at once"
     here.probe()
+    assert (here.lane.read_only, here.takes_writes()) == (False, False), "for a moment, perhaps"
+    assert here.lane.probe_at - here.now < 0.3
+    here.probe()
     assert (here.lane.read_only, here.takes_writes()) == (True, False)
     waits = []
     for _ in range(6):
@@ -301,6 +304,7 @@ def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_told_once(
     here = Setting(monkeypatch, Lookup.PROBE)
     here.tier.refusal = FULL
     assert here.lane.due_probes() == (False, True)
+    assert here.lane.probe_writes() is None
     assert here.lane.probe_writes() == "full"
     assert here.lane.probe_writes() is None
     here.tier.refusal = None
