@@ -31,9 +31,9 @@ from benchmarks.testbed.servers.redis import (
 )
 from benchmarks.testbed.servers.relay import Then, relay
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Tier, TierError
+from lmcache_ec.tiers.base import Tier, TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.redis import RedisTier, open_redis
-from lmcache_ec.tiers.redis_client import connect
+from lmcache_ec.tiers.redis_client import connect, fault_of
 from lmcache_ec.tiers.redis_url import Deployment, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import PayloadParser
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
@@ -256,7 +256,7 @@ def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer,
         if then is Then.CUT:
             assert tier.get_into(key, buffer) == 100_000
         else:
-            with pytest.raises(TierError, match="no answer in time") as caught:
+            with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                 tier.get_into(key, buffer)
             assert caught.value.errno == errno.ETIMEDOUT
             assert tier.get_into(key, buffer) == 100_000
@@ -416,7 +416,7 @@ def test_a_frozen_server_is_an_error_in_time_and_none_once_it_goes_on(server: Re
         server.freeze()
         try:
             for call in (*every_call(tier), lambda: tier.put(large, value("a", 32 * MIB))):
-                with pytest.raises(TierError, match="no answer in time") as caught:
+                with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                     call()
                 assert caught.value.errno == errno.ETIMEDOUT
         finally:
@@ -432,7 +432,7 @@ def test_a_killed_server_is_an_error_and_none_once_it_is_back(tmp_path: Path) ->
             list(threads.map(lambda _: [call() for call in every_call(tier)], range(4)))
         server.kill()
         for call in every_call(tier):
-            with pytest.raises(TierError, match="nothing listens there"):
+            with pytest.raises(TierUnreachable, match="nothing listens there"):
                 call()
         server.start()
         for _ in range(4):
@@ -451,12 +451,34 @@ def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> Non
                 tier.put(key, value(key.identifier, MIB))
                 stored.append(key)
 
-        with pytest.raises(TierError, match="full") as caught:
+        with pytest.raises(WritesRefused, match="full") as caught:
             fill()
         assert caught.value.errno == errno.ENOSPC
         assert {found.digest: found.length for found in tier.list("ns")} == {key.digest: MIB for key in stored}
         assert stored
         assert fetch(tier, stored[-1]) == bytes(value(stored[-1].identifier, MIB))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("LOADING Valkey is loading the dataset in memory", TierNotReady),
+        ("MASTERDOWN Link with MASTER is down", TierNotReady),
+        ("CLUSTERDOWN The cluster is down", TierNotReady),
+        ("BUSY Valkey is busy running a script", TierNotReady),
+        ("READONLY You can't write against a read only replica.", WritesRefused),
+        ("OOM command not allowed when used memory > 'maxmemory'.", WritesRefused),
+        ("NOPERM User reader has no permissions to run the 'set' command", WritesRefused),
+        ("MISCONF Errors writing to the AOF file", WritesRefused),
+        ("NOREPLICAS Not enough good replicas to write.", WritesRefused),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", TierError),
+        ("ERR something else", TierError),
+        ("NOAUTH Authentication required.", TierUnreachable),
+        ("WRONGPASS invalid username-password pair", TierUnreachable),
+    ],
+)
+def test_an_error_says_whether_it_is_about_the_entry_the_store_or_its_writes(line: str, kind: type[TierError]) -> None:
+    assert fault_of(PayloadParser.parse_error(line)) is kind
 
 
 def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_path: Path) -> None:
@@ -933,7 +955,7 @@ def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, ca
         admin.acl_setuser(USER, reset_passwords=True)
         admin.client_kill_filter(skipme=True)
         for call in every_call(tier):
-            with pytest.raises(TierError, match="refuses the credentials") as caught:
+            with pytest.raises(TierUnreachable, match="refuses the credentials") as caught:
                 call()
             texts.append("".join(traceback.format_exception(caught.value)))
         admin.acl_setuser(USER, enabled=True, passwords=[f"+{PASSWORD}"])
