@@ -22,8 +22,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,13 +39,14 @@ from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
 from lmcache_ec.sizes import GIB
-from lmcache_ec.tiers.stack import Elsewhere, Found, Wanted
+from lmcache_ec.standalone.scratch import Scratch
+from lmcache_ec.standalone.tiers import DISK_RESCAN_S, NoRoomError, Tiers
+from lmcache_ec.standalone.writes import Writes
+from lmcache_ec.tiers.opening import Opening
+from lmcache_ec.version import __version__
 
 from .layout import Layout
-from .scratch import Scratch
-from .settings import PREFIX, PluginSettings, read_settings
-from .tiers import Tiers
-from .writes import Writes
+from .settings import PREFIX, PluginSettings, read_settings, remote_tiers
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -56,11 +59,8 @@ _READERS = 16
 _WINDOW = 32
 """Keys that are asked about at once, at most; the first time it is one, then twice as many each time."""
 
+_PRODUCER = f"lmcache-ec {__version__}, lmcache plugin"
 _logger = init_logger(__name__)
-
-
-class _NoRoomError(Exception):
-    """LMCache's CPU memory cannot take what was read."""
 
 
 class ShapeAgnosticBackend(StoragePluginInterface):
@@ -86,10 +86,14 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         settings = read_settings(config.extra_config or {})
         self.namespace = settings.namespace or _namespace(metadata.model_name, settings)
         self._drain_s, self._pool_bytes = settings.drain_s, int(config.max_local_cpu_size * GIB)
-        self._tiers = Tiers(settings, config.extra_config, self.namespace)
         pending_bytes = int(settings.max_pending_size * GIB)
+        openings = _openings(settings, config.extra_config or {})
+        try:
+            self._tiers = Tiers(openings, self.namespace, pending_bytes // 2, _logger)
+        except ValueError as error:
+            raise ValueError(f"storage plugin: {error}") from None
         self._scratch = Scratch(pending_bytes // 2)
-        self._writes = Writes(self._tiers, self._scratch, pending_bytes)
+        self._writes = Writes(self._tiers, self._scratch, pending_bytes, _PRODUCER)
         self._readers = ThreadPoolExecutor(_READERS, "entry-read")
         self._pins: Counter[EncoderCacheKey] = Counter()
         self._lock = threading.Lock()
@@ -164,8 +168,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         if self._closed or (name in self._pins and not force):
             return False
         there = self._writes.cancel(name) or self._tiers.hold(name)
-        for lane in self._tiers.stack.lanes:
-            self._tiers.stack.delete(lane, name)
+        self._tiers.remove(name)
         return there
 
     # ---- puts
@@ -243,43 +246,21 @@ class ShapeAgnosticBackend(StoragePluginInterface):
 
     def _get(self, key: EncoderCacheKey) -> MemoryObj | None:
         """An object of LMCache's that is the caller's to release, or None."""
-        tiers = self._tiers
-        number = tiers.stack.worth_asking(key)
-        while number is not None and not self._closed and self.local_cpu_backend is not None:
-            try:
-                memory_object = self._read(number, key)
-                if memory_object is not None:
-                    return memory_object
-            except _NoRoomError as error:
-                tiers.complain("no_room", str(error))
-                break
-            except Exception as error:  # an object that this LMCache cannot make; the tier is none the worse for it
-                name = tiers.stack.lanes[number].name
-                tiers.complain(f"{name}_read_errors", f"{name}: {type(error).__name__}: {error}")
-            number = tiers.stack.worth_asking(key, number + 1)
-        tiers.journal.count("misses")
-        return None
+        if self._closed or self.local_cpu_backend is None:
+            return None
+        try:
+            return self._tiers.get(key, partial(self._lend, key), partial(self._handed_over, key))
+        except NoRoomError:
+            return None
 
-    def _read(self, number: int, key: EncoderCacheKey) -> MemoryObj | None:
-        """Read, verify, hand over, promote. None if the tier does not have it, or not as it should be."""
-        length = self._tiers.length(number, key)
-        while length is not None:
-            payload_bytes = length - entry.room(key.identifier)
-            if payload_bytes > self._pool_bytes:
-                raise _NoRoomError(f"an object of {payload_bytes} bytes is larger than all of LMCache's CPU memory")
-            buffer = self._scratch.take(length)
-            try:
-                with memoryview(buffer)[:length] as data:
-                    (answer,) = self._tiers.stack.read(number, [Wanted(key, data)])
-                    if isinstance(answer, Found):
-                        return self._handed_over(number, key, data, answer.spec)
-            finally:
-                self._scratch.give_back(buffer)
-            length = answer.length if isinstance(answer, Elsewhere) else None  # not any more what was told of it
-        return None
+    def _lend(self, key: EncoderCacheKey, length: int) -> AbstractContextManager[memoryview]:
+        payload_bytes = length - entry.room(key.identifier)
+        if payload_bytes > self._pool_bytes:
+            raise NoRoomError(f"an object of {payload_bytes} bytes is larger than all of LMCache's CPU memory")
+        return self._scratch.lend(length)
 
     def _handed_over(
-        self, number: int, key: EncoderCacheKey, data: memoryview, spec: entry.TensorSpec
+        self, key: EncoderCacheKey, number: int, data: memoryview, spec: entry.TensorSpec
     ) -> MemoryObj | None:
         """What a verified entry holds as an object of LMCache's; None if it is not what its layout says, and deleted.
         Never waits for room: LMCache would wait without end."""
@@ -292,7 +273,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
             layout.shapes, layout.dtypes, layout.memory_format, eviction=True, busy_loop=False
         )
         if memory_object is None:
-            raise _NoRoomError(f"LMCache's CPU memory has no room for {layout.nbytes} bytes")
+            raise NoRoomError(f"LMCache's CPU memory has no room for {layout.nbytes} bytes")
         _copy(memory_object.byte_array, entry.payload(data, key.identifier))
         stack.writes.promote(number, key, data)
         return memory_object
@@ -311,6 +292,14 @@ def _namespace(model: str, settings: PluginSettings) -> str:
         raise ValueError(f"storage plugin: {text}") from None
     facts = {"of": "lmcache", "format": entry.FORMAT, "model": model, "checkpoint": checkpoint}
     return namespace_of(f"{model}-lmcache", {**facts, "salt": settings.salt, "epoch": settings.epoch})
+
+
+def _openings(settings: PluginSettings, extra_config: Mapping[str, object]) -> list[Opening]:
+    openings = list(map(Opening.of_remote, remote_tiers(settings, extra_config)))
+    if settings.local_disk is not None:
+        size, free = int(settings.max_local_disk_size * GIB), int(settings.min_free_disk_size * GIB)
+        openings.insert(0, Opening.of_disk(settings.local_disk, size, free, DISK_RESCAN_S))
+    return openings
 
 
 def _copy(target: memoryview | bytearray, source: memoryview | bytes) -> None:

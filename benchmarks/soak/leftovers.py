@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmcache_ec.tiers.disk_account import FolderAccount, try_lock
+from lmcache_ec.tiers.disk_account import FolderAccount
+from lmcache_ec.tiers.disk_folder import try_lock
 
 _MEMORY = "/memfd:lmcache-ec"
 _NEWS_S = 120.0
@@ -90,9 +91,9 @@ class Footprint:
 
 
 def on_disk(folder: Path) -> list[str]:
-    """What is wrong with a folder that nobody writes to: temporaries, and an account that says something else. Of links
-    that somebody planted, those count that lead to a file: they have its size."""
-    entries = {path for path in folder.glob("*/??/*.safetensors") if path.is_file()}
+    """What is wrong with a folder that nobody writes to: temporaries, and an account that says something else. Links
+    that somebody planted are no entries."""
+    entries = {path for path in folder.glob("*/??/*.safetensors") if path.is_file() and not path.is_symlink()}
     strangers = [path for path in folder.rglob("*") if not (path.is_dir() or path.is_symlink()) and path not in entries]
     left = [f"{path.relative_to(folder)}" for path in strangers if path != folder / ".usage" and not _is_news(path)]
     account, bytes_there = FolderAccount(folder / ".usage").read(), sum(map(_size, entries))

@@ -106,7 +106,8 @@ class Tier(abc.ABC):
     notice: str = ""
     """What a user has to know about how this tier serves. Reported when it is opened, and when it changes."""
     read_only: bool = False
-    """Whether it is configured never to be written. Nobody puts into such a tier, or deletes from it."""
+    """Whether it takes no writes, as configured or as far as it knows: nobody puts into it, or deletes from it.
+    Where that may change, `maintain` finds out."""
 
     @property
     def stored_bytes(self) -> int | None:

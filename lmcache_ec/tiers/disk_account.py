@@ -17,7 +17,6 @@ own file may have stayed): it gives the account a new number, too.
 """
 
 import errno
-import fcntl
 import os
 import random
 import struct
@@ -26,19 +25,28 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+from lmcache_ec.tiers.disk_folder import (
+    Descriptor,
+    Foreign,
+    create_file,
+    is_its_only_name,
+    open_file,
+    open_root,
+    try_lock,
+)
 
 _FIELDS = struct.Struct("<8sQQQQQ")
 _CHECKSUM = struct.Struct("<I")
 _SIZE = _FIELDS.size + _CHECKSUM.size
 _MAGIC = b"LMCECUS2"
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.0002
 _REMADE = 16
-"""Times that a folder is made again for one call, if somebody removes it each time."""
-
-_T = TypeVar("_T")
+"""Times that the file is made again for one call, if somebody removes it each time."""
+_MOST = 1 << 62
+"""Bytes; what a survey saw is counted as this if it is more, as sparse files of strangers may be."""
 
 
 class Account(NamedTuple):
@@ -55,40 +63,41 @@ class FolderAccount:
     """The account of one folder, at `path`. Any thread or process; on a file system without locks, one process each.
 
     It may block for as long as the file system does, and at most 5 s for a neighbour that holds the lock. OSError if
-    the file cannot be read or changed.
+    the file cannot be read or changed. What has the account's name and is not a regular file with this one name is left
+    alone, and this process then counts for itself, as without locks.
     """
 
     def __init__(self, path: Path) -> None:
         self.shared = True
         """Whether neighbours see it; false from when the file system is found to have no locks."""
-        self._folder = path.parent
-        self._path = str(path)
+        self.problem = ""
+        """Why it is not, if so."""
+        self._folder, self._name = str(path.parent), path.name
         self._alone: Account | None = None
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Find out whether the account can be changed; OSError if not. And whether there are locks by now."""
-        if not self.shared:
-            fd = self._open()
-            try:
-                if try_lock(fd) is not None:
-                    self.shared, self._alone = True, None
-            finally:
-                os.close(fd)
+        """Find out whether the account can be changed; OSError if not. And whether it can be shared by now."""
+        self.shared = True
         self._change(lambda account: account)
+        if self.shared:
+            self._alone, self.problem = None, ""
 
     def read(self) -> Account | None:
         """The state, None while nobody has counted the folder."""
         if not self.shared:
             return self._alone
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            with (
+                Descriptor(open_root(self._folder)) as root,
+                Descriptor(open_file(root, self._name, os.O_RDONLY)) as fd,
+            ):
+                data = os.pread(fd, _SIZE, 0)
         except FileNotFoundError:
             return None
-        try:
-            data = os.pread(fd, _SIZE, 0)
-        finally:
-            os.close(fd)
+        except Foreign as error:
+            self._count_alone(str(error.strerror))
+            return self._alone
         account = _decode(data)
         if account is None and data:  # read in the middle of a change, or damaged
             account = self._change(lambda account: account)
@@ -126,6 +135,7 @@ class FolderAccount:
 
     def settle(self, since: Account | None, least: int, most: int) -> None:
         """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
+        least, most = min(least, _MOST), min(most, _MOST)
 
         def change(account: Account | None) -> Account | None:
             if since is not None and (account is None or account.born != since.born):
@@ -145,70 +155,60 @@ class FolderAccount:
 
     def _change(self, change: Callable[[Account | None], Account | None]) -> Account | None:
         """Replace the state by what `change` makes of it."""
-        if self.shared:
-            fd = self._open_locked()
-            try:
-                if self.shared:
-                    before = _decode(os.pread(fd, _SIZE, 0))
-                    after = change(before)
-                    if after is not None and after != before:
-                        os.pwrite(fd, _encode(after), 0)
-                    return after
-            finally:
-                os.close(fd)
+        fd = self._open_locked() if self.shared else None
+        if fd is not None:
+            with Descriptor(fd):
+                before = _decode(os.pread(fd, _SIZE, 0))
+                after = change(before)
+                if after is not None and after != before:
+                    os.pwrite(fd, _encode(after), 0)
+                return after
         with self._guard:
             self._alone = change(self._alone)
             return self._alone
 
-    def _open_locked(self) -> int:
-        """The file, locked; or not `shared` from here on."""
-        for _ in range(_REMADE):
-            fd = self._open()
-            try:
-                self.shared = _lock(fd)
-                if not self.shared or os.fstat(fd).st_nlink:  # else it was removed before: nobody will see it again
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-        self.shared = False  # or this file system counts no names
-        return self._open()
+    def _open_locked(self) -> int | None:
+        """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be."""
+        try:
+            for _ in range(_REMADE):
+                with Descriptor(open_root(self._folder, make=True)) as root:
+                    fd = self._open(root)
+                    if fd is None:
+                        continue
+                    try:
+                        locked = _lock(fd)
+                        if locked and is_its_only_name(fd, root, self._name):
+                            return fd
+                    except BaseException:
+                        os.close(fd)
+                        raise
+                    os.close(fd)
+                    if not locked:
+                        self._count_alone("no locks on this file system")
+                        return None
+                    # else it was removed before it was locked: nobody will see it again
+            self._count_alone(f"{self._name} is removed again and again, or this file system counts no names")
+        except Foreign as error:
+            self._count_alone(str(error.strerror))
+        return None
 
-    def _open(self) -> int:
-        """The file, made if need be, and its folder with it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        return in_folder(self._folder, lambda: os.open(self._path, flags, 0o666))
+    def _open(self, root: int) -> int | None:
+        """The file, made if need be; None if somebody makes or removes it, or the folder, at this moment."""
+        try:
+            return open_file(root, self._name, os.O_RDWR)
+        except FileNotFoundError:
+            pass
+        try:
+            return create_file(root, self._name, root)
+        except (FileExistsError, FileNotFoundError):
+            return None
+
+    def _count_alone(self, problem: str) -> None:
+        self.shared, self.problem = False, problem
 
 
 def _new_number() -> int:
     return random.SystemRandom().getrandbits(64)
-
-
-def in_folder(folder: Path | str, call: Callable[[], _T]) -> _T:
-    """What `call` returns, which needs the folder: that is made where it is missing, or is being removed meanwhile."""
-    for _ in range(_REMADE):
-        try:
-            return call()
-        except FileNotFoundError:
-            try:
-                os.makedirs(os.path.realpath(folder), exist_ok=True)  # a link may outlive the folder that it names
-            except (FileNotFoundError, FileExistsError):
-                pass  # removed while it was made; if something that is no folder has its name, `call` says so
-    return call()
-
-
-def try_lock(fd: int) -> bool | None:
-    """Lock the open file: True if that was possible at once, False if another holds it, None if there are no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
-    return True
 
 
 def _lock(fd: int) -> bool:
@@ -231,4 +231,5 @@ def _decode(data: bytes) -> Account | None:
     if len(data) != _SIZE or _CHECKSUM.unpack_from(data, _FIELDS.size) != (zlib.crc32(data[: _FIELDS.size]),):
         return None
     magic, *numbers = _FIELDS.unpack_from(data)
-    return Account(*numbers) if magic == _MAGIC else None
+    plausible = max(numbers[:-1]) < 2 * _MOST
+    return Account(*numbers) if magic == _MAGIC and plausible else None

@@ -20,6 +20,7 @@ folder may be removed by hand: a writer looks after each append whether its log 
 another if not. Logs are not in the account: each process that writes has at most 192 KiB of them.
 """
 
+import errno
 import os
 import re
 import struct
@@ -31,8 +32,19 @@ from collections.abc import Iterator
 from io import FileIO
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from lmcache_ec.tiers.disk_account import in_folder, try_lock
+from lmcache_ec.tiers.disk_folder import (
+    FOLDER,
+    LISTED,
+    Descriptor,
+    create_file,
+    open_below,
+    open_file,
+    open_or_make,
+    open_root,
+    try_lock,
+)
 
 _RECORD = struct.Struct("<32sI")
 _VERSION = b"lmcache-ec news 1\0"
@@ -45,6 +57,19 @@ _TURN_BYTES = 1 << 20
 """Read by one call, at most; the rest waits for the next."""
 _UNREAD_S = 60.0
 _DEAD_AFTER_S = 3600.0
+_REMADE = 16
+"""Times that the folder is made again for one log, if somebody removes it each time."""
+
+
+class _Place(NamedTuple):
+    """The folder of the logs, `name` below `root`."""
+
+    root: str
+    name: str
+
+    def open(self, flags: int) -> Descriptor:
+        with Descriptor(open_root(self.root)) as root:
+            return Descriptor(open_below(root, self.name, flags))
 
 
 class FolderNews:
@@ -55,8 +80,8 @@ class FolderNews:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = str(path)
-        self._log = _Log(self._path)
+        self._place = _Place(str(path.parent), path.name)
+        self._log = _Log(self._place)
         self._heard_to: dict[str, int] | None = None  # name of a log -> bytes of it that were read
         self._telling, self._hearing = threading.Lock(), threading.Lock()
 
@@ -76,7 +101,7 @@ class FolderNews:
         with self._hearing:
             before, after = self._heard_to, dict[str, int]()
             try:
-                for folder, name, status in _logs(self._path, _FOLLOWED):
+                for folder, name, status in _logs(self._place, _FOLLOWED):
                     if name.startswith(self._log.writer):
                         continue
                     begin = _whole(status.st_size) if before is None else before.get(name, 0)
@@ -91,7 +116,7 @@ class FolderNews:
     def sweep(self) -> None:
         """Remove the logs that nobody writes any more."""
         try:
-            for folder, name, status in _logs(self._path):
+            for folder, name, status in _logs(self._place):
                 if (age := time.time() - status.st_mtime) > _UNREAD_S:
                     _remove_dead(folder, name, age)
         except OSError:
@@ -101,10 +126,10 @@ class FolderNews:
 class _Log:
     """The log of one writer, and those that it has filled before. The caller has the lock."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, place: _Place) -> None:
         self.writer = os.urandom(8).hex()
         """What the names of its logs begin with."""
-        self._folder = folder
+        self._place = place
         self._names: deque[str] = deque()
         self._begun = 0
         self._file: FileIO | None = None  # not a descriptor: it is closed with whatever the tier was part of
@@ -130,18 +155,19 @@ class _Log:
         self.leave()
         name = f"{self.writer}{self._begun % (1 << 32):08x}"
         self._begun += 1
-        self._file = in_folder(self._folder, lambda: _create(self._folder, name))
+        self._file = _create(self._place, name)
         status = os.fstat(self._file.fileno())
         self._identity, self._room = (status.st_dev, status.st_ino), _LOG_BYTES
         try_lock(self._file.fileno())
         self._names.append(name)
         if len(self._names) > _KEPT_LOGS:
-            _remove(self._folder, self._names.popleft())
+            _remove(self._place, self._names.popleft())
         return self._file
 
     def _has_its_name(self) -> bool:
         try:
-            status = os.lstat(f"{self._folder}/{self._names[-1]}")
+            with self._place.open(FOLDER) as folder:
+                status = os.stat(self._names[-1], dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return (status.st_dev, status.st_ino) == self._identity
@@ -156,24 +182,16 @@ def _whole(length: int) -> int:
     return length - length % _RECORD.size
 
 
-def _open_folder(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _logs(path: str, at_most: int | None = None) -> Iterator[tuple[int, str, os.stat_result]]:
+def _logs(place: _Place, at_most: int | None = None) -> Iterator[tuple[int, str, os.stat_result]]:
     """The folder's descriptor, and name and status of each log in it; of so many files at most. OSError if there is no
     folder."""
-    folder = _open_folder(path)
-    try:
-        with os.scandir(folder) as found:
-            for file in islice(found, at_most):
-                if _NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
-                    try:
-                        yield folder, file.name, file.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        pass  # removed meanwhile
-    finally:
-        os.close(folder)
+    with place.open(LISTED) as folder, os.scandir(folder) as found:
+        for file in islice(found, at_most):
+            if _NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
+                try:
+                    yield folder, file.name, file.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    pass  # removed meanwhile
 
 
 def _read(folder: int, name: str, begin: int, end: int) -> bytes:
@@ -181,44 +199,40 @@ def _read(folder: int, name: str, begin: int, end: int) -> bytes:
     if begin >= end:
         return b""
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        try:
+        with Descriptor(open_file(folder, name, os.O_RDONLY)) as fd:
             data = os.pread(fd, end - begin, begin)
-        finally:
-            os.close(fd)
     except OSError:
         return b""
     return data[: _whole(len(data))]
 
 
-def _create(path: str, name: str) -> FileIO:
-    folder = _open_folder(path)
-    try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return FileIO(os.open(name, flags, 0o666, dir_fd=folder), "w")
-    finally:
-        os.close(folder)
-
-
-def _remove(path: str, name: str) -> None:
-    try:
-        folder = _open_folder(path)
+def _create(place: _Place, name: str) -> FileIO:
+    """A new log; the folder is made where it is missing, or is being removed meanwhile."""
+    for _ in range(_REMADE):
         try:
+            with (
+                Descriptor(open_root(place.root, make=True)) as root,
+                Descriptor(open_or_make(root, place.name)) as folder,
+            ):
+                return FileIO(create_file(folder, name, root), "w")
+        except FileNotFoundError:
+            continue
+    raise FileNotFoundError(errno.ENOENT, "the folder of the logs is removed again and again")
+
+
+def _remove(place: _Place, name: str) -> None:
+    try:
+        with place.open(FOLDER) as folder:
             os.unlink(name, dir_fd=folder)
-        finally:
-            os.close(folder)
     except OSError:
         pass  # swept, or the folder is gone
 
 
 def _remove_dead(folder: int, name: str, age: float) -> None:
     try:
-        fd = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        try:
+        with Descriptor(open_file(folder, name, os.O_WRONLY)) as fd:
             locked = try_lock(fd)
             if locked or (locked is None and age > _DEAD_AFTER_S):
                 os.unlink(name, dir_fd=folder)
-        finally:
-            os.close(fd)
     except OSError:
         pass  # another user's, or swept by somebody else

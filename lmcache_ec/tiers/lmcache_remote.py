@@ -3,8 +3,6 @@
 
     ec.<namespace>@1@0@<sha256 of the identifier>@uint8
 
-LMCache, and torch with it, is imported when such a remote is opened, and not before: it takes seconds, and 350 MB.
-
 A connector reads into memory that it asks for, and says with that how much the store has: so the length of an entry is
 told. It never gets the caller's own memory, because a connector cannot be stopped: what arrives after a call was given
 up must not land in a place that has gone to another entry.
@@ -29,45 +27,41 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import math
-import os
 import re
-import secrets
-import shutil
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.mask import masked_url, without_secrets
 from lmcache_ec.tiers.base import UNREACHABLE, Listed, Tier, TierError, TierUnreachable, WritesRefused
-from lmcache_ec.tiers.lmcache_url import ConnectorTraits, check_lmcache_url, listener, plugin_name, traits_of
+from lmcache_ec.tiers.lmcache_connection import (
+    Connection,
+    Entry,
+    Reading,
+    connector_maker,
+    memory_with,
+    model_name,
+    reading_now,
+)
+from lmcache_ec.tiers.lmcache_url import check_lmcache_url, listener, traits_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, TIMEOUT_S
 
 _LONGEST = (1 << 31) - 1  # LMCache tells a length in a C int
-_LONGEST_NAME = 75  # with the rest of the key, the 150 characters that `lm://` sends
-_READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to throw it away
 _SLOWEST = 4 << 20  # bytes a second; slower is a hang
 _LIST_PATIENCE = 6  # a list may take so many times as long as a look-up
 _PAGE = 256
 _NO_LENGTH = -1
 _VOID_ENTRIES = 4096
-_STRIPES = 64
-_OLD_S = 86_400
 
 _REFUSE_WRITES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 _PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # no whole number of any token
-_TEMPORARY = ".lmcache-ec-"
-_TEMPORARY_KEY = "fs_connector_relative_tmp_dir"
 
 _T = TypeVar("_T")
 
@@ -102,148 +96,12 @@ class _Unreadable(Exception):
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What one call wants of the connector, and what it has learned: `wanted` and `found` are lengths in bytes."""
-
-    wanted: int
-    found: int | None = None
-    declined: bool = False
-
-
-_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
-
-
-class _Memory:
-    """Where a connector gets its memory; stands for LMCache's LocalCPUBackend. Runs on the tier's loop, mostly.
-
-    `allocate` knows which call it serves by the context. A connector that asks from elsewhere gets what it asks for.
-    """
-
-    memory_allocator = None
-
-    def __init__(self, config: Any, metadata: Any, traits: ConnectorTraits, limit_bytes: int) -> None:
-        self.config = config
-        self.metadata = metadata
-        self._traits = traits
-        self._limit_bytes = limit_bytes
-
-    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
-        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be."""
-        shapes, dtypes = ([one] if not isinstance(one, list) else one for one in (shapes, dtypes))
-        length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-        reading = _reading.get()
-        if reading is not None:
-            reading.found = length
-            unwanted = length != reading.wanted
-            reading.declined = unwanted and (self._traits.declines or length > _READ_FOR_NOTHING)
-            if reading.declined:
-                return None
-        return _memory_object(shapes, dtypes, fmt) if 0 <= length <= self._limit_bytes else None
-
-
-def _memory_object(shapes: Any, dtypes: Any, fmt: Any) -> Any:
-    import torch
-    from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
-
-    length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-    raw = torch.empty(max(1, length), dtype=torch.uint8)  # LMCache takes the address of even no bytes
-    metadata = MemoryObjMetadata(shapes[0], dtypes[0], 0, length, 1, 0, fmt, shapes=shapes, dtypes=dtypes)
-    return TensorMemoryObj(raw, metadata, None)
-
-
-def _carried(data: memoryview) -> Any:
-    """A copy of `data` as LMCache's connectors take it; a call that is given up may go on reading it."""
-    import torch
-    from lmcache.v1.memory_management import MemoryFormat
-
-    made = _memory_object([torch.Size([len(data)])], [torch.uint8], MemoryFormat.EC_TD)
-    made.byte_array.cast("B")[:] = data
-    return made
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What a tier is asked about."""
-
-    namespace: str
-    digest: bytes
-
-    @property
-    def engine_key(self) -> Any:
-        """Its key in LMCache."""
-        import torch
-        from lmcache.utils import CacheEngineKey
-
-        return CacheEngineKey(_model_name(self.namespace), 1, 0, int.from_bytes(self.digest), torch.uint8)
-
-
-class _Connection:
-    """A connector and who may use it now. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
-
-    def __init__(self, connector: Any, traits: ConnectorTraits) -> None:
-        self.connector = connector
-        self._locks = [asyncio.Lock() for _ in range(1 if traits.one_stream else _STRIPES)]
-        self._socket: socket.socket | None = connector.client_socket if traits.one_stream else None
-        if self._socket is not None:  # LMCache sends a put in two parts: 40 ms without this
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def turn(self, entry: _Entry | None) -> asyncio.Lock:
-        """Held by whoever uses the connector for an entry: one at a time, and one for all where there is one stream."""
-        return self._locks[hash(entry) % len(self._locks)]
-
-    async def exists(self, entry: _Entry) -> bool:
-        found = int(await self.connector.exists(entry.engine_key))
-        if found < 0:  # so does mooncake say that it could not look
-            raise TierError(errno.EIO, f"mooncake answers {found} to whether {entry.digest.hex()} is there")
-        return bool(found)
-
-    async def get(self, entry: _Entry) -> Any:
-        if not self.connector.support_batched_get():
-            return await self.connector.get(entry.engine_key)
-        found = await self.connector.batched_get([entry.engine_key])
-        return found[0] if found else None
-
-    async def put(self, entry: _Entry, carried: Any) -> None:
-        await self.connector.put(entry.engine_key, carried)
-
-    def sever(self) -> None:
-        """Wake a thread that waits for the other side for good. LMCache's sockets have no limit of time."""
-        if self._socket is not None:
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-
-    def discard(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        for folder in _temporary_folders(self.connector):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _temporary_folders(connector: Any) -> list[Path]:
-    own = getattr(connector, "relative_tmp_dir", None)
-    return [path / own for path in connector.base_paths] if own is not None else []
-
-
-def _sweep(connector: Any) -> None:
-    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder."""
-    for own in _temporary_folders(connector):
-        for folder in own.parent.glob(f"{_TEMPORARY}*"):
-            try:
-                if time.time() - folder.stat().st_mtime > _OLD_S:
-                    shutil.rmtree(folder, ignore_errors=True)
-            except OSError:
-                pass
-
-
-@dataclass(slots=True)
 class _Call:
     """One call of the tier on its way: what it is about, when its caller gives up, and the connection it uses."""
 
-    entry: _Entry | None
+    entry: Entry | None
     gives_up_at: float
-    connection: _Connection | None = None
+    connection: Connection | None = None
 
 
 class LMCacheRemoteTier(Tier):
@@ -267,9 +125,9 @@ class LMCacheRemoteTier(Tier):
         self._timeout_s = timeout_s
         self._traits = traits_of(url)
         self._limit_bytes = min(max_entry_bytes, _LONGEST)
-        self._connection: _Connection | None = None
-        self._void: dict[_Entry, None] = {}
-        self._connector = _import(url, extra_config, self._traits, self._limit_bytes)
+        self._connection: Connection | None = None
+        self._void: dict[Entry, None] = {}
+        self._connector = connector_maker(url, extra_config, self._traits, self._limit_bytes)
         self.notice = self._limits(ttl_s)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="lmcache-loop", daemon=True)
@@ -296,7 +154,7 @@ class LMCacheRemoteTier(Tier):
             )
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
-        entry, wanted = _Entry(key.namespace, key.digest), len(buffer)
+        entry, wanted = Entry(key.namespace, key.digest), len(buffer)
         seconds = self._timeout_s + wanted / _SLOWEST
         found = self._ask(entry, seconds, f"read {key.object_name}", lambda there: self._read(there, entry, wanted))
         if found is None:
@@ -307,14 +165,14 @@ class LMCacheRemoteTier(Tier):
         return length
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        entry, length = _Entry(key.namespace, key.digest), len(data)
+        entry, length = Entry(key.namespace, key.digest), len(data)
         if length > self._limit_bytes:
             raise TierError(
                 errno.EFBIG, f"an entry of {length} bytes does not fit: the LMCache tier takes {self._limit_bytes}"
             )
-        carried = _carried(data)
+        carried = memory_with(data)
 
-        async def write(there: _Connection) -> bool:
+        async def write(there: Connection) -> bool:
             if not (self._traits.replaces and entry in self._void) and await there.exists(entry):
                 return False
             if self._traits.replaces:  # until it is there for certain: who knows what a write that breaks off leaves
@@ -329,15 +187,15 @@ class LMCacheRemoteTier(Tier):
         return self._ask(entry, seconds, f"write {key.object_name}, {length} bytes", write, writes=True)
 
     def contains(self, key: EncoderCacheKey) -> int | None:
-        entry = _Entry(key.namespace, key.digest)
+        entry = Entry(key.namespace, key.digest)
         what = f"look for {key.object_name}"
         found = self._ask(entry, self._timeout_s, what, lambda there: self._read(there, entry, _NO_LENGTH))
         return None if found is None else found[0]
 
     def delete(self, key: EncoderCacheKey) -> None:
-        entry = _Entry(key.namespace, key.digest)
+        entry = Entry(key.namespace, key.digest)
 
-        async def remove(there: _Connection) -> None:
+        async def remove(there: Connection) -> None:
             try:  # not on the loop's thread: a connector may have it wait for the loop
                 gone = await self._loop.run_in_executor(None, there.connector.remove_sync, entry.engine_key)
             except NotImplementedError:
@@ -354,12 +212,12 @@ class LMCacheRemoteTier(Tier):
         check_namespace(namespace)
         if not self._traits.lists:
             return
-        ours = re.compile(rf"{re.escape(_model_name(namespace))}@1@0@([0-9a-f]{{1,64}})@uint8")
+        ours = re.compile(rf"{re.escape(model_name(namespace))}@1@0@([0-9a-f]{{1,64}})@uint8")
         seconds, what = self._timeout_s * _LIST_PATIENCE, f"list {namespace}"
         names = self._ask(None, seconds, what, lambda there: there.connector.list())
-        found = [_Entry(namespace, bytes.fromhex(it[1].zfill(64))) for name in names if (it := ours.fullmatch(name))]
+        found = [Entry(namespace, bytes.fromhex(it[1].zfill(64))) for name in names if (it := ours.fullmatch(name))]
 
-        async def lengths(there: _Connection, page: Sequence[_Entry]) -> Sequence[object]:
+        async def lengths(there: Connection, page: Sequence[Entry]) -> Sequence[object]:
             reads = (self._read(there, entry, _NO_LENGTH) for entry in page)
             answers: Sequence[object] = await asyncio.gather(*reads, return_exceptions=True)
             return answers
@@ -391,10 +249,10 @@ class LMCacheRemoteTier(Tier):
 
     def _ask(
         self,
-        entry: _Entry | None,
+        entry: Entry | None,
         seconds: float,
         what: str,
-        use: Callable[[_Connection], Awaitable[_T]],
+        use: Callable[[Connection], Awaitable[_T]],
         writes: bool = False,
     ) -> _T:
         """What `use` makes of the connection, on the loop; TierError if it fails or takes longer than `seconds`."""
@@ -436,7 +294,7 @@ class LMCacheRemoteTier(Tier):
 
     # ---- on the loop's thread
 
-    async def _served(self, call: _Call, use: Callable[[_Connection], Awaitable[_T]]) -> _T:
+    async def _served(self, call: _Call, use: Callable[[Connection], Awaitable[_T]]) -> _T:
         again = False
         while True:
             if self._connection is None:
@@ -457,29 +315,29 @@ class LMCacheRemoteTier(Tier):
                     raise
                 again = True
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> Connection:
         """A new connection. Holds up the loop, and what waits on it, for as long as LMCache takes."""
         if address := listener(self._url, self._extra_config):
             socket.create_connection(address, self._timeout_s).close()
-        return _Connection(self._connector(self._loop), self._traits)
+        return Connection(self._connector(self._loop), self._traits)
 
-    def _forget(self, connection: _Connection) -> None:
+    def _forget(self, connection: Connection) -> None:
         if self._connection is connection and not self._traits.reconnects:
             self._connection = None
             connection.discard()
 
-    def _count_as_absent(self, entry: _Entry) -> None:
+    def _count_as_absent(self, entry: Entry) -> None:
         """Until it is written."""
         self._void[entry] = None
         if len(self._void) > _VOID_ENTRIES:
             del self._void[next(iter(self._void))]
 
-    async def _read(self, there: _Connection, entry: _Entry, wanted: int) -> tuple[int, Any] | None:
+    async def _read(self, there: Connection, entry: Entry, wanted: int) -> tuple[int, Any] | None:
         """Length and memory object of an entry, None for the latter if its length is not `wanted`; None if absent."""
         if entry in self._void:
             return None
-        reading = _Reading(wanted)
-        _reading.set(reading)
+        reading = Reading(wanted)
+        reading_now.set(reading)
         held = await there.get(entry)
         if held is not None:
             return held.get_size(), held
@@ -491,52 +349,13 @@ class LMCacheRemoteTier(Tier):
             raise _Unreadable("there is a value, and LMCache's connector could not read it")
         return None
 
-    async def _prove(self, there: _Connection) -> bool:
+    async def _prove(self, there: Connection) -> bool:
         """Whether a value of a length that no KV chunk has comes back as it was. It stays, under a name of its own."""
-        entry = _Entry("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
+        entry = Entry("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
         kept = await there.exists(entry)
         if self._traits.proven:
             return True
         if not kept:
-            await there.put(entry, _carried(_PROBE))
+            await there.put(entry, memory_with(_PROBE))
         found = await self._read(there, entry, len(_PROBE))
         return found is not None and found[1] is not None and found[1].byte_array.cast("B") == _PROBE
-
-
-def _import(
-    url: str, extra_config: Mapping[str, object], traits: ConnectorTraits, limit_bytes: int
-) -> Callable[[asyncio.AbstractEventLoop], Any]:
-    """What makes connectors for a loop. Imports LMCache, and has it be silent where it was not there before us: it logs
-    URLs and each miss of a file."""
-    if "lmcache" not in sys.modules:
-        os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
-    import torch
-    from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.metadata import LMCacheMetadata
-    from lmcache.v1.storage_backend.connector import CreateConnector
-
-    plugin = plugin_name(url) or None
-    scheme, _, rest = url.partition("://")
-    host = "localhost:0" if scheme.lower() == "fs" and rest.startswith("/") else ""
-    address = f"{scheme.lower()}://{host}{rest}"
-    metadata = LMCacheMetadata("lmcache-ec", 1, 1, 0, 0, torch.uint8, (1, 1, 256, 1, 1))
-
-    def connect(loop: asyncio.AbstractEventLoop) -> Any:
-        own = {"save_chunk_meta": True, _TEMPORARY_KEY: f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"}
-        config = LMCacheEngineConfig.from_defaults(
-            extra_config={**extra_config, **own}, remote_storage_plugins=[plugin] if plugin else None
-        )
-        memory = _Memory(config, metadata, traits, limit_bytes)
-        connector = CreateConnector(address, loop, memory, config, metadata, plugin).getWrappedConnector()
-        _sweep(connector)
-        return connector
-
-    return connect
-
-
-def _model_name(namespace: str) -> str:
-    """What stands for the model in LMCache's key: no two namespaces share it, and no model has it."""
-    name = f"ec.{namespace}"
-    if len(name) <= _LONGEST_NAME:
-        return name
-    return f"{name[: _LONGEST_NAME - 17]}~{hashlib.sha256(namespace.encode()).hexdigest()[:16]}"

@@ -88,6 +88,13 @@ def plugin_name(url: str) -> str:
     return name.strip("/") if scheme.lower() == "plugin" else ""
 
 
+def connector_address(url: str) -> str:
+    """The URL as LMCache wants it: its scheme in small letters, and a host, which means nothing, even with `fs://`."""
+    scheme, _, rest = url.partition("://")
+    host = "localhost:0" if scheme.lower() == "fs" and rest.startswith("/") else ""
+    return f"{scheme.lower()}://{host}{rest}"
+
+
 def _type_of(url: str) -> str:
     """The scheme, or, for a plugin, the type that its name begins with."""
     return plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()

@@ -253,7 +253,7 @@ class WriteThrough:
         lane.write_failed(error)
         if lane.read_only and not known:
             self.report_read_only(lane, message(error))
-        elif not isinstance(error, WritesRefused):  # that is one line, once it is certain, and not one for each
+        elif lane.habits.local or not isinstance(error, WritesRefused):  # a remote's is one line, once it is certain
             self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
         too_large = getattr(error, "errno", None) == errno.EFBIG
         return Landing.REFUSED if too_large else Landing.FAILED

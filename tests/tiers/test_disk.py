@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers import disk
-from lmcache_ec.tiers.base import TierError
+from lmcache_ec.tiers import disk, disk_files, disk_survey
+from lmcache_ec.tiers.base import TierError, WritesRefused
 from lmcache_ec.tiers.disk import DiskTier
 from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
@@ -91,7 +91,7 @@ class TestDiskTierWithoutHardLinks(TierConformance):
 
     @pytest.fixture
     def tier(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskTier:
-        def link(*_: object) -> None:
+        def link(*_: object, **__: object) -> None:
             raise OSError(errno.EPERM, "no hard links here")
 
         monkeypatch.setattr(os, "link", link)
@@ -102,9 +102,9 @@ class TestDiskTierWithoutHardLinks(TierConformance):
     ) -> None:
         rename = os.rename
 
-        def slow(*args: Path) -> None:
+        def slow(*args: str, **keys: int) -> None:
             time.sleep(0.1)  # for the others to come as far, unless something holds them
-            rename(*args)
+            rename(*args, **keys)
 
         monkeypatch.setattr(os, "rename", slow)
         self.test_of_many_writers_at_once_one_wins(tier)
@@ -268,8 +268,8 @@ def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sam
 ) -> None:
     """Until a survey is through: then it is the oldest again."""
     monkeypatch.setattr(disk, "_SAMPLE", 64)
-    looked_at, status = [], disk._status
-    monkeypatch.setattr(disk, "_status", lambda file: looked_at.append(file.name) or status(file))
+    looked_at, status = [], disk_files._status
+    monkeypatch.setattr(disk_files, "_status", lambda file: looked_at.append(file.name) or status(file))
     for number in range(400):
         DiskTier(tmp_path, 400 * 50).put(key(str(number)), value(str(number), 50))
     before, tier = order_of_use(tmp_path), DiskTier(tmp_path, 400 * 50)
@@ -284,7 +284,7 @@ def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sam
 
 
 def test_a_survey_remembers_only_the_least_recently_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_VICTIMS", 10)
+    monkeypatch.setattr(disk_survey, "_VICTIMS", 10)
     tier = DiskTier(tmp_path, 100 * 50)
     for number in range(100):
         tier.put(key(str(number)), value(str(number), 50))
@@ -491,7 +491,11 @@ def test_a_disk_that_fails_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatc
         list(tier.list("ns"))
 
 
-def test_a_read_only_folder_is_read_and_writing_is_an_error() -> None:
+def test_a_folder_that_can_only_be_read_is_a_tier_that_only_reads() -> None:
+    """One line says so; each put is refused as such at once, and the next survey finds out that it is not so any more.
+
+    Nothing is tried: not even a temporary is made.
+    """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         assert DiskTier(root, 1000).notice == ""
@@ -500,19 +504,49 @@ def test_a_read_only_folder_is_read_and_writing_is_an_error() -> None:
             path.chmod(0o555 if path.is_dir() else 0o444)
         with any_user_but_root():
             tier = DiskTier(root, 1000)
-            assert "only read, as nothing can be written there: Permission denied" in tier.notice
+            assert tier.read_only
+            assert "read only, as nothing can be written there: Permission denied" in tier.notice
             assert fetch(tier, key("a")) == value("a", 100)
             assert len(list(tier.list("ns"))) == 1
             tier.maintain()
             for length in (100, 1000):
-                with pytest.raises(TierError, match=r"could not write .* Permission denied"):
+                with pytest.raises(WritesRefused, match="is read only: Permission denied") as caught:
                     tier.put(key("b"), value("b", length))
+                assert caught.value.errno == errno.EROFS
+            assert tier.put(key("a"), value("a", 100)) is False, "it is there"
             assert fetch(tier, key("a")) == value("a", 100)
             with pytest.raises(TierError, match="Permission denied"):
                 tier.delete(key("a"))
         for path in (root, *root.rglob("*")):
             path.chmod(0o755)
+        tier.maintain()
+        assert not tier.read_only
         assert tier.put(key("b"), value("b", 100))  # allowed meanwhile
+
+
+def test_a_folder_that_becomes_read_only_is_noticed_at_the_first_write() -> None:
+    """And a single folder in it that belongs to another is a fault of its entries alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o777)
+        with any_user_but_root():
+            tier = DiskTier(root, 1000)
+            assert tier.put(key("a"), value("a", 100))
+        (root / "other").mkdir()
+        with any_user_but_root():
+            with pytest.raises(TierError, match="Permission denied") as caught:
+                tier.put(EncoderCacheKey("other", "a"), value("a", 100))
+            assert not isinstance(caught.value, WritesRefused)
+            assert tier.put(key("b"), value("b", 100))
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        with any_user_but_root():
+            with pytest.raises(WritesRefused):
+                tier.put(key("c"), value("c", 100))
+            assert tier.read_only
+            assert fetch(tier, key("a")) == value("a", 100)
+        for path in (root, *root.rglob("*")):
+            path.chmod(0o755)
 
 
 @pytest.mark.parametrize(("closed", "mode"), [(".", 0o000), (".", 0o333), (".", 0o444), ("ns", 0o333)])
@@ -534,7 +568,7 @@ def test_a_folder_that_cannot_be_made_is_loud_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file/cache: cannot make this folder: Not a directory"):
         DiskTier(tmp_path / "file" / "cache", 1000)
-    with pytest.raises(ValueError, match=r"file: cannot make this folder: File exists"):
+    with pytest.raises(ValueError, match=r"file: cannot make this folder: Not a directory"):
         DiskTier(tmp_path / "file", 1000)
     with pytest.raises(ValueError, match="0 bytes given"):
         DiskTier(tmp_path, 0)

@@ -19,14 +19,15 @@ import pytest
 from greenlet import getcurrent, greenlet
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers import disk, disk_account
+from lmcache_ec.tiers import disk, disk_account, disk_files, disk_folder, disk_survey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
 from tests.tiers.conformance import value
 
 LIMIT = 1000
 CALLS = {"open", "close", "stat", "fstat", "scandir", "makedirs", "rmdir", "write", "utime", "link", "rename", "unlink"}
-CALLS |= {"pread", "pwrite", "flock", "sleep"}
+CALLS |= {"pread", "pwrite", "flock", "sleep", "mkdir", "dup", "_openat2"}
+OPENS = {"open", "dup", "_openat2"}
 ALL = 1000
 MEMORY = Path("/dev/shm")
 
@@ -79,17 +80,19 @@ class Stepped:
 
     def __getattr__(self, name: str) -> object:
         call = getattr(self._module, name)
-        engine = getcurrent()
-        if name not in CALLS or not isinstance(engine, Engine):
+        if name not in CALLS:
             return call
 
         def stepped(*args: object, **keys: object) -> object:
+            engine = getcurrent()
+            if not isinstance(engine, Engine):
+                return call(*args, **keys)
             engine.before_a_call()
             engine.waits = name == "sleep"
             if engine.waits:
                 return None
             result = call(*args, **keys)
-            if name == "open":
+            if name in OPENS:
                 engine.fds.add(result)
             elif name == "close":
                 engine.fds.discard(args[0])
@@ -101,10 +104,11 @@ class Stepped:
 @contextmanager
 def stepped() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (disk, disk_account):
+        for module in (disk, disk_account, disk_files, disk_folder, disk_survey):
             for name in ("os", "time", "fcntl"):
                 if hasattr(module, name):
                     patch.setattr(module, name, Stepped(getattr(module, name)))
+        patch.setattr(disk_folder, "_openat2", Stepped(disk_folder)._openat2)
         yield
 
 

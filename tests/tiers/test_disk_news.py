@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers import disk_account, disk_news
+from lmcache_ec.tiers import disk_news
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.disk_news import FolderNews
 from tests.tiers.conformance import fetch, value
@@ -219,7 +219,7 @@ def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begin
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(disk_account.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     writer.tell("ns", digest(0))
     [log] = logs(folder)
     for seconds, left in ((3500, [log]), (3700, [])):

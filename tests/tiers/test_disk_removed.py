@@ -234,11 +234,11 @@ def test_an_entry_that_a_neighbour_published_first_and_lost_at_once_is_no_fault(
 ) -> None:
     tier, neighbour, link = DiskTier(tmp_path, LIMIT), DiskTier(tmp_path, LIMIT), os.link
 
-    def second(*paths: Any) -> None:
+    def second(*paths: Any, **keys: Any) -> None:
         monkeypatch.setattr(os, "link", link)
         assert neighbour.put(key("a"), value("a", 100))
         try:
-            link(*paths)
+            link(*paths, **keys)
         finally:
             shutil.rmtree(tmp_path / "ns")
 

@@ -9,14 +9,11 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from lmcache_ec import __version__, entry
+from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.standalone.scratch import Scratch
+from lmcache_ec.standalone.tiers import Tiers
 from lmcache_ec.tiers.write_through import Put
-
-from .scratch import Scratch
-from .tiers import Tiers
-
-_PRODUCER = f"lmcache-ec {__version__}, lmcache plugin"
 
 
 @dataclass(eq=False)
@@ -35,16 +32,17 @@ class Write:
 
 
 class Writes:
-    """At most `limit_bytes` in buffers, or a single larger one. Any thread may call it.
+    """At most `limit_bytes` in buffers, or a single larger one. Any thread may call it. `producer` is that of entries.
 
     `_sealer` completes entries, the tiers' own threads write them. `_lock` guards what is pending and is never held
     across I/O or a copy.
     """
 
-    def __init__(self, tiers: Tiers, scratch: Scratch, limit_bytes: int) -> None:
+    def __init__(self, tiers: Tiers, scratch: Scratch, limit_bytes: int, producer: str) -> None:
         self._tiers = tiers
         self._scratch = scratch
         self._limit_bytes = limit_bytes
+        self._producer = producer
         self._pending: dict[EncoderCacheKey, Write] = {}
         self._pending_bytes = 0
         self._closed = False
@@ -79,7 +77,7 @@ class Writes:
 
         def run() -> None:
             try:
-                entry.seal(write.put.data, write.put.key, spec, _PRODUCER)
+                entry.seal(write.put.data, write.put.key, spec, self._producer)
             except Exception as error:
                 self._tiers.complain("put_errors", f"an entry cannot be sealed: {error}")
                 self._abandon(write)
@@ -90,6 +88,11 @@ class Writes:
             self._sealer.submit(run)
         except RuntimeError:  # closed meanwhile
             self._abandon(write)
+
+    def done(self, key: EncoderCacheKey) -> Future[None] | None:
+        """Ends as that entry's write does; None if it is not under way."""
+        write = self._pending.get(key)
+        return write.done if write else None
 
     def cancel(self, key: EncoderCacheKey) -> bool:
         """Have an entry removed as soon as it has been written, if it is on its way."""

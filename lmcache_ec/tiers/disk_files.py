@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a disk tier: found, read, written whole under a name of their own, published, swept.
+
+Plain functions over descriptors of folders, which know neither the account nor what is evicted. They block as long as
+the file system does. OSError if it fails; `Foreign` (see disk_folder.py) if a folder on the way is a link or a mount.
+Any thread.
+
+Whatever carries an entry's name and is no regular file is no entry: it is not read, listed or removed. If it is a link,
+the next write of that entry replaces it (the link, not what it leads to); if it is anything else, that write fails.
+"""
+
+import errno
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lmcache_ec.key import check_namespace, parse_object_name
+from lmcache_ec.tiers.disk_folder import (
+    FOLDER,
+    GONE,
+    LISTED,
+    Descriptor,
+    Foreign,
+    create_file,
+    open_below,
+    open_file,
+    open_or_make,
+    try_lock,
+)
+
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+_renaming = threading.Lock()  # where links are not to be had: a rename replaces what another thread just published
+_SHARD = re.compile(r"[0-9a-f]{2}")
+_TEMPORARY = re.compile(r"([0-9]{1,15})\.[0-9a-f]{24}")
+_ATTEMPTS = 16
+_DEAD_AFTER_S = 3600.0
+
+
+def find(root: int, name: str) -> int | None:
+    """The length of the entry of this name, None if there is none."""
+    try:
+        with Descriptor(open_below(root, name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+            status = os.fstat(fd)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def read_into(root: int, name: str, buffer: memoryview) -> int | None:
+    """Fill `buffer` from the entry of this name, if that is as long: its length, None if there is none."""
+    try:
+        fd = open_file(root, name, os.O_RDONLY)
+    except Foreign:
+        return find(root, name)  # again Foreign if it is a folder on the way, else there is no entry
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        return None
+    with Descriptor(fd):
+        try:
+            status = os.fstat(fd)
+            if status.st_size == len(buffer):
+                if not _read_full(fd, buffer):
+                    return None  # cut short by somebody since it was opened
+                if status.st_nlink == 1:  # else the time is that of a file elsewhere, too
+                    mark_used(fd)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            return None
+    return status.st_size
+
+
+def remove_entry(root: int, name: str, used: int | None = None) -> int | None:
+    """Remove an entry: its length; None if there is none, or if it was used since `used` (ns)."""
+    above, _, last = name.rpartition("/")
+    try:
+        with Descriptor(open_below(root, above, FOLDER)) as folder:
+            status = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or used not in (None, status.st_mtime_ns):
+                return None
+            os.unlink(last, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        return None
+    return status.st_size
+
+
+# ---- written
+
+
+@contextmanager
+def temporary_file(root: int, workshop: int, length: int) -> Iterator[tuple[int, str]]:
+    """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there."""
+    for _ in range(_ATTEMPTS):
+        name = f"{length}.{os.urandom(12).hex()}"
+        with Descriptor(create_file(workshop, name, root)) as fd:
+            try:
+                if try_lock(fd) is not False and os.fstat(fd).st_nlink:  # else a neighbour swept it before that
+                    yield fd, name
+                    return
+            finally:
+                _unlink(workshop, name)
+    raise FileNotFoundError(errno.ENOENT, "a new temporary has no name at once")
+
+
+def write_full(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def mark_used(fd: int) -> None:
+    """Now, to the nanosecond: the kernel's own stamps are milliseconds apart, uses are not."""
+    now = time.time_ns()
+    try:
+        os.utime(fd, ns=(now, now))
+    except OSError:
+        try:
+            os.utime(fd)  # all that may be done to a file of another user that we may write
+        except OSError:
+            pass  # a folder that we may only read: its owner decides what is used
+
+
+def publish(workshop: int, temporary: str, root: int, name: str) -> bool:
+    """Give a temporary the entry's name; False if another file has it already."""
+    above, _, last = name.rpartition("/")
+    problem: FileNotFoundError | None = None
+    for _ in range(_ATTEMPTS):
+        with Descriptor(open_or_make(root, above)) as folder:
+            try:
+                return _name(workshop, temporary, folder, last)
+            except FileNotFoundError as error:
+                problem = error  # the folder is being removed
+    assert problem is not None
+    raise problem
+
+
+def _name(workshop: int, temporary: str, folder: int, name: str) -> bool:
+    try:
+        os.link(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder, follow_symlinks=False)
+        return True
+    except FileExistsError:
+        replaces = False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        replaces = True
+    with _renaming:
+        kind = _kind(folder, name)
+        if kind not in (None, stat.S_IFREG, stat.S_IFLNK):
+            raise FileExistsError(errno.EEXIST, "something that is no file has its name")
+        if kind == stat.S_IFREG or (kind is None and not replaces):
+            return False  # if it is not there any more, it was one when it was in the way
+        os.rename(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder)
+    return True
+
+
+def _kind(folder: int, name: str) -> int | None:
+    """The type of what has this name, None if nothing has it."""
+    try:
+        return stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return None
+
+
+def _read_full(fd: int, buffer: memoryview) -> bool:
+    """Fill `buffer` from the file; False if the file ends before."""
+    while buffer:
+        count = os.readv(fd, [buffer])
+        if count == 0:
+            return False
+        buffer = buffer[count:]
+    return True
+
+
+def _unlink(folder: int, name: str) -> None:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+
+
+# ---- listed and swept
+
+
+@contextmanager
+def listing(folder: int, name: str) -> Iterator[tuple[int, list[os.DirEntry[str]]]]:
+    """A folder below, and what it holds; nothing if it is gone, or is no folder."""
+    try:
+        fd = open_below(folder, name, LISTED)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        yield folder, []
+        return
+    with Descriptor(fd):
+        yield fd, scan(fd)
+
+
+def scan(folder: int) -> list[os.DirEntry[str]]:
+    """What an open folder holds. Only while it is open the status of what was found can be asked for."""
+    try:
+        with os.scandir(folder) as found:
+            return list(found)
+    except OSError as error:
+        if error.errno in GONE:
+            return []
+        raise
+
+
+def namespaces_in(root: int) -> list[str]:
+    """The folders that may be namespaces, in alphabetical order."""
+    with listing(root, ".") as (_, found):
+        return sorted(one.name for one in found if is_namespace(one.name) and one.is_dir(follow_symlinks=False))
+
+
+def is_namespace(name: str) -> bool:
+    try:
+        check_namespace(name)
+    except ValueError:
+        return False  # not ours
+    return True
+
+
+def shards_of(root: int, namespace: str) -> list[str]:
+    """The folders with entries, as `<namespace>/<aa>`; none if the namespace is a link or a mount."""
+    try:
+        with listing(root, namespace) as (_, found):
+            names = [one.name for one in found if _SHARD.fullmatch(one.name) and one.is_dir(follow_symlinks=False)]
+    except Foreign:
+        return []
+    return [f"{namespace}/{name}" for name in names]
+
+
+def check_no_stranger(root: int, namespace: str) -> None:
+    """Foreign if this namespace is a link or a mount."""
+    try:
+        os.close(open_below(root, namespace, FOLDER))
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+
+
+def entries_in(root: int, shard: str) -> Iterator[tuple[str, bytes, os.stat_result]]:
+    """Name, digest and status of the entries in a shard; none if it has become a link or a mount."""
+    try:
+        with listing(root, shard) as (_, found):
+            for file in found:
+                name = f"{shard}/{file.name}"
+                entry = parse_object_name(name)
+                status = _status(file) if entry is not None else None
+                if entry is not None and status is not None and stat.S_ISREG(status.st_mode):
+                    yield name, entry.digest, status
+    except Foreign:
+        return
+
+
+def _status(file: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return file.stat(follow_symlinks=False)
+    except OSError as error:
+        if error.errno in GONE:
+            return None
+        raise
+
+
+def sweep(root: int, namespace: str) -> list[tuple[int, os.stat_result]]:
+    """Remove the temporaries that no living writer holds; of those that stay the length reserved and the status.
+
+    Only regular files with names of ours count, and nothing does in a folder that is a link or a mount.
+    """
+    left = []
+    try:
+        with listing(root, f"{namespace}/.tmp") as (folder, found):
+            for file in found:
+                match = _TEMPORARY.fullmatch(file.name)
+                status = _left(folder, file.name) if match is not None else None
+                if match is not None and status is not None:
+                    left.append((int(match[1]), status))
+    except Foreign:
+        pass
+    return left
+
+
+def _left(folder: int, name: str) -> os.stat_result | None:
+    """The status of a temporary that stays; None if it is gone by now, or not ours."""
+    try:
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or _removed_as_dead(folder, name):
+            return None
+    except OSError:
+        return None  # published or swept meanwhile
+    return status
+
+
+def _removed_as_dead(folder: int, name: str) -> bool:
+    try:
+        with Descriptor(open_file(folder, name, os.O_WRONLY)) as fd:
+            locked = try_lock(fd)
+            if locked is False or (locked is None and time.time() - os.fstat(fd).st_mtime < _DEAD_AFTER_S):
+                return False
+            os.unlink(name, dir_fd=folder)
+    except PermissionError:
+        return False  # another user's
+    return True
+
+
+def remove_empty(root: int, namespace: str) -> None:
+    """Remove the folders of a namespace that holds nothing; a writer that finds its folder gone makes it again."""
+    try:
+        os.close(open_below(root, f"{namespace}/.tmp", FOLDER))  # else it is a stranger's
+        for name in (*shards_of(root, namespace), f"{namespace}/.tmp"):
+            above, _, last = name.rpartition("/")
+            with Descriptor(open_below(root, above, FOLDER)) as folder:
+                os.rmdir(last, dir_fd=folder)
+        os.rmdir(namespace, dir_fd=root)
+    except OSError:
+        pass  # in use after all, or not ours to remove

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder that others may write to as well, used so that nothing outside it is touched.
+
+Every name below the root is opened from a descriptor of the root, in one call that follows no link and enters no other
+mount (openat2, Linux 5.6): the kernel refuses, so there is no moment between a check and a use. Where that call is
+missing (older kernels, some sandboxes), each folder on the way is opened in turn with O_NOFOLLOW, which keeps links out
+and does not see mounts. Nothing is opened in a way that could wait, and what was opened is used only if its descriptor
+says that it is a regular file, or a folder. What is not ours is left where it is: `Foreign` says what it was.
+
+The root is what the user configured: it may be reached by links, may be a mount, and may belong to anybody. What is
+made below it gets the root's group and that group's rights on the root, and no rights for others. A root that is made
+here is for its user alone.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import stat
+import struct
+from functools import cache
+
+GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+"""What the system says of what is not there, or not any more."""
+FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+"""Flags of a folder in which names are used, and which may be closed to readers."""
+LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV}
+_REMADE = 16
+"""Times that a folder is made again for one call, if somebody removes it each time."""
+
+# <linux/openat2.h>. The number is the same on every architecture that Linux added calls to in 2020.
+_OPENAT2 = 437
+_AT_FDCWD = -100
+_HOW = struct.Struct("=QQQ")
+_RESOLVE_NO_XDEV, _RESOLVE_NO_SYMLINKS, _RESOLVE_BENEATH = 0x01, 0x04, 0x08
+_RESOLVE = _RESOLVE_NO_XDEV | _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
+_libc.syscall.restype = ctypes.c_long
+
+
+class Foreign(OSError):
+    """Something that is not ours has a name of ours, or a folder on the way to it. It was left as it is."""
+
+
+class Descriptor:
+    """An open file or folder, closed at the end of the `with`."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+
+def open_root(path: str, *, make: bool = False) -> int:
+    """A descriptor of the root, whatever leads to it; made if it is missing and `make` is set."""
+    for _ in range(_REMADE if make else 0):
+        try:
+            return os.open(path, FOLDER)
+        except FileNotFoundError:
+            _make_root(path)
+    return os.open(path, FOLDER)
+
+
+def _make_root(path: str) -> None:
+    """Make the root, for its user alone. A link may outlive the folder that it names: that is made again."""
+    try:
+        os.makedirs(os.path.realpath(path), 0o700, exist_ok=True)
+    except (FileNotFoundError, FileExistsError):
+        pass  # removed while it was made; if something that is no folder has its name, to open it says so
+
+
+def open_below(folder: int, name: str, flags: int, mode: int = 0) -> int:
+    """Open `name`, a path relative to `folder`. Foreign if a link or another mount is on the way, or at its end (to
+    which there is one exception: O_PATH with O_NOFOLLOW opens a link at the end as what it is)."""
+    try:
+        return (_openat2 if _kernel_resolves() else _walk)(folder, name, flags, mode)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EXDEV):
+            raise
+        text = f"{name} is a link or another mount, or behind one, and was left alone"
+        raise Foreign(error.errno, text) from None
+
+
+def open_file(folder: int, name: str, flags: int) -> int:
+    """Open a file that is there, for reading or writing. Foreign if that is no regular file."""
+    try:
+        fd = open_below(folder, name, flags | _FILE)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+    raise Foreign(errno.EINVAL, f"{name} is no regular file, and was left alone")
+
+
+def create_file(folder: int, name: str, root: int) -> int:
+    """A new file for writing and reading. FileExistsError if anything has its name."""
+    fd = open_below(folder, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE, _rights(root, 0o666))
+    _share(fd, root, 0o666)
+    return fd
+
+
+def open_or_make(root: int, name: str) -> int:
+    """A descriptor (FOLDER) of a folder below the root, made where it is missing or being removed meanwhile."""
+    for _ in range(_REMADE):
+        try:
+            return open_below(root, name, FOLDER)
+        except FileNotFoundError:
+            _make(root, name)
+    return open_below(root, name, FOLDER)
+
+
+def is_its_only_name(fd: int, folder: int, name: str) -> bool:
+    """Whether the open file has this name and no other: only then nobody outside the folder has it.
+
+    False if it has lost its name. Foreign if it has another one beside it, wherever that is.
+    """
+    try:
+        named, opened = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    if (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
+        return False
+    if named.st_nlink > 1:
+        raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was left alone")
+    return named.st_nlink == 1
+
+
+def try_lock(fd: int) -> bool | None:
+    """Lock the open file (flock): True if that was possible at once, False if another holds it, None if there are no
+    locks. Its holder's end releases it, however it comes."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _make(root: int, name: str) -> None:
+    above, _, last = name.rpartition("/")
+    parent = open_or_make(root, above) if above else os.dup(root)
+    with Descriptor(parent):
+        try:
+            os.mkdir(last, _rights(root, 0o777), dir_fd=parent)
+            with Descriptor(open_below(parent, last, LISTED)) as made:
+                _share(made, root, 0o777)
+        except (FileExistsError, FileNotFoundError):
+            pass  # made by another, or removed already
+
+
+def _rights(root: int, full: int) -> int:
+    return full & (0o700 | os.fstat(root).st_mode & 0o070)
+
+
+def _share(fd: int, root: int, full: int) -> None:
+    """Give what was just made the root's group and its rights, whatever the umask; to no group if that cannot be."""
+    made, group = os.fstat(fd), os.fstat(root).st_gid
+    mode = _rights(root, full)
+    try:
+        if mode & 0o070 and made.st_gid != group:
+            os.fchown(fd, -1, group)
+    except OSError:
+        mode &= 0o700
+    if made.st_mode & 0o777 != mode:
+        try:
+            os.fchmod(fd, made.st_mode & 0o7000 | mode)
+        except OSError:
+            pass  # a file system without such rights
+
+
+@cache
+def _kernel_resolves() -> bool:
+    try:
+        os.close(_openat2(_AT_FDCWD, ".", FOLDER, 0))
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.EPERM)
+    return True
+
+
+def _openat2(folder: int, name: str, flags: int, mode: int) -> int:
+    how = _HOW.pack(flags, mode, _RESOLVE)
+    while True:
+        fd: int = _libc.syscall(_OPENAT2, folder, name.encode(), how, len(how))
+        if fd >= 0:
+            return fd
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), name)
+
+
+def _walk(folder: int, name: str, flags: int, mode: int) -> int:
+    first, _, rest = name.partition("/")
+    if rest:
+        with Descriptor(_open_no_link(folder, first, FOLDER, 0)) as inner:
+            return _walk(inner, rest, flags, mode)
+    return _open_no_link(folder, first, flags, mode)
+
+
+def _open_no_link(folder: int, name: str, flags: int, mode: int) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
+    except NotADirectoryError:  # so Linux says of a link, too, where a folder is wanted
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
+        raise

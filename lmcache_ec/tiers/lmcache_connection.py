@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of LMCache's own connectors: made, given memory to read into, and shared by the calls of a tier.
+
+LMCache, and torch with it, is imported by `connector_maker`, and not before: it takes seconds, and 350 MB.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import math
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lmcache_ec.tiers.base import TierError
+from lmcache_ec.tiers.lmcache_url import ConnectorTraits, connector_address, plugin_name
+
+_LONGEST_NAME = 75  # with the rest of the key, the 150 characters that `lm://` sends
+_READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to throw it away
+_STRIPES = 64
+_OLD_S = 86_400
+_TEMPORARY = ".lmcache-ec-"
+_TEMPORARY_KEY = "fs_connector_relative_tmp_dir"
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one call wants of the connector, and what it has learned: `wanted` and `found` are lengths in bytes."""
+
+    wanted: int
+    found: int | None = None
+    declined: bool = False
+
+
+reading_now: ContextVar[Reading | None] = ContextVar("reading_now", default=None)
+"""What the call that runs in this context wants."""
+
+
+class _Memory:
+    """Where a connector gets its memory; stands for LMCache's LocalCPUBackend. Runs on the tier's loop, mostly.
+
+    `allocate` knows which call it serves by the context. A connector that asks from elsewhere gets what it asks for.
+    """
+
+    memory_allocator = None
+
+    def __init__(self, config: Any, metadata: Any, traits: ConnectorTraits, limit_bytes: int) -> None:
+        self.config = config
+        self.metadata = metadata
+        self._traits = traits
+        self._limit_bytes = limit_bytes
+
+    def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
+        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be."""
+        shapes, dtypes = ([one] if not isinstance(one, list) else one for one in (shapes, dtypes))
+        length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+        reading = reading_now.get()
+        if reading is not None:
+            reading.found = length
+            unwanted = length != reading.wanted
+            reading.declined = unwanted and (self._traits.declines or length > _READ_FOR_NOTHING)
+            if reading.declined:
+                return None
+        return _memory_object(shapes, dtypes, fmt) if 0 <= length <= self._limit_bytes else None
+
+
+def _memory_object(shapes: Any, dtypes: Any, fmt: Any) -> Any:
+    import torch
+    from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
+
+    length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    raw = torch.empty(max(1, length), dtype=torch.uint8)  # LMCache takes the address of even no bytes
+    metadata = MemoryObjMetadata(shapes[0], dtypes[0], 0, length, 1, 0, fmt, shapes=shapes, dtypes=dtypes)
+    return TensorMemoryObj(raw, metadata, None)
+
+
+def memory_with(data: memoryview) -> Any:
+    """A copy of `data` as LMCache's connectors take it; a call that is given up may go on reading it."""
+    import torch
+    from lmcache.v1.memory_management import MemoryFormat
+
+    made = _memory_object([torch.Size([len(data)])], [torch.uint8], MemoryFormat.EC_TD)
+    made.byte_array.cast("B")[:] = data
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a tier is asked about."""
+
+    namespace: str
+    digest: bytes
+
+    @property
+    def engine_key(self) -> Any:
+        """Its key in LMCache."""
+        import torch
+        from lmcache.utils import CacheEngineKey
+
+        return CacheEngineKey(model_name(self.namespace), 1, 0, int.from_bytes(self.digest), torch.uint8)
+
+
+class Connection:
+    """A connector and who may use it now. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
+
+    def __init__(self, connector: Any, traits: ConnectorTraits) -> None:
+        self.connector = connector
+        self._locks = [asyncio.Lock() for _ in range(1 if traits.one_stream else _STRIPES)]
+        self._socket: socket.socket | None = connector.client_socket if traits.one_stream else None
+        if self._socket is not None:  # LMCache sends a put in two parts: 40 ms without this
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def turn(self, entry: Entry | None) -> asyncio.Lock:
+        """Held by whoever uses the connector for an entry: one at a time, and one for all where there is one stream."""
+        return self._locks[hash(entry) % len(self._locks)]
+
+    async def exists(self, entry: Entry) -> bool:
+        found = int(await self.connector.exists(entry.engine_key))
+        if found < 0:  # so does mooncake say that it could not look
+            raise TierError(errno.EIO, f"mooncake answers {found} to whether {entry.digest.hex()} is there")
+        return bool(found)
+
+    async def get(self, entry: Entry) -> Any:
+        if not self.connector.support_batched_get():
+            return await self.connector.get(entry.engine_key)
+        found = await self.connector.batched_get([entry.engine_key])
+        return found[0] if found else None
+
+    async def put(self, entry: Entry, carried: Any) -> None:
+        await self.connector.put(entry.engine_key, carried)
+
+    def sever(self) -> None:
+        """Wake a thread that waits for the other side for good. LMCache's sockets have no limit of time."""
+        if self._socket is not None:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def discard(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        for folder in _temporary_folders(self.connector):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folders(connector: Any) -> list[Path]:
+    own = getattr(connector, "relative_tmp_dir", None)
+    return [path / own for path in connector.base_paths] if own is not None else []
+
+
+def _sweep(connector: Any) -> None:
+    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder."""
+    for own in _temporary_folders(connector):
+        for folder in own.parent.glob(f"{_TEMPORARY}*"):
+            try:
+                if time.time() - folder.stat().st_mtime > _OLD_S:
+                    shutil.rmtree(folder, ignore_errors=True)
+            except OSError:
+                pass
+
+
+def connector_maker(
+    url: str, extra_config: Mapping[str, object], traits: ConnectorTraits, limit_bytes: int
+) -> Callable[[asyncio.AbstractEventLoop], Any]:
+    """What makes connectors for a loop. Imports LMCache, and has it be silent where it was not there before us: it logs
+    URLs and each miss of a file."""
+    if "lmcache" not in sys.modules:
+        os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
+    import torch
+    from lmcache.v1.config import LMCacheEngineConfig
+    from lmcache.v1.metadata import LMCacheMetadata
+    from lmcache.v1.storage_backend.connector import CreateConnector
+
+    address, plugin = connector_address(url), plugin_name(url) or None
+    metadata = LMCacheMetadata("lmcache-ec", 1, 1, 0, 0, torch.uint8, (1, 1, 256, 1, 1))
+
+    def connect(loop: asyncio.AbstractEventLoop) -> Any:
+        own = {"save_chunk_meta": True, _TEMPORARY_KEY: f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}"}
+        config = LMCacheEngineConfig.from_defaults(
+            extra_config={**extra_config, **own}, remote_storage_plugins=[plugin] if plugin else None
+        )
+        memory = _Memory(config, metadata, traits, limit_bytes)
+        connector = CreateConnector(address, loop, memory, config, metadata, plugin).getWrappedConnector()
+        _sweep(connector)
+        return connector
+
+    return connect
+
+
+def model_name(namespace: str) -> str:
+    """What stands for the model in LMCache's key: no two namespaces share it, and no model has it."""
+    name = f"ec.{namespace}"
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[: _LONGEST_NAME - 17]}~{hashlib.sha256(namespace.encode()).hexdigest()[:16]}"
