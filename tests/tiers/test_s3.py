@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
+from benchmarks.testbed.servers.s3_front import s3_front
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.key import EncoderCacheKey
@@ -565,19 +566,22 @@ def test_it_is_asked_for_a_write_that_no_store_makes(status: int, certain: bool)
 
 
 @pytest.mark.parametrize("status", [400, 501])
-def test_a_store_that_refuses_conditions_is_written_without_and_remembered(status: int) -> None:
-    with answering(
-        (404, "NoSuchKey"), (404, ""), (status, "NotImplemented"), (200, ""), (404, ""), (200, "")
-    ) as remote:
-        tier = open_s3(remote)
-        assert tier.put(key("a"), value("a", 10)) is True
-        assert "no conditional writes" in tier.notice
-        assert tier.put(key("b"), value("b", 10)) is True
-    with answering((404, "NoSuchKey"), (404, ""), (status, "Odd")) as remote:
-        tier = open_s3(remote)
+def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
+    server: Seaweed, url: str, status: int
+) -> None:
+    with s3_front(int(server.endpoint.rpartition(":")[2])) as front:
+        tier = open_s3(f"{url.split('?')[0]}?endpoint=http://127.0.0.1:{front.port}")
+        front.rule = lambda request: (status, "Odd") if request.method == "PUT" else None
         with pytest.raises(TierError):  # it takes it without a condition no more than with one
             tier.put(key("a"), value("a", 10))
         assert not tier.notice
+        front.rule = lambda request: (status, "NotImplemented") if "if-none-match" in request.headers else None
+        assert tier.put(key("a"), value("a", 10)) is True
+        assert "no conditional writes" in tier.notice
+        front.seen.clear()
+        assert tier.put(key("b"), value("b", 10)) is True
+        assert tier.put(key("b"), value("c", 10)) is False
+        assert [request.method for request in front.seen] == ["HEAD", "PUT", "HEAD"]
 
 
 def test_a_store_that_is_not_well_is_told_from_a_wrong_address() -> None:
