@@ -70,7 +70,7 @@ class Lane:
         self._notice = tier.notice
         self._due_at = 0.0
         self._reading, self._writing = ReadHealth(), WriteHealth()
-        if not (habits.local or tier.read_only):
+        if not habits.local:
             self._writing.probe_at = 0.0  # whether it takes writes is asked once at the start
         self._readers = 4 if habits.local else 8
         self.reads = ThreadPoolExecutor(self._readers, f"{name}-read")
@@ -162,6 +162,8 @@ class Lane:
         """Whether it is time to probe reads, and writes. Whoever asks has to do it."""
         now = time.monotonic()
         with self._lock:
+            if self.tier.read_only:
+                self._writing.probe_at = NEVER  # it is never written to
             reads = self._reading.probe_at <= now
             writes = self._writing.probe_at <= now
             if reads:
@@ -212,7 +214,7 @@ class Lane:
             return 0.0
         away_s = self._reading.succeeded()
         self._due_at = 0.0
-        if self._writing.rests:
+        if away_s or self._writing.rests:
             self._writing.probe_at = 0.0
         self._publish()
         return away_s

@@ -53,6 +53,17 @@ def _any_answers(servers: Sequence[Any]) -> None:
         raise failure
 
 
+class _FromFile:
+    """What each new connection presents: the password as its file has it then. A credential provider of redis-py."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password, username = self._options.password_in_file(), self._options.username
+        return (username, password) if username else (password,)
+
+
 def connect(address: RedisAddress, options: RedisOptions) -> Any:
     """redis-py's client for the store. That of a Cluster asks for the topology at once."""
     settings: dict[str, Any] = {
@@ -63,6 +74,10 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
         "socket_connect_timeout": options.connect_timeout_s,
         "max_connections": 2 * options.connections,  # a call may ask the same server for the topology as well
     }
+    if options.password_file:
+        if not options.password_in_file():
+            raise ValueError(f"password_file {options.password_file} cannot be read, or is empty")
+        settings |= {"username": None, "password": None, "credential_provider": _FromFile(options)}
     if address.tls:
         settings |= {
             "ssl_ca_certs": options.ca_file,
@@ -119,6 +134,7 @@ def _sentinels(address: RedisAddress, options: RedisOptions, settings: dict[str,
     manager = Sentinel([])
     own = settings | {
         "db": 0,
+        "credential_provider": None,
         "username": options.sentinel_username,
         "password": options.sentinel_password,
         "socket_timeout": min(options.connect_timeout_s, options.timeout_s),  # the next one may know

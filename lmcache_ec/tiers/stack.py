@@ -158,16 +158,19 @@ class Stack:
         """Ask one tier, in the calling thread. What cannot be read is absent, and reported."""
         lane = self.lanes[number]
         answers: list[Answer] = []
-        for one, length in zip(wanted, self._lengths(lane, wanted), strict=True):
-            answers.append(Absent() if length is None else self._judged(lane, one, length))
+        for one, told in zip(wanted, self._asked(lane, wanted), strict=True):
+            if told is None:
+                self._journal.count(f"{lane.name}_misses")
+            answers.append(self._judged(lane, one, told) if isinstance(told, int) else Absent())
         return answers
 
     def lengths(self, number: int, keys: Sequence[EncoderCacheKey]) -> list[int | None]:
         """The length of each entry as one tier has it, None also for what cannot be told. In the calling thread."""
-        return self._lengths(self.lanes[number], [Wanted(key) for key in keys])
+        told = self._asked(self.lanes[number], [Wanted(key) for key in keys])
+        return [None if isinstance(length, Exception) else length for length in told]
 
-    def _lengths(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | None]:
-        """The length of each entry as the tier has it, None for those that are not there or cannot be read. What has
+    def _asked(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | Exception | None]:
+        """What a tier says of each entry: its length, None if it is not there, or an error, which is reported. What has
         the length of its buffer is there now."""
         reads = [(one.key, one.into) for one in wanted if one.into is not None]
         probes = [one.key for one in wanted if one.into is None]
@@ -176,32 +179,22 @@ class Stack:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
             probed = iter(lane.tier.contains_each(probes) if probes else ())
             told: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
-        except Exception as error:
-            told = [error] * len(wanted)
+        except Exception as failure:
+            told = [failure] * len(wanted)
         moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
-        lengths = [self._length(lane, length) for length in told]
         errors = [length for length in told if isinstance(length, Exception)]
+        for one_error in errors:
+            self._unread(lane, one_error)
         if len(errors) < len(told):
-            self._answered(lane, None if moved or errors else time.monotonic() - began)
+            self._welcome(lane, lane.read(None if moved or errors else time.monotonic() - began))
         elif errors:
             lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
             self._wake()
-        return lengths
-
-    def _length(self, lane: Lane, told: int | Exception | None) -> int | None:
-        if told is None:
-            self._journal.count(f"{lane.name}_misses")
-        if not isinstance(told, Exception):
-            return told
-        self._unread(lane, told)
-        return None
+        return told
 
     def _unread(self, lane: Lane, error: Exception) -> None:
         self._journal.count(f"{lane.name}_read_errors")
         self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
-
-    def _answered(self, lane: Lane, seconds: float | None = None) -> None:
-        self._welcome(lane, lane.read(seconds))
 
     def _welcome(self, lane: Lane, away_s: float) -> None:
         """A tier that was left alone for so long is asked again."""

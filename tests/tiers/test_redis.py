@@ -1036,3 +1036,35 @@ def test_the_tier_brings_along_no_torch_and_the_store_process_no_redis_until_it_
     for module, brought in (("lmcache_ec.tiers.redis", ["redis"]), ("lmcache_ec.store", [])):
         done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == str(brought)
+
+
+@pytest.mark.parametrize("user", ["", "somebody@"])
+def test_a_password_that_is_replaced_in_its_file_is_used_by_the_next_connection(tmp_path: Path, user: str) -> None:
+    file, key = tmp_path / "password", new_key()
+    name = user.strip("@") or "default"
+
+    def rotate(password: str) -> None:
+        server.client().execute_command("ACL", "SETUSER", name, "on", "resetpass", f">{password}", "~*", "+@all")
+        file.write_text(f"{password}\n")
+
+    with redis_server(tmp_path / "redis") as server:
+        admin = server.client()
+        admin.execute_command("ACL", "SETUSER", "admin", "on", ">admin", "~*", "+@all")
+        server.client = lambda **_: redis.Redis(port=server.port, username="admin", password="admin")  # type: ignore[method-assign]
+        rotate("canary-one")
+        with opened(f"redis://{user}127.0.0.1:{server.port}?password_file={file}") as tier:
+            tier.put(key, value("a", 100))
+            rotate("canary-two")
+            server.client().client_kill_filter(_type="normal", skipme=True)
+            assert fetch(tier, key) == value("a", 100)
+            file.write_text("canary-wrong")
+            server.client().client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(TierUnreachable, match="refuses the credentials") as caught:
+                tier.contains(key)
+            assert "canary" not in str(caught.value)
+            rotate("canary-three")
+            assert tier.contains(key) == 100
+        with pytest.raises(ValueError, match="cannot be read, or is empty"):
+            open_redis(f"{server.url}?password_file={tmp_path / 'none'}")
+        with pytest.raises(ValueError, match="given twice"):
+            open_redis(f"redis://:secret@127.0.0.1:{server.port}?password_file={file}")
