@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
-from lmcache_ec.tiers.base import Tier, TierError, WritesRefused
+from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.health import NEVER as NEVER
 from lmcache_ec.tiers.health import ReadHealth, WriteHealth
 from lmcache_ec.tiers.remote import Lookup
@@ -140,6 +140,15 @@ class Lane:
         with self._lock:
             if self._reading.failed(error):
                 self._publish()
+
+    def leave_alone(self) -> None:
+        """It could not be reached just now: as after a probe that had no answer."""
+        if self.habits.local:
+            return
+        with self._lock:
+            self._reading.failed(TierUnreachable())
+            self._reading.probe_failed()
+            self._publish()
 
     def wrote(self) -> bool:
         """It took a write. Whether it had been left alone with them."""

@@ -16,7 +16,6 @@ Who owns what, and when it may be freed:
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -107,7 +106,7 @@ class Stack:
         ]
         for lane in self.lanes:
             if isinstance(lane.tier, AwaitedTier):
-                lane.read_failed(TierUnreachable(errno.ETIMEDOUT, "not open yet"))
+                lane.leave_alone()
         self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes)
         self._journal = journal
         self._wake = wake
