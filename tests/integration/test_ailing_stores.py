@@ -16,6 +16,7 @@ from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.relay import relay
 from benchmarks.testbed.servers.s3_front import Request, S3Front, s3_front
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from lmcache_ec.cli.doctor import examine
 
 STORED = names("stored", 40)
 KEYS = {"remote_lookup": "probe", "load_deadline_ms": 5000}
@@ -142,6 +143,10 @@ def test_a_user_who_may_not_write_reads(redis: RedisServer, caplog: pytest.LogCa
         "ACL", "SETUSER", "reader", "on", ">s3cret", "~*", "+@read", "+@connection", "+info", "+client"
     )
     url = f"redis://reader:s3cret@127.0.0.1:{redis.port}"
+    report = examine("{}", {"LMCACHE_EC_REMOTE_URL": url})
+    assert report.remotes["redis"].endswith(", answers, read only")
+    assert any("no right to do this" in note for note in report.notes)
+    assert not [problem for problem in report.problems if "edis" in problem]
     with Bench(None, remotes=[url], **KEYS) as bench:
         assert in_turn(bench) == len(STORED)
         bench.until("that is seen", lambda: tier(bench, "redis")["read_only"])
@@ -261,6 +266,9 @@ def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
     bucket: str, front: S3Front, status: int
 ) -> None:
     front.rule = lambda request: (status, "SlowDown")
+    report = examine("{}", {"LMCACHE_EC_REMOTE_URL": bucket})
+    assert report.remotes["s3"].endswith(", is not ready")
+    assert not [problem for problem in report.problems if "S3" in problem]
     with Bench(None, remotes=[bucket], **KEYS) as bench:
         bench.encode(["new"])
         bench.settle()
