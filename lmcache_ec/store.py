@@ -290,7 +290,7 @@ class Store:
             released=lambda stored: self._post(Written(write.place, stored)),
         )
         if flush:
-            everywhere = (1 << len(self._stack.lanes)) - 1
+            everywhere = sum(1 << number for number, lane in enumerate(self._stack.lanes) if not lane.tier.read_only)
             put.done = lambda: self._post(Durable(write.place, bool(everywhere) and put.took == everywhere))
         self._stack.writes.write(put)
 

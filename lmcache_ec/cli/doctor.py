@@ -27,7 +27,7 @@ from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS,
 from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
 from lmcache_ec.sizes import GIB, rounded_size
-from lmcache_ec.tiers.base import TierUnreachable, message
+from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -107,8 +107,18 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
             report.remotes[tier.name] = f"{tier.where}, not asked: {tier.kind.no_probe}"
             continue
         try:
-            with tier.opened():
+            with tier.opened() as opened:
                 report.remotes[tier.name] = f"{tier.where}, answers"
+                if opened.read_only:
+                    report.remotes[tier.name] += ", read only as configured"
+                else:
+                    opened.check_writes()
+        except TierNotReady as error:
+            report.remotes[tier.name] = f"{tier.where}, is not ready"
+            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
+        except WritesRefused as error:
+            report.remotes[tier.name] += ", read only"
+            report.notes.append(f"{message(error)}; an engine reads it, and asks now and then whether it takes writes")
         except TierUnreachable as error:
             report.remotes[tier.name] = f"{tier.where}, is away"
             report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")

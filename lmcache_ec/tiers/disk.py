@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, TierReadOnly
+from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
     check_no_stranger,
@@ -250,8 +250,8 @@ class DiskTier(Tier):
             return f"disk tier at {self.root}: each engine counts what it has seen: {self._account.problem}"
         return ""
 
-    def _refusal(self) -> TierReadOnly:
-        return TierReadOnly(errno.EROFS, f"disk tier at {self.root} is read only: {self._forbidden}")
+    def _refusal(self) -> WritesRefused:
+        return WritesRefused(errno.EROFS, f"disk tier at {self.root} is read only: {self._forbidden}")
 
     def _check_room(self, root: int, length: int) -> None:
         """TierError if `length` bytes are more than the tier may hold, or if the file system is too full for them."""
