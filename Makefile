@@ -20,6 +20,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WITHOUT_ENGINE := tests/unit tests/tiers tests/integration tests/lmcache
+# The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
+INSTALLED := build/installed/lmcache_ec
 
 .PHONY: help demo bench soak check test test-all lint types env clean
 help:  ## Say what there is
@@ -47,10 +49,15 @@ lint: types  ## Check style and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(READY)
-	@$(BIN)/mypy lmcache_ec adapters benchmarks tests/*.py
+types: $(READY) $(INSTALLED)
+	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests/*.py
 
-env: $(READY)  ## Make or update the environment in .venv
+env: $(READY) $(INSTALLED)  ## Make or update the environment in .venv
+
+$(INSTALLED):
+	@mkdir -p $@
+	@ln -sfn ../../../adapters $@/adapters
+	@ln -sf ../../../lmcache_ec/__init__.py $@/__init__.py
 
 clean:  ## Remove what tests and demo built (not the environment)
 	rm -rf .models .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,11 +28,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from lmcache_ec.channel import Landing, Outcome
+from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.place import Extent, Place, State, aligned
 from lmcache_ec.rewrites import Rewrites
 from lmcache_ec.space import Space
+from lmcache_ec.tiers.base import Landing
 
 _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.remote import Remote
 
 _MESSAGE_BYTES = 128 * 1024
@@ -162,17 +163,6 @@ class Written(Message, frozen=True):
 
     place: int
     ok: bool
-
-
-class Landing(enum.IntEnum):
-    """What became of the write of an entry to one tier.
-
-    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
-    """
-
-    TOOK = 0
-    REFUSED = 1
-    FAILED = 2
 
 
 class Landed(Message, frozen=True):

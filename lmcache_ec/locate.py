@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lmcache_ec.channel import Locate, Located, Notice
+from lmcache_ec.channel import Locate, Located
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Lane
+from lmcache_ec.tiers.stack import Stack
 
 
 @dataclass(slots=True)
@@ -33,15 +32,15 @@ class Locator:
     that was asked for: another's under the same name, or another version's, is none.
     """
 
-    def __init__(self, lanes: Sequence[Lane], post: Callable[[Located | Notice], None]) -> None:
-        self._lanes = lanes
+    def __init__(self, stack: Stack, post: Callable[[Located], None]) -> None:
+        self._stack = stack
         self._post = post
         self._lock = threading.Lock()  # of the questions' numbers; never held across I/O
 
     def ask(self, asked: Sequence[Locate]) -> None:
         """Ask for several entries together, as tiers that batch like it."""
         questions = [_Question(one, one.tiers.bit_count()) for one in asked]
-        for number, lane in enumerate(self._lanes):
+        for number, lane in enumerate(self._stack.lanes):
             here = [one for one in questions if one.asked.tiers >> number & 1]
             worth = [one for one in here if lane.asks(one.key.digest)]
             for share in lane.shares(worth):
@@ -51,19 +50,7 @@ class Locator:
                     self._answer(one, 0)
 
     def _look(self, number: int, questions: Sequence[_Question]) -> None:
-        lane, began = self._lanes[number], time.monotonic()
-        keys = [one.key for one in questions]
-        lengths: Sequence[int | Exception | None]
-        try:
-            lengths = lane.tier.contains_each(keys)
-        except Exception as error:
-            lengths = [error] * len(questions)
-        problem = next((length for length in lengths if isinstance(length, Exception)), None)
-        if problem is None:
-            lane.answered(time.monotonic() - began)
-        else:
-            self._post(Notice(f"{lane.name}-read", f"{lane.name}: {problem}"))
-            lane.failed()
+        lengths = self._stack.lengths(number, [one.key for one in questions])
         for one, length in zip(questions, lengths, strict=True):
             self._answer(one, 1 << number if length == one.asked.length else 0)
 

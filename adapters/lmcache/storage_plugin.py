@@ -11,7 +11,7 @@ written is not stored, and counted.
 
 *Gets.* In the caller's thread, or for several keys in `_readers`: the tiers in order; what verifies is copied into an
 object of LMCache's, and written to the tiers before the one that had it. What does not is deleted, and the next tier
-is asked. A tier that failed is left alone for a while (`lmcache_ec.lane`).
+is asked. A tier that failed is left alone for a while (`lmcache_ec.tiers.lane`).
 
 *Pins* are counted, and keep this process from removing an entry unless it is forced. They hold off neither eviction by
 others on the same store nor the end of its time to live: a get then finds nothing, which LMCache takes as a miss.
@@ -22,8 +22,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,14 +38,15 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
-from lmcache_ec.lane import Lane
 from lmcache_ec.sizes import GIB
+from lmcache_ec.standalone.scratch import Scratch
+from lmcache_ec.standalone.tiers import DISK_RESCAN_S, NoRoomError, Tiers
+from lmcache_ec.standalone.writes import Writes
+from lmcache_ec.tiers.opening import Opening
+from lmcache_ec.version import __version__
 
 from .layout import Layout
-from .scratch import Scratch
-from .settings import PREFIX, PluginSettings, read_settings
-from .tiers import Tiers
-from .writes import Writes
+from .settings import PREFIX, PluginSettings, read_settings, remote_tiers
 
 if TYPE_CHECKING:
     from lmcache.v1.config import LMCacheEngineConfig
@@ -56,11 +59,8 @@ _READERS = 16
 _WINDOW = 32
 """Keys that are asked about at once, at most; the first time it is one, then twice as many each time."""
 
+_PRODUCER = f"lmcache-ec {__version__}, lmcache plugin"
 _logger = init_logger(__name__)
-
-
-class _NoRoomError(Exception):
-    """LMCache's CPU memory cannot take what was read."""
 
 
 class ShapeAgnosticBackend(StoragePluginInterface):
@@ -86,15 +86,19 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         settings = read_settings(config.extra_config or {})
         self.namespace = settings.namespace or _namespace(metadata.model_name, settings)
         self._drain_s, self._pool_bytes = settings.drain_s, int(config.max_local_cpu_size * GIB)
-        self._tiers = Tiers(settings, config.extra_config, self.namespace)
         pending_bytes = int(settings.max_pending_size * GIB)
+        openings = _openings(settings, config.extra_config or {})
+        try:
+            self._tiers = Tiers(openings, self.namespace, pending_bytes // 2, _logger)
+        except ValueError as error:
+            raise ValueError(f"storage plugin: {error}") from None
         self._scratch = Scratch(pending_bytes // 2)
-        self._writes = Writes(self._tiers, self._scratch, pending_bytes)
+        self._writes = Writes(self._tiers, self._scratch, pending_bytes, _PRODUCER)
         self._readers = ThreadPoolExecutor(_READERS, "entry-read")
         self._pins: Counter[EncoderCacheKey] = Counter()
         self._lock = threading.Lock()
         self._closed = False
-        tiers = ", ".join(lane.name for lane in self._tiers.lanes)
+        tiers = ", ".join(lane.name for lane in self._tiers.stack.lanes)
         _logger.info("%s: namespace %s, tiers %s", self, self.namespace, tiers)
 
     def __str__(self) -> str:
@@ -103,7 +107,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     @property
     def counts(self) -> Counter[str]:
         """Hits, writes, drops and faults so far, of each tier."""
-        return self._tiers.counts
+        return self._tiers.journal.counts
 
     def get_allocator_backend(self) -> LocalCPUBackend:
         return self.local_cpu_backend
@@ -164,8 +168,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         if self._closed or (name in self._pins and not force):
             return False
         there = self._writes.cancel(name) or self._tiers.hold(name)
-        for lane in self._tiers.lanes:
-            self._tiers.delete(lane, name)
+        self._tiers.remove(name)
         return there
 
     # ---- puts
@@ -200,7 +203,6 @@ class ShapeAgnosticBackend(StoragePluginInterface):
             write = self._writes.copied(
                 name,
                 entry.entry_length(name.identifier, spec),
-                self._tiers.lanes,
                 lambda data: _copy(entry.payload(data, name.identifier), memory_obj.byte_array),
             )
         except Exception as error:  # of another kind of object than those that hold bytes in memory
@@ -244,72 +246,37 @@ class ShapeAgnosticBackend(StoragePluginInterface):
 
     def _get(self, key: EncoderCacheKey) -> MemoryObj | None:
         """An object of LMCache's that is the caller's to release, or None."""
-        tiers = self._tiers
-        for index, lane in enumerate(tiers.lanes):
-            if self._closed or self.local_cpu_backend is None:
-                break
-            if not lane.asks(key.digest):
-                continue
-            try:
-                memory_object = self._read(lane, key, tiers.lanes[:index])
-                if memory_object is not None:
-                    tiers.count(f"{lane.name}_hits")
-                    return memory_object
-            except _NoRoomError as error:
-                tiers.complain("no_room", str(error))
-                break
-            except entry.OtherVersion as error:
-                tiers.complain(f"{lane.name}_other_version", f"{lane.name}: {key.object_name} is not for us: {error}")
-            except entry.EntryError as error:
-                text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
-                tiers.complain(f"{lane.name}_corrupt", text)
-                tiers.delete(lane, key)
-            except OSError as error:
-                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {error}")
-                lane.failed()
-            except Exception as error:  # the tier is none the worse for it
-                tiers.complain(f"{lane.name}_read_errors", f"{lane.name}: {type(error).__name__}: {error}")
-        tiers.count("misses")
-        return None
+        if self._closed or self.local_cpu_backend is None:
+            return None
+        try:
+            return self._tiers.get(key, partial(self._lend, key), partial(self._handed_over, key))
+        except NoRoomError:
+            return None
 
-    def _read(self, lane: Lane, key: EncoderCacheKey, before: Sequence[Lane]) -> MemoryObj | None:
-        """Read, verify, hand over, promote. None if the tier does not have it, EntryError for what is not the entry."""
-        length = self._tiers.length(lane, key)
-        while length is not None:
-            payload_bytes = length - entry.room(key.identifier)
-            if payload_bytes > self._pool_bytes:
-                raise _NoRoomError(f"an object of {payload_bytes} bytes is larger than all of LMCache's CPU memory")
-            buffer = self._scratch.take(length)
-            with memoryview(buffer)[:length] as data:
-                found = lane.tier.get_into(key, data)
-                if found == length:
-                    memory_object = self._handed_over(key, data)
-                    self._promote(key, data, before)
-            self._scratch.give_back(buffer)
-            if found == length:
-                return memory_object
-            length = found  # it is not any more what was told of it
-        return None
+    def _lend(self, key: EncoderCacheKey, length: int) -> AbstractContextManager[memoryview]:
+        payload_bytes = length - entry.room(key.identifier)
+        if payload_bytes > self._pool_bytes:
+            raise NoRoomError(f"an object of {payload_bytes} bytes is larger than all of LMCache's CPU memory")
+        return self._scratch.lend(length)
 
-    def _handed_over(self, key: EncoderCacheKey, data: memoryview) -> MemoryObj:
-        """What an entry holds as an object of LMCache's, once it has been verified. Never waits for room: LMCache
-        would wait without end."""
-        spec = entry.verify(data, key)
-        layout = Layout.read(spec.layout)
+    def _handed_over(
+        self, key: EncoderCacheKey, number: int, data: memoryview, spec: entry.TensorSpec
+    ) -> MemoryObj | None:
+        """What a verified entry holds as an object of LMCache's; None if it is not what its layout says, and deleted.
+        Never waits for room: LMCache would wait without end."""
+        stack, layout = self._tiers.stack, Layout.read(spec.layout)
         if layout.nbytes != spec.nbytes:
-            raise entry.EntryError(entry.Reason.SHAPE, "its layout is of another length than its tensor")
+            error = entry.EntryError(entry.Reason.SHAPE, "its layout is of another length than its tensor")
+            stack.refuse(stack.lanes[number], key, error)
+            return None
         memory_object = self.local_cpu_backend.allocate(
             layout.shapes, layout.dtypes, layout.memory_format, eviction=True, busy_loop=False
         )
         if memory_object is None:
-            raise _NoRoomError(f"LMCache's CPU memory has no room for {layout.nbytes} bytes")
+            raise NoRoomError(f"LMCache's CPU memory has no room for {layout.nbytes} bytes")
         _copy(memory_object.byte_array, entry.payload(data, key.identifier))
+        stack.writes.promote(number, key, data)
         return memory_object
-
-    def _promote(self, key: EncoderCacheKey, data: memoryview, lanes: Sequence[Lane]) -> None:
-        write = self._writes.copied(key, len(data), lanes, lambda copy: _copy(copy, data)) if lanes else None
-        if write is not None:
-            self._writes.spread(write)
 
     def _name(self, key: CacheEngineKey) -> EncoderCacheKey:
         """A tag may hold what UTF-8 cannot say."""
@@ -325,6 +292,14 @@ def _namespace(model: str, settings: PluginSettings) -> str:
         raise ValueError(f"storage plugin: {text}") from None
     facts = {"of": "lmcache", "format": entry.FORMAT, "model": model, "checkpoint": checkpoint}
     return namespace_of(f"{model}-lmcache", {**facts, "salt": settings.salt, "epoch": settings.epoch})
+
+
+def _openings(settings: PluginSettings, extra_config: Mapping[str, object]) -> list[Opening]:
+    openings = list(map(Opening.of_remote, remote_tiers(settings, extra_config)))
+    if settings.local_disk is not None:
+        size, free = int(settings.max_local_disk_size * GIB), int(settings.min_free_disk_size * GIB)
+        openings.insert(0, Opening.of_disk(settings.local_disk, size, free, DISK_RESCAN_S))
+    return openings
 
 
 def _copy(target: memoryview | bytearray, source: memoryview | bytes) -> None:

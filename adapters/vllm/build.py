@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lmcache_ec import __version__
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.host import memory_warning
+from lmcache_ec.version import __version__
 
 from .front_end import problem
 from .identifiers import Naming

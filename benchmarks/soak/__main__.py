@@ -28,6 +28,7 @@ def main() -> int:
     )
     parser.add_argument("--honest", action="store_true", help="no client that lies: a name means one picture for ever")
     parser.add_argument("--steady", action="store_true", help="weights never change")
+    parser.add_argument("--servers", nargs="+", default=[], help="begin with servers of these kinds (see server.py)")
     parser.add_argument("--core", action="store_true", help="without an engine: the store process and the tiers alone")
     parser.add_argument("--faults", type=int, default=10_000, help="with --core: stop after so many (default 10000)")
     parser.add_argument(
@@ -56,7 +57,8 @@ def main() -> int:
 def _engines(options: argparse.Namespace, folder: Path, tally: Tally) -> dict[str, int]:
     from benchmarks.soak.engines import Options, soak
 
-    return asyncio.run(soak(Options(options.seed, options.seconds, options.honest, options.steady, folder), tally))
+    plan = Options(options.seed, options.seconds, options.honest, options.steady, options.servers, folder)
+    return asyncio.run(soak(plan, tally))
 
 
 def _core(options: argparse.Namespace, folder: Path, tally: Tally) -> dict[str, int]:

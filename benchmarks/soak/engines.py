@@ -64,6 +64,9 @@ class Options:
     seconds: float
     honest: bool
     steady: bool
+    servers: Sequence[str]
+    """Names of `FLAVOURS` for the first servers, one after another; then, or if empty, all of them in turn."""
+
     folder: Path
 
 
@@ -188,7 +191,8 @@ class _Soak:
     def _all_flavours(self) -> list[Flavour]:
         first, second, *others = FLAVOURS
         self._chance.shuffle(others)
-        return [first, second, *others]
+        asked_for = [flavour for name in self._options.servers for flavour in FLAVOURS if flavour.name == name]
+        return [*asked_for, first, second, *others]
 
     def _start(self, weights: int) -> Server:
         """The checkpoint that it is started with has been overwritten since the last start, now and then."""
@@ -209,6 +213,8 @@ class _Soak:
         return server
 
     def _begin(self, server: Server, weights: int) -> Life:
+        now, serves_s = time.monotonic(), min(_STARTING_S + _SERVES_S, self._ends_at - time.monotonic())
+        self._weights_rest_until = now + (0.0 if server.number % 3 == 2 else serves_s * self._chance.uniform(0.3, 0.6))
         self._population.begin(fixed=server.flavour.prefix_caching)
         self._tally.say(f"server {server.number} ({server.flavour.name}, weights {weights}) serves")
         return self.judge.begin(weights, server.flavour.vouched)
@@ -352,13 +358,15 @@ class _Soak:
             await asyncio.sleep(_FAULT_EVERY_S)
 
     async def _events(self) -> None:
+        """In most lives the weights change late: with changed ones the tiers are used no more, or begin anew."""
         chance = Random(f"{self._options.seed} events")
         kinds = [kind for kind in events.EVENTS if not (self._options.steady and kind.changes_weights)]
         while not self._calm:
             await asyncio.sleep(min(10.0, chance.expovariate(1 / _EVENT_EVERY_S)))
             async with self._one_at_a_time:
                 [kind] = chance.choices(kinds, [kind.weight for kind in kinds])
-                await self._event(kind, chance)
+                if not kind.changes_weights or time.monotonic() > self._weights_rest_until:
+                    await self._event(kind, chance)
 
     async def _event(self, kind: events.Kind, chance: Random) -> None:
         try:

@@ -36,18 +36,22 @@ class Flavour:
     prefix_caching: bool = False
     vouched: bool = False
     """`persist_client_ids`."""
+    updates: bool = False
+    """`persist_updated_weights`."""
+    front_ends: int = 1
 
 
+_PROCESSOR_CACHE = ("--mm-processor-cache-gb", "0.05")
+_NO_PREFIXES = ("--no-enable-prefix-caching",)
+_PREFIXES = ("--enable-prefix-caching", "--block-size", "32")
 FLAVOURS = (
-    Flavour("lru", ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0.05"]),
-    Flavour("prefix", ["--enable-prefix-caching", "--block-size", "32", "--mm-processor-cache-gb", "0.05"], True),
-    Flavour("no caches", ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0"]),
-    Flavour("vouched", ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0.05"], vouched=True),
-    Flavour(
-        "shm",
-        ["--no-enable-prefix-caching", "--mm-processor-cache-gb", "0.05", "--mm-processor-cache-type", "shm"],
-    ),
-    Flavour("prefix, no processor cache", ["--enable-prefix-caching", "--mm-processor-cache-gb", "0"], True),
+    Flavour("lru", [*_NO_PREFIXES, *_PROCESSOR_CACHE], updates=True),
+    Flavour("prefix", [*_PREFIXES, *_PROCESSOR_CACHE], True),
+    Flavour("no caches", [*_NO_PREFIXES, "--mm-processor-cache-gb", "0"]),
+    Flavour("vouched", [*_NO_PREFIXES, *_PROCESSOR_CACHE], vouched=True),
+    Flavour("shm", [*_NO_PREFIXES, *_PROCESSOR_CACHE, "--mm-processor-cache-type", "shm"], updates=True),
+    Flavour("prefix only", [*_PREFIXES, "--mm-processor-cache-gb", "0"], True, updates=True),
+    Flavour("two front ends", [*_NO_PREFIXES, *_PROCESSOR_CACHE], front_ends=2),
 )
 
 
@@ -88,11 +92,14 @@ class Server:
             VLLM_SERVER_DEV_MODE="1",
             VLLM_CPU_KVCACHE_SPACE="1",
         )
+        temporaries = self.folder / "tmp"  # vLLM leaves its sockets there when it is killed
+        temporaries.mkdir()
+        environment |= {"TMPDIR": str(temporaries), "VLLM_RPC_BASE_PATH": str(temporaries), **self.environment}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments()],
+                [sys.executable, "-m", "benchmarks.testbed.servers.vllm_serve", *self._arguments()],
                 cwd=ROOT,
-                env={**environment, **self.environment},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -100,16 +107,18 @@ class Server:
             )
 
     def _arguments(self) -> list[str]:
+        ours = {"persist_client_ids": self.flavour.vouched, "persist_updated_weights": self.flavour.updates}
         connector = {
             "ec_connector": "ECLMCacheConnector",
             "ec_role": "ec_both",
             "engine_id": self.id,
-            "ec_connector_extra_config": {**self.keys, "persist_client_ids": self.flavour.vouched},
+            "ec_connector_extra_config": {**self.keys, **ours},
         }
         options: dict[str, object] = {
             "model": self.model,
             "host": "127.0.0.1",
             "port": self.port,
+            "api-server-count": self.flavour.front_ends,
             "dtype": "float32",
             "max-model-len": 1024,
             "max-num-seqs": 8,

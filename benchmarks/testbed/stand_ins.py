@@ -23,7 +23,7 @@ ensure_key()
 
 WIDTH = 8
 PATIENCE_S = 20.0
-SILENT = SimpleNamespace(warning=lambda *_: None)
+SILENT: Any = SimpleNamespace(warning=lambda *_: None)
 """A logger that says nothing."""
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import typer
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
-from lmcache_ec.lane import lane_names
 from lmcache_ec.mask import masked_url
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.kinds import kind_of, open_remote
+from lmcache_ec.tiers.lane import lane_names
 from lmcache_ec.tiers.remote import Remote, RemoteKind
 
 

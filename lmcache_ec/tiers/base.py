@@ -2,6 +2,7 @@
 """What a tier is."""
 
 import abc
+import enum
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,17 @@ UNREACHABLE = frozenset(
     }
 )
 """The numbers of errors that say so."""
+
+
+class Landing(enum.IntEnum):
+    """What became of the write of an entry to one tier.
+
+    A tier refuses what it will never take: an entry that is too large for it, or whose name another one has there.
+    """
+
+    TOOK = 0
+    REFUSED = 1
+    FAILED = 2
 
 
 @dataclass(frozen=True, slots=True)

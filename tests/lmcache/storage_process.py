@@ -252,7 +252,7 @@ class _Session:
         """Remove on a thread of its own, which may have to wait; True once what is being written is marked."""
         Thread(target=self.remove, args=(name,), daemon=True).start()
         pending = self._plugin._writes._pending[self._plugin._name(self._key(name))]
-        return wait_until(f"{name} is marked", lambda: bool(pending.removed), PATIENCE_S)
+        return wait_until(f"{name} is marked", lambda: bool(pending.put.cancelled), PATIENCE_S)
 
     def until_counted(self, count: str, names: list[str]) -> bool:
         """Put one after another until this count is no longer 0."""

@@ -283,26 +283,40 @@ def test_a_put_tells_once_for_each_key_that_a_tier_has_and_survives_whoever_is_t
 def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_removed_meanwhile_does_not_come_back(
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
-    """Writes wait for the frozen server; half of the budget is two entries."""
-    url, settings = redis_url(redis), {"blocking_timeout_secs": 30, "salt": "stuck"}
+    """Writes wait for the frozen server. What the disk has takes no memory until then; without a disk, four entries'
+    worth of it is all there is."""
+    url, settings = (
+        redis_url(redis),
+        {"blocking_timeout_secs": 30, "max_pending_size": 4 * len(content("3 MB")) / (1 << 30)},
+    )
     chunks = [f"3 MB#{number}" for number in range(6)]
-    with opened(one, config("disk", url, max_pending_size=4 * len(content("3 MB")) / (1 << 30), **settings)):
+
+    def put() -> list[str]:
+        for chunk in chunks:
+            one("put", names=[chunk], wait=False)
+        return [chunk for chunk in chunks if one("pending", name=chunk)]
+
+    with opened(one, config("disk", url, salt="stuck", **settings)):
         redis.freeze()
         try:
-            for chunk in chunks:
-                one("put", names=[chunk], wait=False)
-            pending = [chunk for chunk in chunks if one("pending", name=chunk)]
-            assert pending == chunks[:3]
-            assert one("counts")["puts_dropped"] == 3
+            assert put() == chunks
             assert one("fill", nbytes=POOL_BYTES), "something holds on to LMCache's memory"
             assert one("get_all", names=chunks[:1]) == [described(chunks[0])]  # from the disk
             assert one("forget", name=chunks[1])
         finally:
             redis.thaw()
         one("wait", names=chunks)
-        assert [bool(one("contains", name=chunk)) for chunk in chunks[:3]] == [True, False, True]
-    with opened(one, config(None, url, **settings)):
-        assert [one("contains", name=chunk) for chunk in chunks] == [OURS, None, OURS, None, None, None]
+        assert [bool(one("contains", name=chunk)) for chunk in chunks] == [True, False, True, True, True, True]
+    with opened(one, config(None, url, salt="stuck", **settings)):
+        assert [one("contains", name=chunk) for chunk in chunks] == [OURS, None, OURS, OURS, OURS, OURS]
+    with opened(one, config(None, url, salt="without a disk", **settings)):
+        redis.freeze()
+        try:
+            assert put() == chunks[:3]
+            assert one("counts")["puts_dropped"] == 3
+        finally:
+            redis.thaw()
+        one("wait", names=chunks)
 
 
 def test_what_was_taken_is_stored_before_close_returns(one: StorageProcess, config: Config, tmp_path: Path) -> None:

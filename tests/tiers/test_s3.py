@@ -26,10 +26,10 @@ import trustme
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import Habits, Lane
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers import s3, s3_access
 from lmcache_ec.tiers.base import TierError
+from lmcache_ec.tiers.lane import Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
 from lmcache_ec.tiers.s3 import S3Tier
 from lmcache_ec.tiers.s3_url import S3Options, s3_options

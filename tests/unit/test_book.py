@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lmcache_ec.book import Book, LifeError
-from lmcache_ec.channel import Landing, Outcome
+from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.place import Place, State
+from lmcache_ec.tiers.base import Landing
 
 MIB = 1 << 20
 RANKS = 2
@@ -462,3 +463,40 @@ def test_leases_hold_at_most_half_of_the_arena() -> None:
     book = opened(8 * MIB, 8 * MIB)
     places = [stored(book, str(number), 1) for number in range(7)]
     assert sum(book.lease(place) for place in places if place is not None) == 3
+
+
+def under_way(book: Book, *identifiers: str) -> list[Place]:
+    """Saves of 2 MiB each that a step has sent. Of 8 MiB one may be written at once, the writes of others are owed."""
+    places = [book.reserve_save(identifier, spec(2), persist=True) for identifier in identifiers]
+    sent = [place for place in places if place is not None]
+    for place in sent:
+        book.send_save(place, 1, 0)
+    return sent
+
+
+def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
+    """Its write-through included; a write that would have been owed is not."""
+    book = opened(16 * MIB, 16 * MIB)
+    written, owed = under_way(book, "a", "b")[0], under_way(book, "c")[0]
+    assert written.dirty
+    assert not owed.dirty
+    assert book.forget_all() == 3
+    book.report(0, 1, [(place.id, Outcome.COPIED, 1) for place in (written, owed)], frozenset({1}))
+    for place in (written, owed):
+        book.sealed(place.id, 1, True)
+    assert (written.state, owed.state) == (State.LIVE, State.FREE)
+    assert book.live("a") is book.live("c") is book.owed_write() is None
+    book.written(written.id, True)
+    assert written.state is State.FREE
+    assert not book.unsaved
+    assert book.settled
+    assert book.snapshot()["used_bytes"] == book.snapshot()["pins"] == 0
+
+
+def test_what_was_forgotten_on_its_way_and_never_came_is_not_owed() -> None:
+    book = opened(8 * MIB, 8 * MIB)
+    [place] = under_way(book, "a")
+    book.forget_all()
+    book.report(0, 1, [], frozenset({1}))
+    assert place.state is State.FREE
+    assert not book.unsaved

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lmcache_ec import lane as module
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.lane import NEVER, Habits, Lane
 from lmcache_ec.presence import PresenceWriter
+from lmcache_ec.tiers import lane as module
 from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.lane import NEVER, Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
 
 NAMESPACE = "lane-0123456789abcdef"

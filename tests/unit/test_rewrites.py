@@ -2,9 +2,10 @@
 """What is written to a tier again, when, and in what order, by a test that plays the store process."""
 
 from lmcache_ec.book import Book
-from lmcache_ec.channel import Landing, Outcome
+from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.place import Place
+from lmcache_ec.tiers.base import Landing
 
 MIB = 1 << 20
 SPEC = TensorSpec(512, 1024, "BF16")

@@ -246,19 +246,39 @@ def test_what_is_promised_when_the_weights_change_is_encoded(train: Train) -> No
     assert engine.served.side.snapshot()["loads_failed"] == 1
 
 
-def test_a_load_that_was_put_off_over_a_change_is_encoded(train: Train) -> None:
-    """vLLM has given the item room in a pass that scheduled nothing, and takes it for loaded."""
+@pytest.mark.parametrize("data", ["pixels", None], ids=["media", "metadata alone"])
+def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any, train: Train) -> None:
+    """vLLM has given the item room in a pass that scheduled nothing, and takes it for loaded: something has to come."""
     engine = train()
     engine.ask(A)
     engine.forget()
-    vllm, asked = engine.served.vllm, request("asked", A)
+    vllm, side, asked = engine.served.vllm, engine.served.side, request("asked", A, data=data)
     assert vllm.offer(asked) == "load"
     vllm.preempt(asked)
     engine.runner.run(vllm.end_pass())
     engine.change(2)
-    output = vllm.offer(asked) is not None and vllm.end_pass()
-    engine.runner.run(output, asked)
-    assert torch.equal(engine.runner.cache[A], engine.runner.model.output(A, 4))
+    assert (vllm.offer(asked) is None) == (data is None)
+    assert side.take_unavailable_requests() == (set() if data else {"asked"})
+    engine.runner.run(vllm.end_pass(text=1), asked)
+    assert torch.equal(engine.runner.cache[A], embedding(A) * (2 if data else 1))
+    side.request_finished(asked)
+    assert engine.finish() == {}
+
+
+def test_what_a_request_waits_with_when_the_weights_change_is_not_used(train: Train) -> None:
+    """It was there, and the KV cache had no room for the request."""
+    engine = train()
+    engine.ask(A)
+    engine.evict(A)
+    engine.served.step()
+    vllm, asked = engine.served.vllm, request("asked", A)
+    assert vllm.offer(asked, blocks=False) == "load"
+    engine.served.step()
+    assert engine.served.side.snapshot()["leases"] == 1
+    engine.change(2)
+    assert vllm.offer(asked) == "encode"
+    assert engine.served.side.snapshot()["leases"] == 0
+    engine.served.step(asked)
     engine.served.side.request_finished(asked)
     assert engine.finish() == {}
 
@@ -314,7 +334,7 @@ def test_a_late_answer_about_an_old_entry_is_no_entry_of_the_new_weights(train: 
     link.receive = lambda: None  # type: ignore[method-assign]
     engine.served.step()  # the scheduler side learns of the change first
     link.receive = received  # type: ignore[method-assign]
-    engine.served.settle()
+    assert engine.served.settle()["fetches_under_way"] == 0
     assert cache.book.live(A) is None
     assert engine.ask(A) == [A]
     assert engine.entries()["tests"] == {A: 1}
@@ -342,6 +362,7 @@ def test_while_weights_are_in_doubt_nothing_is_promised_and_nothing_is_lost(trai
     engine.runner.call(1, "sleep", 1)
     assert engine.ask(A, B) == [A, B]
     assert engine.served.cache.in_doubt
+    assert engine.served.side.snapshot()["saves_void"] == 0, "no place is taken for what may not be kept"
     engine.runner.call(1, "wake_up")
     engine.forget()
     assert engine.ask(A, B) == [B]

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Scratch:
@@ -32,3 +34,13 @@ class Scratch:
             if self._room >= len(buffer):
                 self._room -= len(buffer)
                 self._idle.setdefault(len(buffer), []).append(buffer)
+
+    @contextmanager
+    def lend(self, length: int) -> Iterator[memoryview]:
+        """Exactly `length` bytes, until the block ends."""
+        buffer = self.take(length)
+        try:
+            with memoryview(buffer)[:length] as data:
+                yield data
+        finally:
+            self.give_back(buffer)

@@ -246,5 +246,8 @@ class Lane:
                     self._queued_items -= 1
                     self._queued_bytes -= length
 
-        self.writes.submit(run)
+        try:
+            self.writes.submit(run)
+        except RuntimeError:  # closed meanwhile
+            return False
         return True

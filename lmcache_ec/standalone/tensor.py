@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tensor as bytes and what they mean, from and to NumPy arrays, torch tensors and other buffers.
+
+torch is never imported here but by `Tensor.torch`, which only a program that has it calls.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from lmcache_ec.dtypes import DTYPES
+from lmcache_ec.entry import TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+_BY_NAME = {dtype.torch: name for name, dtype in DTYPES.items()}
+_SHAPE = re.compile(r"shape=\[([0-9,]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """`shape` in elements, `dtype` by the name that NumPy and torch have for it ("float32", "bfloat16"), and `data`:
+    the elements in row-major order, little endian, as bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: memoryview
+
+    @classmethod
+    def of(cls, value: object) -> Tensor:
+        """The bytes of a torch tensor (on any device), a NumPy array, or an object with the buffer protocol.
+
+        A view where `value` lies in memory as it is stored, else a copy. TypeError for what is none of these, or has
+        elements that cannot be stored.
+        """
+        if isinstance(value, Tensor):
+            return value
+        if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "data_ptr"):
+            shape, dtype, array = _of_torch(value)
+        else:
+            array = numpy.asarray(value if hasattr(value, "__array__") else _buffer(value))
+            shape, dtype = array.shape, array.dtype.name
+        if dtype not in _BY_NAME:
+            raise TypeError(f"{type(value).__name__} of {dtype}: elements of {', '.join(_BY_NAME)} are accepted")
+        if array.dtype.byteorder == ">" or not array.flags.c_contiguous:
+            array = numpy.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        return cls(tuple(shape), dtype, array.reshape(-1).view(numpy.uint8).data)
+
+    @classmethod
+    def read(cls, spec: TensorSpec, data: memoryview) -> Tensor | None:
+        """What an entry's payload holds; None for one in a layout of somebody else's."""
+        shape: tuple[int, ...] = (spec.rows, spec.width)
+        if spec.layout:
+            written = _SHAPE.fullmatch(spec.layout)
+            if written is None:
+                return None
+            shape = tuple(map(int, filter(None, written[1].split(","))))
+            if prod(shape) != spec.rows * spec.width:
+                return None
+        return cls(shape, DTYPES[spec.dtype].torch, data)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """As an entry describes it: two dimensions are an encoder's output, as engines store it."""
+        if len(self.shape) == 2:
+            return TensorSpec(*self.shape, _BY_NAME[self.dtype])
+        rows = self.shape[0] if self.shape else 1
+        layout = f"shape=[{','.join(map(str, self.shape))}]"
+        return TensorSpec(rows, prod(self.shape[1:]), _BY_NAME[self.dtype], layout)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None and not copy else numpy.array(array, dtype=dtype, copy=True)
+
+    def numpy(self) -> numpy.ndarray[Any, Any]:
+        """A view of `data`. TypeError for a type that NumPy lacks and for which `ml_dtypes` is not imported."""
+        return numpy.frombuffer(self.data, _numpy_dtype(self.dtype)).reshape(self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """A view of `data`, in memory of the CPU."""
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        if not self.data.nbytes:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(self.data, dtype=dtype).reshape(self.shape)
+
+
+def _buffer(value: object) -> memoryview:
+    try:
+        return memoryview(value)  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{kind}: a NumPy array, a torch tensor or an object with a buffer is accepted") from None
+
+
+def _of_torch(tensor: Any) -> tuple[tuple[int, ...], str, numpy.ndarray[Any, Any]]:
+    """Shape, name of the type, and the bytes; torch is imported, since somebody made this tensor."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    plain = tensor.detach().to("cpu").contiguous()
+    return tuple(tensor.shape), dtype, plain.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+
+
+def _numpy_dtype(name: str) -> Any:
+    """NumPy's own type of this name, or that of `ml_dtypes`, which registers its own with NumPy."""
+    try:
+        return numpy.dtype(name)
+    except TypeError:
+        types = sys.modules.get("ml_dtypes")
+        if types is not None and hasattr(types, name):
+            return numpy.dtype(getattr(types, name))
+        raise TypeError(
+            f"NumPy has no {name}: import ml_dtypes first, which adds it, or take `torch()`, or the bytes in `data`"
+        ) from None

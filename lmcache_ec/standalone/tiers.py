@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tiers of a process that has no store process: opened, surveyed by a thread, asked in the caller's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from logging import Logger
+from typing import TypeVar
+
+from lmcache_ec.complaints import Complaints
+from lmcache_ec.entry import TensorSpec
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.journal import Journal
+from lmcache_ec.tiers.opening import Opening, opened
+from lmcache_ec.tiers.stack import Elsewhere, Found, Stack, Wanted
+
+_KNOWN_LENGTHS = 8192
+DISK_RESCAN_S = 600.0
+"""Nobody waits for the listing of a disk here: it only says how much there is."""
+
+_TICK_S = 1.0
+
+
+_T = TypeVar("_T")
+Lend = Callable[[int], AbstractContextManager[memoryview]]
+"""Gives a buffer of exactly so many bytes for as long as its block runs."""
+
+
+class NoRoomError(Exception):
+    """The caller has no memory for what was found."""
+
+
+class Tiers:
+    """The stack of tiers, its log, and a thread that has it surveyed. ValueError for a tier that cannot be used.
+
+    Any thread may call it. `_lock` guards the lengths, and `_complaining` the log; neither is held across other I/O.
+    """
+
+    def __init__(self, openings: Sequence[Opening], namespace: str, copied_bytes: int, logger: Logger) -> None:
+        self.journal = Journal(self._report)
+        self._lock, self._complaining = threading.Lock(), threading.Lock()
+        self._complaints = Complaints(logger)
+        self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
+        self._closing = threading.Event()
+        tiers = opened(openings, self._report, _refuse)
+        self.stack = Stack(tiers, self.journal, namespace, copied_bytes=copied_bytes)
+        os.close(self.stack.presence.fd)  # nobody else is to map it
+        self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
+        self._keeper.start()
+
+    def hold(self, key: EncoderCacheKey, insist: bool = False) -> bool:
+        """Whether one of them has the entry, as far as they can be asked; `insist`: also where a listing lacks it."""
+        number = self.stack.worth_asking(key, 0, insist)
+        while number is not None:
+            (length,) = self.stack.lengths(number, [key])
+            if length is not None:
+                with self._lock:
+                    self._lengths[key] = length
+                    if len(self._lengths) > _KNOWN_LENGTHS:
+                        self._lengths.popitem(last=False)
+                return True
+            number = self.stack.worth_asking(key, number + 1, insist)
+        return False
+
+    def get(
+        self,
+        key: EncoderCacheKey,
+        lend: Lend,
+        use: Callable[[int, memoryview, TensorSpec], _T | None],
+        insist: bool = False,
+    ) -> _T | None:
+        """What `use` makes of a verified entry, given the tier's number and the entry's bytes, or None if there is no
+        entry of which it makes something. Raises `NoRoomError` if `lend` or `use` does; all else is reported."""
+        number = self.stack.worth_asking(key, 0, insist)
+        while number is not None and not self._closing.is_set():
+            try:
+                used = self._read(number, key, lend, use)
+                if used is not None:
+                    return used
+            except NoRoomError as error:
+                self.complain("no_room", str(error))
+                self.journal.count("misses")
+                raise
+            except Exception as error:  # of the caller; the tier is none the worse for it
+                name = self.stack.lanes[number].name
+                self.complain(f"{name}_read_errors", f"{name}: {type(error).__name__}: {error}")
+            number = self.stack.worth_asking(key, number + 1, insist)
+        self.journal.count("misses")
+        return None
+
+    def _read(
+        self, number: int, key: EncoderCacheKey, lend: Lend, use: Callable[[int, memoryview, TensorSpec], _T | None]
+    ) -> _T | None:
+        """What `use` makes of what one tier has."""
+        length = self._length(number, key)
+        while length is not None:
+            with lend(length) as data:
+                (answer,) = self.stack.read(number, [Wanted(key, data)])
+                if isinstance(answer, Found):
+                    return use(number, data, answer.spec)
+            length = answer.length if isinstance(answer, Elsewhere) else None  # it is no longer what it was
+        return None
+
+    def remove(self, key: EncoderCacheKey) -> None:
+        """From each of them."""
+        for lane in self.stack.lanes:
+            self.stack.delete(lane, key)
+
+    def _length(self, number: int, key: EncoderCacheKey) -> int | None:
+        """The length of an entry, in bytes: of one that was just found by `hold`, as it was then, and of others as
+        the tier says; None if it has none, or cannot say."""
+        with self._lock:
+            known = self._lengths.pop(key, None)
+        return known or self.stack.lengths(number, [key])[0]
+
+    def complain(self, kind: str, text: str) -> None:
+        """Count it, and log a line of this kind once in a while."""
+        self.journal.count(kind)
+        self._report(kind, text)
+
+    def close(self) -> None:
+        """Let go of the tiers. What is still under way fails, or ends with the process."""
+        self._closing.set()
+        self._keeper.join()
+        self.stack.close()
+
+    def _report(self, kind: str, text: str) -> None:
+        if not self._closing.is_set():
+            with self._complaining:
+                self._complaints.warn(kind, text)
+
+    def _keep_house(self) -> None:
+        """Have the tiers surveyed that are due for it."""
+        while not self._closing.is_set():
+            self.stack.survey_due()
+            self._closing.wait(_TICK_S)
+
+
+def _refuse(problem: str) -> None:
+    raise ValueError(problem)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store process tells of itself and its engine, as JSON, to whoever of this user connects to its socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+
+from lmcache_ec.channel import same_user, status_address
+from lmcache_ec.tiers.lane import Lane
+from lmcache_ec.tiers.stack import Stack
+
+Status = dict[str, object]
+
+
+class StatusServer:
+    """Listens at the address of this process. Runs on the store process's main thread, and never waits."""
+
+    def __init__(self, status: Callable[[], Status | None]) -> None:
+        """`status` is asked at each connection; None: too early to say."""
+        self._status = status
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(status_address(os.getpid()))
+        self._socket.listen(8)
+        self._socket.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def answer(self) -> None:
+        """Whoever asked may have given up meanwhile, or not read: that must not end this process."""
+        try:
+            connection, _ = self._socket.accept()
+            with connection:
+                status = self._status() if same_user(connection) else None
+                if status is not None:
+                    connection.setblocking(False)
+                    connection.sendall(json.dumps(status).encode())
+        except OSError:
+            pass
+
+
+def tier_statuses(stack: Stack, counts: Mapping[str, int], disk_bytes: int) -> list[Status]:
+    """Each tier in order, with what it holds and has done."""
+    return [_tier_status(lane, counts, stack.writes.held.get(lane.name), disk_bytes) for lane in stack.lanes]
+
+
+def _tier_status(lane: Lane, counts: Mapping[str, int], held: int | None, disk_bytes: int) -> Status:
+    def count(what: str) -> int:
+        return counts.get(f"{lane.name}_{what}", 0)
+
+    return {
+        "name": lane.name,
+        "entries": lane.listed if lane.habits.local or lane.listed else None,
+        "bytes": held,
+        "limit_bytes": disk_bytes if lane.habits.local else None,
+        "rests": lane.rests,
+        "hits": count("hits"),
+        "misses": count("misses"),
+        "writes": count("writes"),
+        "errors": count("read_errors") + count("write_errors") + count("corrupt"),
+    }

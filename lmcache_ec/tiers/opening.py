@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiers are opened side by side, and one whose store cannot be reached is waited for in the background."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from lmcache_ec.tiers.awaited import AwaitedTier
+from lmcache_ec.tiers.base import Tier, TierUnreachable, message
+from lmcache_ec.tiers.journal import Report
+from lmcache_ec.tiers.kinds import kind_of, open_remote
+from lmcache_ec.tiers.lane import Habits
+from lmcache_ec.tiers.remote import Lookup, Remote
+
+_TIMEOUT_S = 8.0
+"""Of which importing LMCache for one of its remotes takes up to 6.5 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A tier that is to be opened. `what` stands in front of messages about that, `name` is the tier's."""
+
+    what: str
+    name: str
+    open: Callable[[], Tier]
+    habits: Habits
+
+    @classmethod
+    def of_disk(cls, folder: Path, max_bytes: int, min_free_bytes: int, rescan_s: float) -> Opening:
+        def disk() -> Tier:
+            from lmcache_ec.tiers.disk import DiskTier
+
+            return DiskTier(folder, max_bytes, min_free_bytes)
+
+        return cls(f"local_disk {folder}", "disk", disk, Habits(Lookup.CATALOG, rescan_s, local=True))
+
+    @classmethod
+    def of_remote(cls, remote: Remote) -> Opening:
+        name = kind_of(remote.url).name
+        return cls(name, name, partial(open_remote, remote), Habits(remote.lookup, remote.refresh_s))
+
+
+def opened(
+    openings: Sequence[Opening], report: Report, refuse: Callable[[str], None], *, restarted: bool = False
+) -> list[tuple[Tier, Habits]]:
+    """The tiers, in order. `refuse` hears of one that cannot be used; if it returns, that one is done without.
+
+    A remote that cannot be reached is opened later (`AwaitedTier`), and so is, where `restarted`, any tier: an engine
+    has been served with it already.
+    """
+    pool = ThreadPoolExecutor(max(1, len(openings)), "open")
+    futures = [pool.submit(opening.open) for opening in openings]
+    pool.shutdown(wait=False)
+    wait(futures, _TIMEOUT_S)
+    tiers: list[tuple[Tier, Habits]] = []
+    for opening, future in zip(openings, futures, strict=True):
+        error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, "no answer")
+        if error is None:
+            tiers.append((future.result(), opening.habits))
+            if notice := future.result().notice:
+                report(f"{opening.what}-open", notice)
+        elif not restarted and (opening.habits.local or not isinstance(error, TierUnreachable)):
+            refuse(f"{opening.what}: {message(error)}")
+        else:
+            report(f"{opening.what}-open", f"{message(error)}; tried again in the background")
+            tiers.append((AwaitedTier(opening.name, opening.open, None if future.done() else future), opening.habits))
+    return tiers

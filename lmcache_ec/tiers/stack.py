@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ordered tiers of one process: looked up in order, written through, promoted, surveyed.
+
+Who owns what, and when it may be freed:
+
+1. The stack owns lanes, threads and presence filter, from `Stack` to `close`. Writes are `writes` (write_through.py).
+2. `Wanted.into` is the caller's. One thread of one lane at a time writes into it, until `answer` is called, exactly
+   once; or, of the synchronous calls, until they return.
+3. `Found` is answered only for what verifies; until then the buffer's content is nobody's to use.
+4. What does not verify against itself is deleted from the tier that had it, and the next tier is asked. What another
+   version of the format may verify is kept.
+5. Promotion copies before the answer: the buffer is not looked into again.
+6. The caller surveys: `due_at` says when something is due, `survey_due` starts it on the lanes' own threads, and `wake`
+   is called when `due_at` or the number of jobs may have changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lmcache_ec import entry
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.presence import PresenceWriter
+from lmcache_ec.tiers.awaited import AwaitedTier
+from lmcache_ec.tiers.base import Landing, Tier
+from lmcache_ec.tiers.journal import Journal
+from lmcache_ec.tiers.lane import NEVER, Habits, Lane, lane_names
+from lmcache_ec.tiers.write_through import WriteThrough
+
+_NEWS_S = 0.25
+"""How often it is looked what neighbours on the folder have written."""
+_COPIED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The buffer holds the entry, verified; `tier` had it."""
+
+    spec: entry.TensorSpec
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """An entry of `length` bytes is there, and not in the buffer: there was none, or one of another length."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """No tier that could be asked has it. `kept`: one has an entry of another version under this name."""
+
+    kept: bool = False
+
+
+Answer = Found | Elsewhere | Absent
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An entry that is asked for, and the buffer of its length that it is to be read into; without one, its length.
+
+    `insist`: it is asked for even where a listing lacks it. `until` (monotonic seconds): nobody waits for it longer.
+    `promoted` is told what came of writing it to a tier before the one that had it.
+    """
+
+    key: EncoderCacheKey
+    into: memoryview | None = None
+    answer: Callable[[Answer], None] = _ignore
+    promoted: Callable[[int, Landing], None] = _ignore
+    insist: bool = False
+    until: float = NEVER
+    kept: bool = False
+
+
+class Stack:
+    """Tiers in order. Any thread may call it; I/O happens on the lanes' threads, or where it is said in the caller's.
+
+    `wake` and `back` (a tier answers again) are called from any thread.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[tuple[Tier, Habits]],
+        journal: Journal,
+        namespace: str = "",
+        *,
+        wake: Callable[[], None] = _ignore,
+        back: Callable[[int], None] = _ignore,
+        copied_bytes: int = _COPIED_BYTES,
+    ) -> None:
+        names = lane_names([tier.name for tier, _ in tiers])
+        self.namespace = namespace
+        """What is listed."""
+        self.presence = PresenceWriter.create(names)
+        self.lanes = [
+            Lane(tier, name, self.presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)
+        ]
+        for lane in self.lanes:
+            if isinstance(lane.tier, AwaitedTier):
+                lane.failed()
+        self.writes = WriteThrough(self.lanes, journal, wake, copied_bytes)
+        self._journal = journal
+        self._wake = wake
+        self._back = back
+        self._closed = threading.Event()
+
+    # ---- look up
+
+    def fetch(self, wanted: Sequence[Wanted], number: int = 0) -> None:
+        """Ask the tiers from `number` on in order, each on its own threads; what is asked for together together, where
+        that helps. Each is answered once, from any thread."""
+        asked: dict[int, list[Wanted]] = {}
+        for one in wanted:
+            following = self.worth_asking(one.key, number, one.insist)
+            if following is None:
+                self._journal.count("fill_misses")
+                one.answer(Absent(one.kept))
+            else:
+                asked.setdefault(following, []).append(one)
+        for following, together in asked.items():
+            for share in self.lanes[following].shares(together):
+                self.lanes[following].reads.submit(self._fetch_from, following, share)
+
+    def _fetch_from(self, number: int, wanted: Sequence[Wanted]) -> None:
+        now = time.monotonic()
+        awaited = [one for one in wanted if now <= one.until]
+        for one in wanted:
+            if now > one.until:
+                self._journal.count("fills_late")  # it stood in a queue until nobody waited for it any more
+                one.answer(Absent())
+        unanswered: list[Wanted] = []
+        for one, answer in zip(awaited, self.read(number, awaited), strict=True):
+            if isinstance(answer, Absent):
+                unanswered.append(replace(one, kept=one.kept or answer.kept))
+                continue
+            if isinstance(answer, Found) and one.into is not None:
+                self.writes.promote(number, one.key, one.into, one.promoted)
+            one.answer(answer)
+        self.fetch(unanswered, number + 1)
+
+    def worth_asking(self, key: EncoderCacheKey, number: int = 0, insist: bool = False) -> int | None:
+        """The first tier from `number` on that is worth asking for this entry."""
+        digest = key.digest
+        later = range(number, len(self.lanes))
+        return next((index for index in later if self.lanes[index].asks(digest, insist)), None)
+
+    def read(self, number: int, wanted: Sequence[Wanted]) -> list[Answer]:
+        """Ask one tier, in the calling thread. What cannot be read is absent, and reported."""
+        lane = self.lanes[number]
+        answers: list[Answer] = []
+        for one, length in zip(wanted, self._lengths(lane, wanted), strict=True):
+            answers.append(Absent() if length is None else self._judged(lane, one, length))
+        return answers
+
+    def lengths(self, number: int, keys: Sequence[EncoderCacheKey]) -> list[int | None]:
+        """The length of each entry as one tier has it, None also for what cannot be told. In the calling thread."""
+        return self._lengths(self.lanes[number], [Wanted(key) for key in keys])
+
+    def _lengths(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | None]:
+        """The length of each entry as the tier has it, None for those that are not there or cannot be read. What has
+        the length of its buffer is there now."""
+        reads = [(one.key, one.into) for one in wanted if one.into is not None]
+        probes = [one.key for one in wanted if one.into is None]
+        began = time.monotonic()
+        try:
+            read = iter(lane.tier.get_each_into(reads) if reads else ())
+            probed = iter(lane.tier.contains_each(probes) if probes else ())
+            told: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
+        except Exception as error:
+            told = [error] * len(wanted)
+        moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
+        lengths = [self._length(lane, length) for length in told]
+        if not moved and not any(isinstance(length, Exception) for length in told):
+            lane.answered(time.monotonic() - began)
+        return lengths
+
+    def _length(self, lane: Lane, told: int | Exception | None) -> int | None:
+        if told is None:
+            self._journal.count(f"{lane.name}_misses")
+        if not isinstance(told, Exception):
+            return told
+        self._failed(lane, told)
+        return None
+
+    def _failed(self, lane: Lane, error: Exception) -> None:
+        self._journal.count(f"{lane.name}_read_errors")
+        self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
+        lane.failed()
+
+    def _judged(self, lane: Lane, wanted: Wanted, length: int) -> Answer:
+        """What a tier that has something under this name has."""
+        key, buffer = wanted.key, wanted.into
+        try:
+            if length < entry.room(key.identifier):  # too short for an entry of this version; perhaps one of another
+                buffer = memoryview(bytearray(length))
+                length = lane.tier.get_into(key, buffer) or 0
+            if buffer is None or len(buffer) != length:
+                return Elsewhere(length)
+            spec = entry.verify(buffer, key)
+        except entry.EntryError as error:
+            self.refuse(lane, key, error)
+            return Absent(isinstance(error, entry.OtherVersion))
+        except Exception as error:
+            self._failed(lane, error)
+            return Absent()
+        self._journal.count(f"{lane.name}_hits")
+        self._journal.count(f"{lane.name}_read_bytes", length)
+        return Found(spec, lane.name)
+
+    def refuse(self, lane: Lane, key: EncoderCacheKey, error: entry.EntryError) -> None:
+        """What does not verify against itself is deleted, and made good by the next encode. What another version of
+        the format may verify is nobody's to delete."""
+        if isinstance(error, entry.OtherVersion):
+            self._journal.count(f"{lane.name}_other_version")
+            text = f"{lane.name}: {key.object_name} is not for this engine: {error}"
+            self._journal.report(f"{lane.name}-version", text)
+            return
+        self._journal.count(f"{lane.name}_corrupt")
+        text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
+        self._journal.report(f"{lane.name}-corrupt", text)
+        self.delete(lane, key)
+
+    def delete(self, lane: Lane, key: EncoderCacheKey) -> None:
+        try:
+            lane.tier.delete(key)
+        except Exception as error:
+            self._journal.count(f"{lane.name}_delete_errors")
+            self._journal.report(f"{lane.name}-delete", f"{lane.name}: {error}")
+
+    # ---- survey
+
+    @property
+    def due_at(self) -> float:
+        """When `survey_due` has something to do (monotonic seconds)."""
+        return min((lane.due_at for lane in self.lanes), default=NEVER)
+
+    def survey_due(self) -> None:
+        """Have the lanes looked over that are due for it, on their own threads."""
+        for number, lane in enumerate(self.lanes):
+            if lane.due_at <= time.monotonic():
+                lane.due_at = NEVER
+                lane.scans.submit(self._survey, number)
+
+    def _survey(self, number: int) -> None:
+        lane = self.lanes[number]
+        try:
+            if away := lane.survey(self.namespace):
+                self._journal.report(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s")
+                self._back(number)
+            self.writes.weigh(lane)
+        except Exception as error:
+            self._journal.count(f"{lane.name}_survey_errors")
+            self._journal.report(f"{lane.name}-scan", f"{lane.name}: {error}")
+        self._wake()
+
+    def relist(self, namespace: str) -> None:
+        """Another namespace is asked for from now on."""
+        self.namespace = namespace
+        for lane in self.lanes:
+            lane.relist(namespace)
+
+    def follow_neighbours(self) -> None:
+        """Know of what others write to local tiers long before it is listed. Threads of its own: a listing takes its
+        time."""
+        for lane in self.lanes:
+            if lane.habits.local:
+                threading.Thread(target=self._follow, args=(lane,), daemon=True).start()
+
+    def _follow(self, lane: Lane) -> None:
+        while not self._closed.wait(_NEWS_S):
+            lane.follow(self.namespace)
+
+    def close(self) -> None:
+        """Let go of the tiers. What is still under way fails, or ends with the process."""
+        self._closed.set()
+        for lane in self.lanes:
+            for pool in (lane.reads, lane.writes, lane.scans):
+                pool.shutdown(wait=False, cancel_futures=True)
+            lane.tier.close()

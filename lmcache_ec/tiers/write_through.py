@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes an entry to several tiers, and tells what came of each.
+
+Who owns what, and when it may be freed:
+
+1. `Put.data` is the caller's. The tiers read it from `write` on until `released` is called, which happens exactly once,
+   on any thread, after the last of them: from then on nothing here touches it.
+2. Where the first tier is local it is written first, alone. Once it has taken the entry, `data` is released, and the
+   tiers after it are fed from its file: one of them reads and verifies it, for all (`_Copy`). Otherwise, and if the
+   local tier does not take the entry, all others read `data` side by side; none waits for another.
+3. Copies are ours, those of files and those that promotion makes. One is dropped after its last use. What is kept
+   until then, together, is bounded by `copied_bytes`: beyond that a file is read again, and nothing is promoted.
+4. `landed` is called once for each wanted tier, before `released` if that tier read `data`; `done` once, after all.
+   Neither happens to what is still queued when the lanes are closed: the process is about to end.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from lmcache_ec import entry
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.base import Landing
+from lmcache_ec.tiers.journal import Journal
+from lmcache_ec.tiers.lane import Lane
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+@dataclass(eq=False, slots=True)
+class Put:
+    """An entry on its way into tiers.
+
+    `tiers` says which are to have it, a bit each in their order; 0: all. `released` is told whether a tier has it.
+    """
+
+    key: EncoderCacheKey
+    data: memoryview
+    tiers: int = 0
+    landed: Callable[[int, Landing], None] = _ignore
+    released: Callable[[bool], None] = _ignore
+    done: Callable[[], None] = _ignore
+    cancelled: bool = False
+    """Set at any time: it is removed again from each tier that gets or has got it."""
+    took: int = 0
+    """The tiers that have it, a bit each."""
+    _readers: int = 1
+    _outstanding: int = 1
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, readers: int = 0, tiers: int = 0) -> None:
+        """So many lanes more read `data`; so many tiers more are to answer."""
+        with self._lock:
+            self._readers += readers
+            self._outstanding += tiers
+
+    def end(self, readers: int = 0, tiers: int = 0) -> None:
+        """So many fewer."""
+        with self._lock:
+            self._readers -= readers
+            self._outstanding -= tiers
+            released, done = readers and not self._readers, tiers and not self._outstanding
+        if released:
+            self.released(self.took != 0)
+        if done:
+            self.done()
+
+    def land(self, number: int, landing: Landing, readers: int = 0) -> None:
+        """A tier has answered."""
+        if landing is Landing.TOOK:
+            with self._lock:
+                self.took |= 1 << number
+        self.landed(number, landing)
+        self.end(readers, 1)
+
+
+class WriteThrough:
+    """The writes of one stack of tiers. Any thread may call it; tiers are written by their own threads.
+
+    `wake` is called whenever `jobs` has fallen. `_lock` guards the numbers, and is never held across I/O.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], journal: Journal, wake: Callable[[], None], copied_bytes: int) -> None:
+        self.jobs = 0
+        """Writes to one tier each that are queued or under way."""
+        self.held: dict[str, int] = {}
+        """Tier -> what all namespaces take in it, bytes, where that is known."""
+        self._lanes = lanes
+        self._journal = journal
+        self._wake = wake
+        self._copies = _Budget(copied_bytes)
+        self._under_way: dict[EncoderCacheKey, list[Put]] = {}
+        self._lock = threading.Lock()
+
+    def write(self, put: Put) -> None:
+        """Write through, see the top of this file. Returns at once."""
+        numbers = [number for number in range(len(self._lanes)) if not put.tiers or put.tiers >> number & 1]
+        self._begin(put, len(numbers))
+        if numbers and self._lanes[numbers[0]].habits.local:
+            first, *numbers = numbers
+            if self._enqueue(first, len(put.data), partial(self._write_first, put, first, numbers)):
+                return
+            put.land(first, Landing.FAILED)
+        self._spread(put, numbers)
+
+    def promote(
+        self, number: int, key: EncoderCacheKey, data: memoryview, landed: Callable[[int, Landing], None] = _ignore
+    ) -> None:
+        """Write what tier `number` had to those before it, from a copy, if there is room for one."""
+        if not number:
+            return
+        length = len(data)
+        if not self._copies.take(length):
+            for earlier in range(number):
+                self._journal.count("promotions_dropped")
+                landed(earlier, Landing.FAILED)
+            return
+        put = Put(key, memoryview(bytes(data)), landed=landed, released=lambda _: self._copies.give_back(length))
+        self._begin(put, number)
+        self._spread(put, range(number))
+
+    def writing(self, key: EncoderCacheKey) -> bool:
+        """Whether a tier has yet to answer about this entry."""
+        return key in self._under_way
+
+    def cancel(self, key: EncoderCacheKey) -> bool:
+        """Have an entry removed again from each tier that it is being written to. Whether there is one."""
+        with self._lock:
+            puts = self._under_way.get(key, [])
+            for put in puts:
+                put.cancelled = True
+        return bool(puts)
+
+    def _begin(self, put: Put, tiers: int) -> None:
+        with self._lock:
+            self._under_way.setdefault(put.key, []).append(put)
+        put.begin(tiers=tiers)
+        put.done = partial(self._end, put, put.done)
+
+    def _end(self, put: Put, done: Callable[[], None]) -> None:
+        with self._lock:
+            puts = self._under_way[put.key]
+            puts.remove(put)
+            if not puts:
+                del self._under_way[put.key]
+        done()
+
+    def _spread(self, put: Put, numbers: Sequence[int]) -> None:
+        """Have all of these read `data`, side by side."""
+        put.begin(readers=len(numbers))
+        for number in numbers:
+            if not self._enqueue(number, len(put.data), partial(self._write_data, put, number)):
+                put.land(number, Landing.FAILED, readers=1)
+        put.end(readers=1, tiers=1)
+
+    def _write_data(self, put: Put, number: int) -> None:
+        put.land(number, self._put(number, put, put.data), readers=1)
+
+    def _write_first(self, put: Put, number: int, later: Sequence[int]) -> None:
+        landing = self._put(number, put, put.data)
+        if landing is not Landing.TOOK:
+            put.land(number, landing)
+            self._spread(put, later)
+            return
+        length = len(put.data)
+        put.land(number, landing)
+        put.end(readers=1)
+        copy = _Copy(partial(self._file, number, put.key, length), length, len(later), self._copies)
+        for following in later:
+            if not self._enqueue(following, length, partial(self._write_copy, put, following, copy)):
+                copy.leave()
+                put.land(following, Landing.FAILED)
+        put.end(tiers=1)
+
+    def _write_copy(self, put: Put, number: int, copy: _Copy) -> None:
+        landing = Landing.FAILED
+        try:
+            if (data := copy.data()) is not None:
+                landing = self._put(number, put, data)
+        finally:
+            copy.leave()
+            put.land(number, landing)
+
+    def _file(self, number: int, key: EncoderCacheKey, length: int) -> memoryview | None:
+        """What a tier took just now. What was evicted since, or does not verify, is nothing that others should have."""
+        data = memoryview(bytearray(length))
+        try:
+            if self._lanes[number].tier.get_into(key, data) != length:
+                return None
+            entry.verify(data, key)
+        except (OSError, entry.EntryError) as error:
+            name = self._lanes[number].name
+            self._journal.report(f"{name}-copy", f"{name}: {key.object_name} cannot be copied from there: {error}")
+            return None
+        return data
+
+    def _put(self, number: int, put: Put, data: memoryview) -> Landing:
+        """Write to one tier. An entry of the same length that is there already is this one."""
+        lane, journal, key = self._lanes[number], self._journal, put.key
+        if put.cancelled:
+            return Landing.FAILED
+        try:
+            stored = lane.tier.put(key, data)
+            there = stored or lane.tier.contains(key) == len(data)
+            if put.cancelled:  # meanwhile
+                lane.tier.delete(key)
+                return Landing.FAILED
+            journal.count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
+            journal.count(f"{lane.name}_written_bytes", len(data) if stored else 0)
+            self.weigh(lane)
+            if there:
+                lane.has(key.digest, stored)
+            return Landing.TOOK if there else Landing.REFUSED
+        except Exception as error:
+            journal.count(f"{lane.name}_write_errors")
+            journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
+            if getattr(error, "errno", None) == errno.EFBIG:
+                return Landing.REFUSED  # too large for this tier, which is none the worse for it
+            lane.failed()
+            return Landing.FAILED
+
+    def weigh(self, lane: Lane) -> None:
+        """How much a tier holds, for whoever asks without waiting for I/O. On the tier's threads."""
+        try:
+            held = lane.tier.stored_bytes
+        except OSError:
+            return
+        if held is not None:
+            self.held[lane.name] = held
+
+    def _enqueue(self, number: int, length: int, job: Callable[[], None]) -> bool:
+        """Have a tier's threads do this write. False if it rests, or too much waits for it."""
+        lane = self._lanes[number]
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:
+                self._journal.report("job", f"{type(error).__name__}: {error}")
+            finally:
+                self._add_job(-1)
+                self._wake()
+
+        self._add_job(1)
+        if lane.enqueue(length, run):
+            return True
+        self._add_job(-1)
+        self._journal.count(f"{lane.name}_writes_dropped")
+        return False
+
+    def _add_job(self, number: int) -> None:
+        with self._lock:
+            self.jobs += number
+
+
+class _Budget:
+    """So many bytes, shared by whoever takes of them. Any thread."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._left = limit_bytes
+        self._lock = threading.Lock()
+
+    def take(self, length: int) -> bool:
+        with self._lock:
+            enough = length <= self._left
+            if enough:
+                self._left -= length
+        return enough
+
+    def give_back(self, length: int) -> None:
+        with self._lock:
+            self._left += length
+
+
+class _Copy:
+    """An entry out of a file, read once for all its users where the budget has room for it until the last one.
+
+    `_lock` is held while the file is read, so that the others wait for the one that reads it: threads that write to
+    remotes, and nobody else.
+    """
+
+    def __init__(self, read: Callable[[], memoryview | None], length: int, users: int, budget: _Budget) -> None:
+        self._read = read
+        self._length = length
+        self._users = users
+        self._budget = budget
+        self._kept: memoryview | None = None
+        self._lock = threading.Lock()
+
+    def data(self) -> memoryview | None:
+        with self._lock:
+            if self._kept is not None:
+                return self._kept
+            data = self._read()
+            if data is not None and self._users > 1 and self._budget.take(self._length):
+                self._kept = data
+            return data
+
+    def leave(self) -> None:
+        """One user fewer."""
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._kept is not None:
+                self._kept = None
+                self._budget.give_back(self._length)
