@@ -52,6 +52,7 @@ from lmcache_ec.channel import (
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.incarnation import Incarnation
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place, aligned
@@ -139,7 +140,11 @@ class EncoderCache:
         self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
-        capacity = aligned(config.max_local_cpu_bytes)
+        fit = fitting(aligned(config.max_local_cpu_bytes))
+        if fit.message:
+            _logger.warning("encoder cache: %s", fit.message)
+        capacity = fit.bytes
+        self._growing = Growing()
         segment = max(arena.SEGMENT_BYTES, aligned(engine.largest_entry_bytes))
         self.book = Book(capacity, segment, engine.ranks)
         self._largest = max(engine.largest_entry_bytes, self.book.segment_bytes)
@@ -657,10 +662,19 @@ class EncoderCache:
 
     # ---- segments
 
+    def _next_segment(self) -> tuple[int, int] | None:
+        """The segment to open next, if one is due and there is memory for it."""
+        due = self.book.next_segment()
+        if due is None or due[0] == 0 or self._growing.allows(self.book.unused_bytes + due[1]):
+            return due
+        if self._growing.refusal:
+            self._complaints.warn("memory", f"LocalCPU stays as large as it is: {self._growing.refusal}")
+        return None
+
     def _grow(self) -> None:
         """Have every rank take the next segment into use. Pages come into being only as entries are written."""
         if self._segment is None and len(self._attached) == self._engine.ranks:
-            self._segment = self.book.next_segment()
+            self._segment = self._next_segment()
             self._segment_acks = 0
             self._segment_untold = list(self._ranks) if self._segment is not None else []
         if self._segment is not None:

@@ -140,6 +140,9 @@ class Rank:
                 self._wait()
         except LinkClosed:
             self._detach()
+        except OSError as error:
+            _logger.error("encoder cache: rank %d copies nothing more: %s", self._rank, error.strerror)
+            self._detach()
         except Exception:
             _logger.exception("encoder cache: the link thread of rank %d failed; it copies nothing more", self._rank)
             self._detach()

@@ -24,7 +24,7 @@ from functools import partial
 
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Landing
+from lmcache_ec.tiers.base import Landing, TierReadOnly
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import Lane
 
@@ -217,6 +217,9 @@ class WriteThrough:
             if there:
                 lane.has(key.digest, stored)
             return Landing.TOOK if there else Landing.REFUSED
+        except TierReadOnly:
+            journal.count(f"{lane.name}_writes_refused")  # its notice has said it
+            return Landing.REFUSED
         except Exception as error:
             journal.count(f"{lane.name}_write_errors")
             journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
