@@ -34,6 +34,7 @@ from benchmarks.testbed.core import (
     temporaries,
     wait_until,
 )
+from benchmarks.testbed.engine_env import PLUGIN
 from lmcache_ec.channel import AnyMessage, Link, StoreLink
 
 
@@ -445,7 +446,12 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
 
 def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
-    code = "import time\nfrom lmcache_ec.tiers.disk import DiskTier\nDiskTier.contains = lambda *_: time.sleep(3600)\n"
+    code = f"""
+import runpy, time
+runpy.run_path({str(PLUGIN / "sitecustomize.py")!r})
+from lmcache_ec.tiers.disk import DiskTier
+DiskTier.contains = lambda *_: time.sleep(3600)
+"""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     folder = tmp_path / "disk"
