@@ -119,7 +119,7 @@ def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path
 def test_a_store_process_that_outlives_its_engine_says_that_it_finishes_what_was_handed_over(tmp_path: Path) -> None:
     bench = Bench(tmp_path, drain_s=60)
     bench.scanned()
-    with stuck(tmp_path / ".usage"):
+    with stuck(tmp_path / NAMESPACE / ".tmp" / "stuck"):
         bench.encode(["last"])
         bench.until("it is being written", lambda: told(bench)["jobs"] == 1)
         bench.close()
