@@ -19,11 +19,11 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WITHOUT_ENGINE := tests/unit tests/tiers tests/integration tests/lmcache
+WITHOUT_ENGINE := tests/unit tests/fuzz tests/tiers tests/integration tests/lmcache
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench soak gpu-check check test test-all lint types env clean
+.PHONY: help demo bench soak gpu-check fuzz check test test-all lint types env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -35,6 +35,9 @@ bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks
 
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
+
+fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten minutes (ARGS="--seconds 60")
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 check: lint  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
 	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(ARGS)

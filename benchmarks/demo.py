@@ -149,11 +149,11 @@ def start(model: str, *, cached: bool, environment: Mapping[str, str] | None = N
 
 def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output], Phase]:
     """One round of all prompts, compared with `reference` unless that is empty."""
-    before = read_status()
+    before = loads_of(engine)
     report = engine.do(Call("benchmarks.demo:describe_photographs", {}))
     outputs = msgspec.convert(report.value, list[Output])
     engine.do(Call("benchmarks.demo:say_something", {}))  # the counts leave the engine with its next scheduling pass
-    after = read_status()
+    after = loads_of(engine)
     compared = list(zip(reference or outputs, outputs, strict=True))
     phase = Phase(
         encodes=len(report.encodes),
@@ -166,11 +166,12 @@ def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output
     return outputs, phase
 
 
-def read_status() -> dict[str, int]:
-    """Loads by tier so far, of the one engine that has a cache; nothing where none has."""
+def loads_of(engine: EngineProcess) -> dict[str, int]:
+    """Loads by tier so far, of this engine and no other on this host; nothing where it has no cache."""
     command = [str(Path(sys.executable).with_name("lmcache-ec")), "status", "--json"]
     engines = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    counts = {name: count for engine in engines for name, count in engine["book"].items()}
+    own = set(engine.processes().values())
+    counts = {name: count for each in engines if each["engine_pid"] in own for name, count in each["book"].items()}
     return {name.removeprefix("loads_"): count for name, count in counts.items() if name.startswith("loads_")}
 
 

@@ -12,6 +12,7 @@ import mmap
 import os
 
 from lmcache_ec.place import ALIGNMENT
+from lmcache_ec.sizes import rounded_size
 
 GRANULE_BYTES = 32 << 20
 """What a device registers at a time. A registration may hold the driver's lock against the model's launches, so it is
@@ -34,8 +35,14 @@ def create(capacity: int) -> int:
 
 
 def attach(fd: int) -> mmap.mmap:
-    """Map the whole arena, shared and writable."""
-    return mmap.mmap(fd, os.fstat(fd).st_size)
+    """Map the whole arena, shared and writable. OSError that says what to do where there are no addresses for it."""
+    length = os.fstat(fd).st_size
+    try:
+        return mmap.mmap(fd, length)
+    except OSError as error:
+        advice = "lower max_local_cpu_size, or raise RLIMIT_AS (ulimit -v)"
+        text = f"the {rounded_size(length)} of LocalCPU cannot be mapped ({error.strerror}): {advice}"
+        raise OSError(error.errno, text) from None
 
 
 def populate(memory: mmap.mmap, offset: int, length: int) -> None:

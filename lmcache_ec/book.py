@@ -155,6 +155,11 @@ class Book:
         return bool(self._wanted)
 
     @property
+    def unused_bytes(self) -> int:
+        """Of what is open: these have yet to be written, as far as anybody knows."""
+        return self._space.free_bytes
+
+    @property
     def opened(self) -> bool:
         return self._space.opened_bytes > 0
 

@@ -50,6 +50,7 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
+from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.supervisor import Supervisor
@@ -108,12 +109,15 @@ class EncoderCache:
         self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
-        capacity = aligned(config.max_local_cpu_bytes)
+        fit = fitting(aligned(config.max_local_cpu_bytes))
+        if fit.message:
+            _logger.warning("encoder cache: %s", fit.message)
+        capacity = fit.bytes
         self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
-        self._growth = Growth(self.book, engine.ranks, self._tell, self._complaints)
+        self._growth = Growth(self.book, engine.ranks, self._tell, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at

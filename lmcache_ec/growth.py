@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the arena comes into use.
 
-Where no device registers memory, as on a CPU, all of it is in use as soon as every rank has mapped it: pages come into
-being as entries are written. A device that copies beside the model has to register them first (`cudaHostRegister`),
-which makes them resident; so what is registered follows what is stored, a segment of one or more granules at a time:
+Where no device registers memory, as on a CPU, and no control group limits it, all of it is in use as soon as every rank
+has mapped it: pages come into being as entries are written. Under a limit it grows segment by segment, and none is
+taken into use that the limit leaves no room for (`host_memory`). A device that copies beside the model has to register
+them first (`cudaHostRegister`), which makes them resident; so what is registered follows what is stored, a segment of
+one or more granules at a time:
 
 1. The store process makes the pages. Nothing waits for that, and it is most of the work.
 2. Each rank has its device register them, granule by granule, on the rank's own thread. Whether a driver's lock keeps
@@ -21,17 +23,26 @@ from collections.abc import Callable, Sequence
 from lmcache_ec.book import Book
 from lmcache_ec.channel import Link, LinkClosed, Populate, Segment, SegmentReady
 from lmcache_ec.complaints import Complaints
+from lmcache_ec.host_memory import Growing
 
 
 class Growth:
     """One segment after another, at most one under way. Runs on the scheduler side's one thread; sends, never waits."""
 
-    def __init__(self, book: Book, ranks: int, populate: Callable[[Populate], bool], complaints: Complaints) -> None:
+    def __init__(
+        self,
+        book: Book,
+        ranks: int,
+        populate: Callable[[Populate], bool],
+        complaints: Complaints,
+        memory: Growing,
+    ) -> None:
         """`populate` passes an order to the store process; False if it cannot be passed now."""
         self._book = book
         self._ranks = ranks
         self._populate = populate
         self._complaints = complaints
+        self._memory = memory
         self._attached: set[int] = set()
         self._registering: set[int] = set()
         self._segment: Segment | None = None
@@ -84,17 +95,28 @@ class Growth:
         """The segment that is due, if one is. Where nothing is registered, all is in use at once."""
         if not self.attached:
             return None
-        if not self._registering:
+        if not self._registering and not self._memory.limited:
             self._book.open_all()
             return None
         due = self._book.next_segment()
-        if due is None:
+        if due is None or not self._has_memory(*due):
+            return None
+        if not self._registering:
+            self._book.open(*due)
             return None
         self._segment = Segment(*due)
         self._asked = self._populated = False
         self._untold, self._unanswered = set(self._registering), set(self._registering)
         self._usable = self._segment.length
         return self._segment
+
+    def _has_memory(self, offset: int, length: int) -> bool:
+        """Whether the segment may be taken into use. The first one always may."""
+        if not offset or self._memory.allows(self._book.unused_bytes + length):
+            return True
+        if self._memory.refusal:
+            self._complaints.warn("memory", f"LocalCPU stays as large as it is: {self._memory.refusal}")
+        return False
 
     def _warn(self, rank: int, text: str) -> None:
         self._complaints.warn(f"memory-{rank}", f"rank {rank} {text}")

@@ -185,6 +185,8 @@ class Rank:
                 self._wait()
         except LinkClosed:
             pass
+        except OSError as error:
+            _logger.error("encoder cache: rank %d saves nothing more: %s", self._rank, error.strerror)
         except Exception:
             _logger.exception("encoder cache: the link thread of rank %d failed; it saves nothing more", self._rank)
         self._close_links()

@@ -357,7 +357,11 @@ def main() -> None:
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)
-    Store(arena_fd, link, saver).run()
+    try:
+        store = Store(arena_fd, link, saver)
+    except OSError as error:
+        sys.exit(error.strerror)  # these are its last words, which the engine logs
+    store.run()
     os._exit(0)  # a thread may still be stuck in a tier
 
 

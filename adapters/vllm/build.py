@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.host import memory_warning
+from lmcache_ec.host_memory import fitting
 from lmcache_ec.version import __version__
 
 from .front_end import problem
@@ -62,7 +63,7 @@ def build_scheduler_side(
         )
         return None, encodable
     logger.info(summary(config, resolved.origins))
-    room = memory_warning(config.max_local_cpu_bytes, engines=engines_on_host(vllm_config))
+    room = memory_warning(fitting(config.max_local_cpu_bytes).bytes, engines=engines_on_host(vllm_config))
     for warning in filter(None, (*resolved.notes, room)):
         logger.warning("encoder cache: %s", warning)
     if moved := problem():

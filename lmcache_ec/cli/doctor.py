@@ -25,6 +25,7 @@ from lmcache_ec.config.keys import accepts, describe
 from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS, from_file
 from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
+from lmcache_ec.host_memory import fitting
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
 from lmcache_ec.sizes import GIB, rounded_size
 from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
@@ -256,7 +257,10 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
                 f"vLLM on CPU asks for --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not start "
                 f"where less is free: {_CPU_KV_SPACE}, whole GiB for the KV cache, is another way. Not checked here"
             )
-        warning = memory_warning(config.max_local_cpu_bytes, pool)
+        fit = fitting(config.max_local_cpu_bytes)
+        report.memory["arena_bytes"] = fit.bytes
+        report.notes += [fit.message] if fit.message else []
+        warning = memory_warning(fit.bytes, pool)
         report.problems += [warning] if warning else []
 
 

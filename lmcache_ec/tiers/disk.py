@@ -315,7 +315,7 @@ class DiskTier(Tier):
                 Descriptor(open_or_make(root, f"{key.namespace}/.tmp")) as workshop,
                 temporary_file(root, workshop, len(data)) as (fd, temporary),
             ):
-                reserved = self._account.reserve(len(data), self.max_bytes)
+                reserved = self._account.reserve(len(data), self.max_bytes, root)
                 self._total = reserved.total if reserved is not None else None
                 if reserved is None:
                     return None

@@ -166,8 +166,7 @@ class _Log:
 
     def _has_its_name(self) -> bool:
         try:
-            with self._place.open(FOLDER) as folder:
-                status = os.stat(self._names[-1], dir_fd=folder, follow_symlinks=False)
+            status = os.lstat(f"{self._place.root}/{self._place.name}/{self._names[-1]}")
         except FileNotFoundError:
             return False
         return (status.st_dev, status.st_ino) == self._identity
