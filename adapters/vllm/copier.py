@@ -52,6 +52,9 @@ class Copier(Device, Protocol):
     def load(self, source: torch.Tensor) -> torch.Tensor:
         """A device tensor with the arena's bytes, good for whatever the forward pass does with it from now on."""
 
+    def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
+        """The same in the model's own order, and the caller waits: for what `load` could not, and must come."""
+
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy an encoder output into the arena, at the latest by the time the step's `done` is called."""
 
@@ -69,6 +72,9 @@ class HostCopier(HostMemory):
         pass
 
     def load(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -177,6 +183,16 @@ class DeviceCopier:
             current.wait_event(self.stream.record_event())
             tensor.record_stream(current)
             self._held.append(source)
+        return tensor
+
+    def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
+        """Raises RuntimeError once the memory is released."""
+        with self._queueing:
+            self._check_usable()
+            tensor = torch.empty_like(source, device=self._device)
+            flat, elements = tensor.view(-1), source.view(-1)
+            for begin, end in self._pieces(source):
+                flat[begin:end].copy_(elements[begin:end])
         return tensor
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:

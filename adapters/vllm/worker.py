@@ -94,13 +94,23 @@ class WorkerSide:
         try:
             if self._outdated and load.encodable:
                 raise ValueError(_OUTDATED)
-            self._put(cache, load.identifier, self._copier.load(self._payload(meta, load)))
+            self._put(cache, load.identifier, self._copied_from(self._payload(meta, load), load.encodable))
         except Exception as error:
             self._complaints.warn("load", f"an entry could not be loaded and is encoded again: {error}")
             self._outcomes.append((load.place, Outcome.FAILED))
             return False
         self._outcomes.append((load.place, Outcome.COPIED))
         return True
+
+    def _copied_from(self, payload: torch.Tensor, encodable: bool) -> torch.Tensor:
+        """A copy that failed is made up for by an encode, or, where there is nothing to encode, by a plainer copy."""
+        try:
+            return self._copier.load(payload)
+        except Exception as error:
+            if encodable:
+                raise
+            self._complaints.warn("plain", f"an entry that cannot be encoded is copied while the model waits: {error}")
+            return self._copier.load_plainly(payload)
 
     @staticmethod
     def _put(cache: EncoderTensors, identifier: str, tensor: torch.Tensor) -> None:

@@ -346,6 +346,21 @@ def test_copies_over_pageable_memory_are_right_though_their_caller_waits(cuda: C
     assert cuda.stalls == 2
 
 
+def test_a_plain_load_crosses_the_borders_of_registrations_and_is_there_when_it_returns(
+    cuda: Cuda, copier: DeviceCopier
+) -> None:
+    memory = mmap.mmap(-1, 2 * PAGE)
+    assert copier.register(memory, 0, PAGE) == copier.register(memory, PAGE, PAGE) == ""
+    source = torch.frombuffer(memory, dtype=torch.float32).view(2, -1)
+    source.copy_(torch.arange(source.numel()).view(2, -1))
+    assert torch.equal(copier.load_plainly(source), source)
+    copier.close()
+    cuda.run()
+    assert copier.release()
+    with pytest.raises(RuntimeError, match="given back"):
+        copier.load_plainly(source)
+
+
 def test_an_accelerator_without_a_runtime_to_register_with_copies_all_the_same(cuda: Cuda) -> None:
     """As XPU: streams and events are torch's own names there, `cudart` is not."""
     names = ("Stream", "current_stream", "stream", "device")

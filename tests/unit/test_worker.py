@@ -340,6 +340,26 @@ def closed(end: SchedulerEnd) -> bool:
         return True
 
 
+def test_a_copy_that_fails_of_an_item_with_nothing_to_encode_is_made_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends the engine over an item that never comes. One that can be encoded is."""
+
+    def broken(source: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no room on the stream")
+
+    rig.fill(0, "x", embedding("x"))
+    worker = rig.workers[0]
+    monkeypatch.setattr(worker._copier, "load", broken)
+    meta, cache = loads(load_of("x", encodable=False)), dict[str, torch.Tensor]()
+    step(worker, meta, cache, {})
+    assert torch.equal(cache["x"], embedding("x"))
+    assert meta.encoder_inputs == {}
+    meta = loads(load_of("x"))
+    step(worker, meta, {}, {"y": embedding("y")})
+    assert meta.encoder_inputs == {"request": [0]}
+
+
 def test_a_rank_that_gives_up_ends_its_link_and_still_loads_what_was_promised(rig: Rig) -> None:
     """Steps that were scheduled before may hold items that carry nothing to encode."""
     rig.fill(0, "x", embedding("x"))
