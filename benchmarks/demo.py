@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.testbed.engine_env import Engine, Layout, Output, greedy, said
+from benchmarks.testbed.engine_env import Engine, Layout, Output, greedy, output_of
 from benchmarks.testbed.engine_runner import Call, EngineFailed, EngineProcess, Forget
 from benchmarks.testbed.models import MODELS, ROOT, model_path
 
@@ -105,18 +105,18 @@ def what_is_wrong(model: str) -> str | None:
 
 def run(model: str, **start_arguments: Any) -> dict[str, Phase]:
     """The four phases. Further arguments are those of `start`."""
-    say(f"1/3  an engine without the cache, {len(PHOTOGRAPHS)} photographs")
+    report(f"1/3  an engine without the cache, {len(PHOTOGRAPHS)} photographs")
     with start(model, cached=False, **start_arguments) as engine:
         reference, off = measure(engine, [])
-    say("2/3  a new engine with the cache: empty, then again after vLLM forgot what it encoded")
+    report("2/3  a new engine with the cache: empty, then again after vLLM forgot what it encoded")
     with start(model, cached=True, **start_arguments) as engine:
         _, cold = measure(engine, reference)
         engine.do(Forget())
         _, repeat = measure(engine, reference)
         killed = engine.processes()
         engine.kill()
-    say(f"     killed with SIGKILL: {', '.join(killed)}")
-    say("3/3  another engine over what is left on disk")
+    report(f"     killed with SIGKILL: {', '.join(killed)}")
+    report("3/3  another engine over what is left on disk")
     with start(model, cached=True, **start_arguments) as engine:
         _, restart = measure(engine, reference)
     return {"off": off, "cold": cold, "repeat": repeat, "restart": restart}
@@ -143,7 +143,7 @@ def start(model: str, *, cached: bool, environment: Mapping[str, str] | None = N
         limit_mm_per_prompt={"image": 1},
         **{**({} if model in MODELS else own), **arguments},
     )
-    engine.do(Call("benchmarks.demo:say_something", {}))  # what only the first request pays is no phase's cost
+    engine.do(Call("benchmarks.demo:serve_one", {}))  # what only the first request pays is no phase's cost
     return engine
 
 
@@ -152,7 +152,7 @@ def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output
     before = loads_of(engine)
     report = engine.do(Call("benchmarks.demo:describe_photographs", {}))
     outputs = msgspec.convert(report.value, list[Output])
-    engine.do(Call("benchmarks.demo:say_something", {}))  # the counts leave the engine with its next scheduling pass
+    engine.do(Call("benchmarks.demo:serve_one", {}))  # the counts leave the engine with its next scheduling pass
     after = loads_of(engine)
     compared = list(zip(reference or outputs, outputs, strict=True))
     phase = Phase(
@@ -198,14 +198,14 @@ def describe_photographs(engine: Engine) -> Any:
     return msgspec.to_builtins(outputs)
 
 
-def say_something(engine: Engine) -> None:
+def serve_one(engine: Engine) -> None:
     """In the engine's front end: a request without any media."""
     ask(engine, [{"type": "text", "text": "Hello."}])
 
 
 def ask(engine: Engine, content: list[dict[str, Any]]) -> Output:
     [output] = engine.llm.chat([{"role": "user", "content": content}], greedy(16), use_tqdm=False)
-    return said(output)
+    return output_of(output)
 
 
 def photographs() -> list[Path]:
@@ -231,7 +231,7 @@ def show(model: str, phases: dict[str, Phase]) -> None:
     Console().print(table)
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     print(line, flush=True)
 
 

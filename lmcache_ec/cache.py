@@ -117,7 +117,7 @@ class EncoderCache:
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
-        self._growth = Growth(self.book, engine.ranks, self._tell, self._complaints, Growing())
+        self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
@@ -246,18 +246,18 @@ class EncoderCache:
         self._introduce_saver()
         self._growth.advance(self._ranks)
         self._enter()
-        while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
+        while (place := self.book.owed_write()) is not None and self._send(self._write(place)):
             self.book.begin_write(place, self._store.number)
-        while (place := self.book.owed_rewrite()) is not None and self._tell(self._write(place, place.owed)):
+        while (place := self.book.owed_rewrite()) is not None and self._send(self._write(place, place.owed)):
             self.book.begin_rewrite(place, self._store.number)
         self.book.evict_ahead()
-        self._complaints.tell_withheld()
+        self._complaints.report_withheld()
 
     def hand_ledger(self, counts: dict[str, int]) -> None:
         """Hand all counts, with the caller's, to the store process if the book has changed. It tells whoever asks."""
         if self._revision == self.book.revision or self.inert or not self._responsive(time.monotonic()):
             return
-        if self._tell(Ledger({**self.snapshot(), **counts})):
+        if self._send(Ledger({**self.snapshot(), **counts})):
             self._revision = self.book.revision
 
     def snapshot(self) -> dict[str, int]:
@@ -278,9 +278,9 @@ class EncoderCache:
         if self._presence is not None and not self.inert:
             self._store.drain(self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
-            self._tell(self._write(place))
+            self._send(self._write(place))
         for place in self.book.owed_rewrites():
-            self._tell(self._write(place, place.owed))
+            self._send(self._write(place, place.owed))
         for link in self._ranks:
             link.close()
         self._store.close()
@@ -314,7 +314,7 @@ class EncoderCache:
         self._revision = -1  # it has not been told the counts
         self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
-        self._tell(
+        self._send(
             Start(
                 incarnation=self._store.number,
                 engine=self._engine.name,
@@ -460,7 +460,7 @@ class EncoderCache:
             )
             self.book.tier_emptied(tier)
 
-    def _tell(self, message: ToStore) -> bool:
+    def _send(self, message: ToStore) -> bool:
         return self._store.send(message)
 
     def _give_up(self, why: str) -> None:
@@ -487,7 +487,7 @@ class EncoderCache:
         self._growth.store_replaced()
 
     def _enter(self) -> None:
-        if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
+        if self._enters and self._listed != self.namespace and self._send(Enter(self.namespace)):
             self._listed = self.namespace
 
     def _write(self, place: Place, tiers: int = 0) -> Write:

@@ -47,7 +47,7 @@ class Growth:
         self._registering: set[int] = set()
         self._segment: Segment | None = None
         self._asked = self._populated = False
-        self._untold: set[int] = set()
+        self._unsent: set[int] = set()
         self._unanswered: set[int] = set()
         self._usable = 0
 
@@ -89,7 +89,7 @@ class Growth:
             return
         self._asked = self._asked or self._populate(Populate(segment.offset, segment.length))
         if self._populated:
-            self._untold = {rank for rank in self._untold if not _sent(links[rank], segment)}
+            self._unsent = {rank for rank in self._unsent if not _sent(links[rank], segment)}
 
     def _begin(self) -> Segment | None:
         """The segment that is due, if one is. Where nothing is registered, all is in use at once."""
@@ -106,7 +106,7 @@ class Growth:
             return None
         self._segment = Segment(*due)
         self._asked = self._populated = False
-        self._untold, self._unanswered = set(self._registering), set(self._registering)
+        self._unsent, self._unanswered = set(self._registering), set(self._registering)
         self._usable = self._segment.length
         return self._segment
 

@@ -226,8 +226,8 @@ class SchedulerSide:
 
     def _announced(self, request: Request) -> frozenset[str]:
         """The items that a producer has stored where this engine can find them."""
-        told = announced(request)
-        others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
+        claims = announced(request)
+        others = {namespace for namespace in claims.values() if namespace != self.cache.namespace}
         if others and self.cache.persists:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
@@ -235,7 +235,7 @@ class SchedulerSide:
                 f"a producer announces entries of namespace {min(others)[:MAX_NAMESPACE_CHARS]!r}, this engine's is "
                 f"{self.cache.namespace}: checkpoint, configuration or versions differ, and nothing can be shared",
             )
-        return frozenset(i for i, namespace in told.items() if namespace == self.cache.namespace)
+        return frozenset(i for i, namespace in claims.items() if namespace == self.cache.namespace)
 
     def _prepare(self, memo: Memo) -> bool:
         """Lease what is there, start what can come; wait, fail the request, or let vLLM encode."""

@@ -50,20 +50,20 @@ def _check(card: object, folder: Path, options: argparse.Namespace) -> int:
         plan = correctness.Plan(card, folder, megabytes=(0.5, 2.75, 40.0), large=16.0, repeats=2)
         effort = speed.Effort(2, 6, 0.001, 96 << 20, 0.3, 1 << 20)
     report = Report(card.facts)
-    report.checks = correctness.run(plan, _say)
-    report.figures = speed.run(plan, effort, _say)
+    report.checks = correctness.run(plan, _print)
+    report.figures = speed.run(plan, effort, _print)
     if options.model:
-        _say(f"a vLLM engine with {options.model}")
-        report.model = model.run(options.model, _say)
-    told = "\n".join(model.lines(report.model))
-    print(f"\n{report.table()}\n\n{told}\n{time.monotonic() - began:.0f} s")
+        _print(f"a vLLM engine with {options.model}")
+        report.model = model.run(options.model, _print)
+    lines = "\n".join(model.lines(report.model))
+    print(f"\n{report.table()}\n\n{lines}\n{time.monotonic() - began:.0f} s")
     print(report.json())
     if options.json:
         options.json.write_text(report.json() + "\n")
     return 0 if report.right and model.is_right(report.model) else 1
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"... {line}", flush=True)
 
 

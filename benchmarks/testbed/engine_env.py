@@ -145,7 +145,7 @@ class Engine:
         outputs = self.llm.generate(
             [self.wording.render(prompt) for prompt in prompts], greedy(max_tokens), use_tqdm=False
         )
-        return [said(output) for output in outputs]
+        return [output_of(output) for output in outputs]
 
     def forget(self) -> None:
         """Empty vLLM's own encoder cache, so that the next request has to ask the connector."""
@@ -191,7 +191,7 @@ def greedy(max_tokens: int) -> Any:
     return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True)
 
 
-def said(output: Any) -> Output:
+def output_of(output: Any) -> Output:
     """`Output` of a vLLM `RequestOutput`."""
     [completion] = output.outputs
     tokens = list(completion.token_ids)

@@ -102,7 +102,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
-    """Ask each as an engine does at its start. One that is away keeps no engine from starting; a wrong one does."""
+    """Ask each as an engine does at its start. One that does not answer ends no start; a wrong one does."""
     for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
         if tier.kind is not None and tier.kind.no_probe:
             report.remotes[tier.name] = f"{tier.where}, not asked: {tier.kind.no_probe}"
@@ -121,7 +121,7 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
             report.remotes[tier.name] += ", read only"
             report.notes.append(f"{message(error)}; an engine reads it, and asks now and then whether it takes writes")
         except TierUnreachable as error:
-            report.remotes[tier.name] = f"{tier.where}, is away"
+            report.remotes[tier.name] = f"{tier.where}, does not answer"
             report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
@@ -313,7 +313,7 @@ def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | No
     if not found.nearest.is_dir():
         return f"{found.nearest} is a file, name a folder"
     if not found.takes_files:
-        return f"nothing can be written there, {found.nearest} is on {found.kind}: name another folder"
+        return f"{found.nearest} is on {found.kind}, which cannot hold files: name another folder"
     if not found.writable:
         return f"{found.nearest} is not writable for user {os.geteuid()}"
     if found.free_bytes is None:

@@ -276,7 +276,7 @@ class DiskTier(Tier):
                 problem = error  # somebody removes the folder at this moment
                 continue
             if written:
-                self._news.tell(key.namespace, key.digest)
+                self._news.announce(key.namespace, key.digest)
             if written is not None:
                 return written
         raise problem

@@ -159,7 +159,7 @@ def _name(workshop: int, temporary: str, folder: int, name: str) -> bool:
     with _renaming:
         kind = _kind(folder, name)
         if kind not in (None, stat.S_IFREG, stat.S_IFLNK):
-            raise FileExistsError(errno.EEXIST, "something that is no file has its name")
+            raise FileExistsError(errno.EEXIST, "something that is not a regular file has its name")
         if kind == stat.S_IFREG or (kind is None and not replaces):
             return False  # if it is not there any more, it was one when it was in the way
         os.rename(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder)

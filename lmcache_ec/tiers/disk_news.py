@@ -85,7 +85,7 @@ class FolderNews:
         self._heard_to: dict[str, int] | None = None  # name of a log -> bytes of it that were read
         self._telling, self._hearing = threading.Lock(), threading.Lock()
 
-    def tell(self, namespace: str, digest: bytes) -> None:
+    def announce(self, namespace: str, digest: bytes) -> None:
         """The entry whose key has this 32-byte digest has just been written."""
         record = _RECORD.pack(digest, zlib.crc32(digest, _seed(namespace)))
         with self._telling:

@@ -80,7 +80,7 @@ class _Look:
     """What `born` found: the name that the store bears, the one that was told, and what the servers counted."""
 
     marker: bytes
-    told: bytes
+    reported: bytes
     counts: Counts
 
 
@@ -204,14 +204,14 @@ class RedisTier(Tier):
             try:
                 counts, marker = self._counts(), self._marker()
                 last = self._last_look
-                told = marker if last is None else last.told
+                reported = marker if last is None else last.reported
                 if last is not None and marker != last.marker:
                     counts = self._counts()  # after the name was missed: a flush in between is in them
-                    told = told if counts.explain_loss_since(last.counts) else marker
+                    reported = reported if counts.explain_loss_since(last.counts) else marker
             except (KeyError, ResponseError):
                 return None
-        self._last_look = _Look(marker, told, counts)
-        return told.decode(errors="replace")
+        self._last_look = _Look(marker, reported, counts)
+        return reported.decode(errors="replace")
 
     def close(self) -> None:
         self._fan_out.shutdown(wait=False)

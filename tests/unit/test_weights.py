@@ -381,12 +381,12 @@ def test_a_step_looks_at_weights_that_stay_in_doubt(train: Train) -> None:
     engine.forget()
     weights = engine.runner.worker.weights
     assert weights is not None
-    weights._tell("")
+    weights._send("")
     assert engine.ask(A) == [A], "the pass is made up before its step looks"
     engine.forget()
     assert engine.ask(A) == []
     engine.forget()
-    weights._tell("")
+    weights._send("")
     engine.runner.model.weight.fill_(2)
     assert engine.ask(A) == [A]
     engine.forget()
@@ -463,7 +463,7 @@ class Training(RuleBasedStateMachine):
         self.engine.catch_up()
         weights = self.engine.runner.worker.weights
         assert weights is not None
-        weights._tell("")
+        weights._send("")
 
     @precondition(lambda self: self.killed < 2)
     @rule()
