@@ -66,6 +66,11 @@ def build_scheduler_side(
     room = memory_warning(fitting(config.max_local_cpu_bytes).bytes, engines=engines_on_host(vllm_config))
     for warning in filter(None, (*resolved.notes, room)):
         logger.warning("encoder cache: %s", warning)
+    if counts_items(vllm_config):
+        logger.warning(
+            "encoder cache: only what clients name is cached: with prefix caching and the processor cache both off, vLLM "
+            "numbers all other items anew in each process (set --mm-processor-cache-gb above 0, or enable prefix caching)"
+        )
     if moved := problem():
         logger.error(
             "encoder cache: kept in memory only: this vLLM's front end is not one that is supported (%s), so the names "

@@ -85,6 +85,17 @@ def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConne
     return worker, scheduler
 
 
+def test_an_engine_whose_vllm_hashes_no_media_says_that_only_what_clients_name_is_cached(
+    build: Build, configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configs["qwen3vl"]
+    monkeypatch.setattr(config.model_config.multimodal_config, "mm_processor_cache_gb", 0)
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
+    with caplog.at_level(logging.WARNING, connector_module.logger.name):
+        both(build)
+    assert "only what clients name is cached" in caplog.text
+
+
 def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
     for role in ECConnectorRole:
         with pytest.raises(ConfigError, match="max_local_cpu_size"):
