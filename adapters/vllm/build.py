@@ -68,8 +68,8 @@ def build_scheduler_side(
         logger.warning("encoder cache: %s", warning)
     if counts_items(vllm_config):
         logger.warning(
-            "encoder cache: only what clients name is cached: with prefix caching and processor cache both off, vLLM "
-            "numbers all other items anew in each process (set --mm-processor-cache-gb above 0, or enable prefix caching)"
+            "encoder cache: only what clients name is cached: with prefix caching and processor cache both off vLLM "
+            "numbers all other items anew in each process (set --mm-processor-cache-gb, or enable prefix caching)"
         )
     if moved := problem():
         logger.error(
