@@ -19,11 +19,14 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-WITHOUT_ENGINE := tests/unit tests/tiers tests/integration tests/lmcache
+WITH_ENGINE := tests/engine tests/faults
+WITHOUT_ENGINE := $(filter-out $(WITH_ENGINE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+# An engine has all cores for itself. The other tests share them: two at a time wait for processes and servers anyway.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench soak check test test-all lint types env clean
+.PHONY: help demo bench soak gpu-check fuzz check test test-all lint types env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -36,11 +39,19 @@ bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
+fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten minutes (ARGS="--seconds 60")
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
 check: lint  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
-	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(ARGS)
+	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) $(ARGS)
+
+# Not in .venv, whose torch knows no GPU: with the torch of $(PYTHON), and nothing is installed or downloaded.
+gpu-check:  ## On a machine with a GPU: every byte and every bar, with the torch of PYTHON= (MODEL= goes on with vLLM)
+	@PYTHONPATH="$(CURDIR)" $(PYTHON) -m benchmarks.gpu_check $(if $(findstring command,$(origin MODEL)),--model "$(MODEL)") $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),\
+	  $(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) && $(BIN)/python -m pytest $(WITH_ENGINE))
 
 test-all: $(READY)  ## Run the slow ones too
 	@$(BIN)/python -m pytest tests -m "" $(ARGS)

@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -29,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.testbed.engine_env import Engine, Layout, Output, greedy, said
+from benchmarks.testbed.engine_env import Engine, Layout, Output, greedy, output_of
 from benchmarks.testbed.engine_runner import Call, EngineFailed, EngineProcess, Forget
 from benchmarks.testbed.models import MODELS, ROOT, model_path
 
@@ -58,6 +59,8 @@ class Phase:
     """By tier."""
     ttft_ms_median: float
     outputs_equal: bool
+    tokens_equal: bool
+    """On a GPU more cannot be asked: there the last bits of a logit depend on what else is in the batch."""
     bytes_stored: int
 
 
@@ -100,26 +103,30 @@ def what_is_wrong(model: str) -> str | None:
     return None
 
 
-def run(model: str) -> dict[str, Phase]:
-    say(f"1/3  an engine without the cache, {len(PHOTOGRAPHS)} photographs")
-    with start(model, cached=False) as engine:
+def run(model: str, **start_arguments: Any) -> dict[str, Phase]:
+    """The four phases. Further arguments are those of `start`."""
+    report(f"1/3  an engine without the cache, {len(PHOTOGRAPHS)} photographs")
+    with start(model, cached=False, **start_arguments) as engine:
         reference, off = measure(engine, [])
-    say("2/3  a new engine with the cache: empty, then again after vLLM forgot what it encoded")
-    with start(model, cached=True) as engine:
+    report("2/3  a new engine with the cache: empty, then again after vLLM forgot what it encoded")
+    with start(model, cached=True, **start_arguments) as engine:
         _, cold = measure(engine, reference)
         engine.do(Forget())
         _, repeat = measure(engine, reference)
         killed = engine.processes()
         engine.kill()
-    say(f"     killed with SIGKILL: {', '.join(killed)}")
-    say("3/3  another engine over what is left on disk")
-    with start(model, cached=True) as engine:
+    report(f"     killed with SIGKILL: {', '.join(killed)}")
+    report("3/3  another engine over what is left on disk")
+    with start(model, cached=True, **start_arguments) as engine:
         _, restart = measure(engine, reference)
     return {"off": off, "cold": cold, "repeat": repeat, "restart": restart}
 
 
-def start(model: str, *, cached: bool) -> EngineProcess:
-    """An engine for one photograph a request. A checkpoint of the user's gets vLLM's settings for type and memory."""
+def start(model: str, *, cached: bool, environment: Mapping[str, str] | None = None, **arguments: Any) -> EngineProcess:
+    """An engine for one photograph a request. A checkpoint of the user's gets vLLM's settings for type and memory.
+
+    `arguments` are vLLM's, `environment` is the engine's, both beside what they are here.
+    """
     own: dict[str, Any] = {"dtype": "auto", "kv_cache_memory_bytes": None, "skip_mm_profiling": False}
     connector = {
         "ec_connector": "ECLMCacheConnector",
@@ -131,37 +138,40 @@ def start(model: str, *, cached: bool) -> EngineProcess:
         Layout.MULTI_PROCESS,
         folder=FOLDER,
         connector=connector if cached else None,
-        environment={} if model in MODELS else {"OMP_NUM_THREADS": str(os.cpu_count())},
+        environment={**({} if model in MODELS else {"OMP_NUM_THREADS": str(os.cpu_count())}), **(environment or {})},
         timeout_s=600,
         limit_mm_per_prompt={"image": 1},
-        **({} if model in MODELS else own),
+        **{**({} if model in MODELS else own), **arguments},
     )
-    engine.do(Call("benchmarks.demo:say_something", {}))  # what only the first request pays is no phase's cost
+    engine.do(Call("benchmarks.demo:serve_one", {}))  # what only the first request pays is no phase's cost
     return engine
 
 
 def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output], Phase]:
     """One round of all prompts, compared with `reference` unless that is empty."""
-    before = read_status()
+    before = loads_of(engine)
     report = engine.do(Call("benchmarks.demo:describe_photographs", {}))
     outputs = msgspec.convert(report.value, list[Output])
-    engine.do(Call("benchmarks.demo:say_something", {}))  # the counts leave the engine with its next scheduling pass
-    after = read_status()
+    engine.do(Call("benchmarks.demo:serve_one", {}))  # the counts leave the engine with its next scheduling pass
+    after = loads_of(engine)
+    compared = list(zip(reference or outputs, outputs, strict=True))
     phase = Phase(
         encodes=len(report.encodes),
         loads={tier: count - before.get(tier, 0) for tier, count in after.items() if count > before.get(tier, 0)},
         ttft_ms_median=round(median(output.first_token_s for output in outputs) * 1e3, 2),
-        outputs_equal=all(one.equals(other) for one, other in zip(reference or outputs, outputs, strict=True)),
+        outputs_equal=all(one.equals(other) for one, other in compared),
+        tokens_equal=all(one.tokens == other.tokens for one, other in compared),
         bytes_stored=settled_bytes(),
     )
     return outputs, phase
 
 
-def read_status() -> dict[str, int]:
-    """Loads by tier so far, of the one engine that has a cache; nothing where none has."""
+def loads_of(engine: EngineProcess) -> dict[str, int]:
+    """Loads by tier so far, of this engine and no other on this host; nothing where it has no cache."""
     command = [str(Path(sys.executable).with_name("lmcache-ec")), "status", "--json"]
     engines = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    counts = {name: count for engine in engines for name, count in engine["book"].items()}
+    own = set(engine.processes().values())
+    counts = {name: count for each in engines if each["engine_pid"] in own for name, count in each["book"].items()}
     return {name.removeprefix("loads_"): count for name, count in counts.items() if name.startswith("loads_")}
 
 
@@ -188,14 +198,14 @@ def describe_photographs(engine: Engine) -> Any:
     return msgspec.to_builtins(outputs)
 
 
-def say_something(engine: Engine) -> None:
+def serve_one(engine: Engine) -> None:
     """In the engine's front end: a request without any media."""
     ask(engine, [{"type": "text", "text": "Hello."}])
 
 
 def ask(engine: Engine, content: list[dict[str, Any]]) -> Output:
     [output] = engine.llm.chat([{"role": "user", "content": content}], greedy(16), use_tqdm=False)
-    return said(output)
+    return output_of(output)
 
 
 def photographs() -> list[Path]:
@@ -221,7 +231,7 @@ def show(model: str, phases: dict[str, Phase]) -> None:
     Console().print(table)
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     print(line, flush=True)
 
 

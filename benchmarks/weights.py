@@ -96,7 +96,7 @@ def forgetting(rounds: int, entries: int = 4000) -> None:
 
     def filled() -> Book:
         book = Book(64 << 20, 64 << 20, 1)
-        book.open_segment(0, 64 << 20)
+        book.open_all()
         for number in range(entries):
             place = book.reserve_save(str(number), spec, persist=False)
             assert place is not None

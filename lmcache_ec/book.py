@@ -39,6 +39,7 @@ _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024
 _EVICTIONS_A_PASS = 16
 _REMEMBERED_SAVES = 4096
+_RETRIES_A_PASS = 8
 
 
 class LifeError(RuntimeError):
@@ -77,14 +78,14 @@ class Counts:
 class Book:
     """Index, places, pins, budgets and eviction of one arena. Runs on the scheduler side's one thread: no lock, no I/O.
 
-    `capacity` bytes in segments of `segment_bytes` (the last may be shorter), opened one after another by
-    `open_segment`. Of the capacity, fills and unwritten entries may hold a quarter each and leases a half; one of each
-    is always allowed, however small the arena.
+    The arena's `capacity` bytes come into use from its start onwards (`open`), in whole granules of `granule_bytes` but
+    for the last. Places take no notice of granules. Of the capacity, fills and unwritten entries may hold a quarter
+    each and leases a half; one of each is always allowed, however small the arena.
     """
 
-    def __init__(self, capacity: int, segment_bytes: int, ranks: int) -> None:
+    def __init__(self, capacity: int, granule_bytes: int, ranks: int) -> None:
         self.capacity = capacity
-        self.segment_bytes = min(segment_bytes, capacity)
+        self._granule = granule_bytes
         self.counts = Counts()
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
@@ -106,29 +107,57 @@ class Book:
         self._dirty: dict[int, Place] = {}
         self._held: dict[int, list[Place]] = {}
         self._unwritten: OrderedDict[int, Place] = OrderedDict()
-        self._short = False
+        self._wanted = 0
+        """The longest run that was asked for in vain and that the arena, as it grows, will have."""
         self._ids = 0
         self._clock = 0
         self._low_water = capacity // 20
         self._bytes = dict.fromkeys(("filling", "dirty", "leased", "live"), 0)
 
-    # ---- segments
+    # ---- growth
 
     def next_segment(self) -> tuple[int, int] | None:
-        """(offset, length) of the segment to open next; None if none is due.
+        """(offset, length) of what to open next; None if nothing is due.
 
-        One is once half of what is open is used, or as soon as a place was wanted for which no run was long enough.
+        Something is once half of what is open is used, or as soon as a run was wanted that nothing has: a quarter of
+        what is open, and enough for that run. So what is open follows what is stored, ahead of it and never far ahead.
+        The first segment is one granule.
         """
         opened = self._space.opened_bytes
-        if opened >= self.capacity or (self._space.free_bytes * 2 > opened > 0 and not self._short):
+        if opened >= self.capacity or (self._space.free_bytes * 2 > opened > 0 and not self._wanted):
             return None
-        return opened, min(self.segment_bytes, self.capacity - opened)
+        short = self._wanted - self._space.tail_bytes if opened else 0
+        granules = max(1, -(-max(short, opened // 4) // self._granule))
+        return opened, min(granules * self._granule, self.capacity - opened)
 
-    def open_segment(self, offset: int, length: int) -> None:
-        if offset == self._space.opened_bytes:
-            self._space.open(offset, length)
-            self._short = False
+    def open(self, offset: int, length: int) -> None:
+        """Take `length` more bytes into use, from `offset`: where what is open ends."""
+        if offset == self._space.opened_bytes and length:
+            self._space.open(length)
             self.revision += 1
+            if self._space.tail_bytes >= self._wanted or self._space.opened_bytes >= self.capacity:
+                self._wanted = 0
+
+    def open_all(self) -> None:
+        """Take all that is left into use."""
+        self.open(self._space.opened_bytes, self.capacity - self._space.opened_bytes)
+
+    def end_growth(self) -> None:
+        """No more of the arena can be had: what is open is all of it from now on."""
+        self.capacity = self._space.opened_bytes
+        self._low_water = self.capacity // 20
+        self._wanted = 0
+        self.revision += 1
+
+    @property
+    def growing(self) -> bool:
+        """Whether something was asked for that finds room once the arena has grown."""
+        return bool(self._wanted)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Of what is open: these have yet to be written, as far as anybody knows."""
+        return self._space.free_bytes
 
     @property
     def opened(self) -> bool:
@@ -257,6 +286,27 @@ class Book:
         self.unsaved[identifier] = spec
         while len(self.unsaved) > _REMEMBERED_SAVES:
             self.unsaved.popitem(last=False)
+
+    def retries(self, holds: Callable[[str], bool | None], persists: Callable[[str], bool]) -> list[Place]:
+        """Places for some of the saves that are owed: of tensors that the engine `holds` (None: not before its next
+        step). What it does not hold is owed no longer. Ends where room does."""
+        places = []
+        for identifier, spec in list(islice(self.unsaved.items(), _RETRIES_A_PASS)):
+            held = holds(identifier)
+            if held is None:
+                continue
+            if not held:
+                del self.unsaved[identifier]
+                continue
+            place = self.reserve_save(identifier, spec, persists(identifier), retry=True)
+            if place is None:
+                if self.live(identifier) is None:
+                    self.unsaved.move_to_end(identifier)  # behind the others, one of which may fit
+                else:
+                    del self.unsaved[identifier]
+                break
+            places.append(place)
+        return places
 
     def sealed(self, place_id: int, incarnation: int, ok: bool) -> None:
         """The store's answer to a hand-over: SEALING (or WRITING, see 4.) → LIVE, or FREE if it could not be sealed."""
@@ -451,7 +501,7 @@ class Book:
     # ---- a store process lost, and gone
 
     def store_lost(self, incarnation: int) -> list[str]:
-        """Void what that process held; its bytes stay untouched until `store_gone`. Returns the fills now missed."""
+        """Void what that process held; its bytes stay untouched until `store_ended`. Returns the fills now missed."""
         self.counts.store_losses += 1
         missed = []
         for place in [p for p in self._filling.values() if p.incarnation == incarnation]:
@@ -478,7 +528,7 @@ class Book:
                 self._unwritten[place.id] = place
         return missed
 
-    def store_gone(self, incarnation: int) -> None:
+    def store_ended(self, incarnation: int) -> None:
         for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
             self._owe(place)  # handed over by a rank that did not know yet that the process was lost
             self._void(place)
@@ -553,9 +603,11 @@ class Book:
     ) -> Place | None:
         size = aligned(length)
         extent = self._space.take(size)
-        self._short |= extent is None and size <= self.segment_bytes
-        if extent is None and evictable is not None:
-            extent = self._clear_window(size, evictable)
+        if extent is None and evictable is not None and size <= self.capacity:
+            if self._space.opened_bytes < self.capacity:
+                self._wanted = max(self._wanted, size)  # nothing is evicted while the arena can still grow
+            else:
+                extent = self._clear_window(size, evictable)
         if extent is None:
             return None
         self._ids += 1
@@ -570,8 +622,6 @@ class Book:
 
     def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
         """Evict at most twice `size` bytes around one of the least recently used entries, or nothing at all."""
-        if size > self.segment_bytes:
-            return None
         steps, best, least = iter(range(_WINDOW_STEPS)), None, 2 * size + 1
         for candidate in islice(self._evictable, _EVICTION_CANDIDATES):
             if not evictable(candidate):

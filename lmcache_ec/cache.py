@@ -9,7 +9,6 @@ import secrets
 import select
 import socket
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,22 +22,19 @@ from lmcache_ec.channel import (
     Born,
     Enter,
     Entered,
-    Fill,
     Filled,
     Hello,
     Landed,
     Ledger,
     Link,
     LinkClosed,
-    Locate,
     Located,
     NotFilled,
     Notice,
-    Ping,
     Pong,
+    Populated,
     Report,
     Sealed,
-    Segment,
     SegmentReady,
     Start,
     StoreLink,
@@ -52,11 +48,12 @@ from lmcache_ec.channel import (
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.entry import TensorSpec, entry_length
-from lmcache_ec.incarnation import Incarnation
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.fetches import Fetches, Probe
+from lmcache_ec.growth import Growth
+from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
-from lmcache_ec.recent import Recent
+from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
 
@@ -65,29 +62,10 @@ _logger = logging.getLogger(__name__)
 _Take = Callable[[object, list[int], float], None]
 """Acts on a message: the message, its descriptors, the time of the pass."""
 
-_PING_INTERVAL_S = 1.0
-_SLOW_PONG_S = 5.0
-"""A store process that has not answered a ping for this long, and for longer than a request would wait for an entry, is
-asked nothing new."""
-
-_OPENING_S = 20.0
-"""How much longer a store process may be silent before its first words: it opens its tiers, for up to eight seconds."""
-
 _LOOK_S = 2.0
 """Between two looks whether a tier was emptied."""
-
-_MISS_REMEMBERED_S = 2.0
-MISFIT_REMEMBERED_S = 60.0
-"""How long nobody asks again for an entry that is there and of no use here."""
-
-_ASKED_AGAIN_S = 0.05
-"""Between two questions about an entry that a producer has announced."""
-
-_FETCHES_AT_ONCE = 4096
-"""While a tier answers nothing and passes for alive, no more than this waits for it."""
-
-_RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
-"""Before each next start of a store process that keeps ending without ever having served."""
+_PLAUSIBLE_BYTES = 256 << 20
+"""An entry of this length is believed to be one, whatever the engine says of its largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +87,18 @@ class Engine:
     watched: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class Probe:
-    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
-
-    asked_at: float
-    held: int | None = None
-
-
 class EncoderCache:
     """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
 
     `drain` once a scheduling pass keeps everything going; no call waits for I/O. The constructor may wait, for at most
-    `start_timeout_s`, until the store process serves.
+    `start_timeout_s`, until the store process serves and the ranks have the first of the arena in use.
     """
 
     def __init__(self, config: EncoderCacheConfig, engine: Engine) -> None:
         """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
-        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0, "weight_changes": 0}
+        self.weight_changes = 0
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -139,42 +109,36 @@ class EncoderCache:
         self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
-        capacity = aligned(config.max_local_cpu_bytes)
-        segment = max(arena.SEGMENT_BYTES, aligned(engine.largest_entry_bytes))
-        self.book = Book(capacity, segment, engine.ranks)
-        self._largest = max(engine.largest_entry_bytes, self.book.segment_bytes)
+        fit = fitting(aligned(config.max_local_cpu_bytes))
+        if fit.message:
+            _logger.warning("encoder cache: %s", fit.message)
+        capacity = fit.bytes
+        self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
+        largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self._arena_id = secrets.token_hex(8)
         self._complaints = Complaints(_logger)
+        self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
-        self._fetches: dict[str, int] = {}  # identifier -> times asked
-        self._probes: dict[int, tuple[str, Probe]] = {}  # not yet answered
-        self._asked = 0
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
-        self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
-        self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
-        self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
-        self._attached: set[int] = set()
-        self._segment: tuple[int, int] | None = None
-        self._segment_untold: list[Link] = []
-        self._segment_acks = 0
         self._revision = -1
-        self._failures = 0
-        self._restart_at = 0.0
-        self._lost = 0  # number of the last store process that was lost
         self._closed = False
-        self._ping = 0
-        self._ping_waits = False
-        self._ping_sent = self._ping_answered = time.monotonic()
-        self._old: list[Incarnation] = []
         self._arena_fd = arena.create(capacity)
-        self._store = self._incarnation(1)
+        self._store = Supervisor(
+            self._arena_fd,
+            environment_of(config.remotes),
+            timeout_s=config.store_timeout_s,
+            patience_s=config.load_deadline_ms / 1000,
+            complaints=self._complaints,
+            follower=self,
+        )
+        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._absent)
         self._ranks: list[Link] = []
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
             self._connect_ranks()
             self._begin_store()
-            self._await_hello()
+            self._await_start()
         except BaseException:
             self.close()
             raise
@@ -188,9 +152,8 @@ class EncoderCache:
 
     @property
     def ready(self) -> bool:
-        """Whether every rank has mapped the arena and told its weights, and the store process serves."""
-        attached = len(self._attached) == self._engine.ranks and self.weights.started
-        return attached and self.book.opened and self._presence is not None
+        """Whether every rank has mapped the arena and reported its weights, and the store process serves."""
+        return self._growth.attached and self.weights.started and self.book.opened and self._presence is not None
 
     @property
     def namespace(self) -> str:
@@ -220,12 +183,8 @@ class EncoderCache:
         self._enters = home.persists and home.namespace != self._listed
         self._enter()
         forgotten = self.book.forget_all()
-        self._fetches.clear()
-        self._put_off.clear()
-        self._misses.clear()
-        self._unusable.clear()
-        self._probes.clear()
-        self.counts["weight_changes"] += 1
+        self._fetches.forget(home.namespace)
+        self.weight_changes += 1
         kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
         self._complaints.warn(
             "weights", f"the encoder's weights have changed; {forgotten} entries are forgotten, new ones go to {kept}"
@@ -241,43 +200,23 @@ class EncoderCache:
         """
         if self.under_way(identifier, now):
             return True
-        presence = self._presence
-        if presence is None or not self.ready or not self.persists or not self._responsive(now):
-            return False
-        if len(self._fetches) >= _FETCHES_AT_ONCE or length > self.book.segment_bytes:
-            return False
-        if self._unusable.holds(identifier, now):
-            return False
-        if announced:
-            just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
-            return just_missed or self._ask(identifier, length, certain=False, insist=True)
-        if self._misses.holds(identifier, now):
-            return False
-        key = EncoderCacheKey(self.namespace, identifier)
-        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
-            self.counts["filtered"] += 1
-            return False
-        return self._ask(identifier, length, certain=False)
+        return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced)
 
     def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
         """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
         it could not be). What is known at once, or cannot be found out, is answered at once."""
-        probe = Probe(now)
+        if spec is None or not self._asks_tiers(now):
+            return self._fetches.in_none(identifier, self._reached, now)
+        return self._fetches.probe(identifier, entry_length(identifier, spec), self._reached, now)
+
+    def _asks_tiers(self, now: float) -> bool:
+        """Whether there are tiers to ask, and somebody who does."""
+        return self._presence is not None and self.ready and self.persists and self._responsive(now)
+
+    def _absent(self, digest: bytes) -> bool:
+        """Whether no tier has the entry of this key, as far as each is known."""
         presence = self._presence
-        if spec is None or presence is None or not self.ready or not self.persists or not self._responsive(now):
-            return self._located(identifier, probe, 0)
-        key = EncoderCacheKey(self.namespace, identifier)
-        if presence.all_complete and not self._enters and not presence.may_contain(key.digest):
-            self.counts["filtered"] += 1
-            return self._located(identifier, probe, 0)
-        number = self._asked + 1
-        question = Locate(number, self.namespace, identifier, entry_length(identifier, spec), self._reached)
-        if len(self._probes) >= _FETCHES_AT_ONCE or not self._tell(question):
-            return self._located(identifier, probe, 0)
-        self.counts["probes"] += 1
-        self._asked = number
-        self._probes[number] = (identifier, probe)
-        return probe
+        return presence is not None and presence.all_complete and not self._enters and not presence.may_contain(digest)
 
     def covers(self, tiers: int) -> bool:
         """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
@@ -301,30 +240,35 @@ class EncoderCache:
             return
         for link, take in self._rank_takers:
             self._drain(link, take, now)
-        self._drain(self._store.link, self._from_store, now)
-        self._look_after_store(now)
-        self._fetch_again(now)
+        self._store.drain(self._from_store, now)
+        self._store.look_after(now)
+        self._fetches.ask_again(now)
         self._introduce_saver()
-        self._grow()
+        self._growth.advance(self._ranks)
         self._enter()
-        while (place := self.book.owed_write()) is not None and self._tell(self._write(place)):
+        while (place := self.book.owed_write()) is not None and self._send(self._write(place)):
             self.book.begin_write(place, self._store.number)
-        while (place := self.book.owed_rewrite()) is not None and self._tell(self._write(place, place.owed)):
+        while (place := self.book.owed_rewrite()) is not None and self._send(self._write(place, place.owed)):
             self.book.begin_rewrite(place, self._store.number)
         self.book.evict_ahead()
-        self._complaints.tell_withheld()
+        self._complaints.report_withheld()
 
     def hand_ledger(self, counts: dict[str, int]) -> None:
         """Hand all counts, with the caller's, to the store process if the book has changed. It tells whoever asks."""
         if self._revision == self.book.revision or self.inert or not self._responsive(time.monotonic()):
             return
-        if self._tell(Ledger({**self.snapshot(), **counts})):
+        if self._send(Ledger({**self.snapshot(), **counts})):
             self._revision = self.book.revision
 
     def snapshot(self) -> dict[str, int]:
         """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
-        now = {"fetches_under_way": len(self._fetches), "memory_only": int(not self._home.persists)}
-        return {**self.book.snapshot(), **self.counts, **now}
+        return {
+            **self.book.snapshot(),
+            **self._fetches.counts,
+            "fetches_under_way": len(self._fetches),
+            "memory_only": int(not self._home.persists),
+            "weight_changes": self.weight_changes,
+        }
 
     def close(self) -> None:
         """Give everything back. The store process finishes by itself what was handed over, and what was put off."""
@@ -332,26 +276,22 @@ class EncoderCache:
             return
         self._closed = True
         if self._presence is not None and not self.inert:
-            self._drain(self._store.link, self._from_store, time.monotonic())  # the last news of the tiers
+            self._store.drain(self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
-            self._tell(self._write(place))
+            self._send(self._write(place))
         for place in self.book.owed_rewrites():
-            self._tell(self._write(place, place.owed))
+            self._send(self._write(place, place.owed))
         for link in self._ranks:
             link.close()
-        for store in (self._store, *self._old):
-            store.close()
+        self._store.close()
         if self._presence is not None:
             self._presence.close()
             self._presence = None
         os.close(self._arena_fd)
-        self._ranks, self._old = [], []
+        self._ranks = []
         self.inert = self.inert or "closed"
 
     # ---- starting
-
-    def _incarnation(self, number: int) -> Incarnation:
-        return Incarnation(number, self._arena_fd, environment_of(self._config.remotes))
 
     def _connect_ranks(self) -> None:
         for rank in range(self._engine.ranks):
@@ -370,11 +310,11 @@ class EncoderCache:
                 return
 
     def _begin_store(self) -> None:
-        """The first words to a new store process, and its link for the saving rank."""
+        """The first message to a new store process, and its link for the saving rank."""
         self._revision = -1  # it has not been told the counts
         self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
-        self._tell(
+        self._send(
             Start(
                 incarnation=self._store.number,
                 engine=self._engine.name,
@@ -394,7 +334,7 @@ class EncoderCache:
 
     def _introduce_saver(self) -> None:
         """Hand the saving rank its end of the store process's link, now or when its own link has room."""
-        socket_ = self._store.saver_socket
+        socket_ = self._store.process.saver_socket
         if socket_.fileno() < 0 or not self._ranks:
             return
         try:
@@ -403,19 +343,32 @@ class EncoderCache:
         except LinkClosed:
             pass  # found and answered by the next drain
 
-    def _await_hello(self) -> None:
-        deadline = time.monotonic() + self._config.start_timeout_s
-        poller = select.poll()
-        poller.register(self._store.link, select.POLLIN)
-        while self._presence is None and not self._store.closed and (left := deadline - time.monotonic()) > 0:
-            if poller.poll(left * 1000):
-                self._drain(self._store.link, self._first_words, time.monotonic())
-        if self._store.closed:
-            raise OSError(f"the encoder cache's store process ended at once: {self._store.last_words()}")
+    def _await_start(self) -> None:
+        """Until the store process serves and what the ranks register first is registered: no request waits for that.
 
-    def _first_words(self, message: object, fds: list[int], now: float) -> None:
+        Ranks that are late are left to the passes to come; a store process that ended at once is an error.
+        """
+        deadline = time.monotonic() + self._config.start_timeout_s
+        while not self._started() and (left := deadline - time.monotonic()) > 0:
+            poller = select.poll()
+            for link in (self._store.link, *(() if self.inert else self._ranks)):
+                poller.register(link, select.POLLIN)
+            poller.poll(left * 1000)
+            now = time.monotonic()
+            self._store.drain(self._first_message, now)
+            if not self.inert:
+                for link, take in self._rank_takers:
+                    self._drain(link, take, now)
+                self._growth.advance(self._ranks)
+        if self._store.closed:
+            raise OSError(f"the encoder cache's store process ended at once: {self._store.last_errors()}")
+
+    def _started(self) -> bool:
+        return self._store.closed or (self._presence is not None and (self.ready or bool(self.inert)))
+
+    def _first_message(self, message: object, fds: list[int], now: float) -> None:
         if isinstance(message, Hello) and message.problem:
-            self._store.own(fds[0])
+            self._store.introduce(fds[0], now)
             raise ConfigError(message.problem)
         self._from_store(message, fds, now)
 
@@ -426,24 +379,18 @@ class EncoderCache:
             while (received := link.receive()) is not None:
                 take(*received, now)
         except LinkClosed:
-            if link is self._store.link:
-                self._store.closed = True
-            else:
-                self._give_up("the link to a rank has ended")
+            self._give_up("the link to a rank has ended")
 
     def _from_rank(self, rank: int, message: object, fds: list[int], now: float) -> None:
         match message:
             case Report(step=step, outcomes=outcomes):
-                self.book.report(rank, step, outcomes, self._alive())
-            case Attached():
-                self._attached.add(rank)
+                self.book.report(rank, step, outcomes, self._store.alive())
+            case Attached(registers=registers):
+                self._growth.rank_attached(rank, registers)
             case WeightsReport(calls=calls, digest=digest):
                 self.weights.report(rank, calls, digest)
-            case SegmentReady(offset=offset) if self._segment is not None and offset == self._segment[0]:
-                self._segment_acks += 1
-                if self._segment_acks == self._engine.ranks:
-                    self.book.open_segment(*self._segment)
-                    self._segment = None
+            case SegmentReady():
+                self._growth.answered(rank, message)
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
@@ -451,32 +398,31 @@ class EncoderCache:
                 spec = TensorSpec(message.rows, message.width, message.dtype)
                 place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
                 if place is not None:
-                    self._fetches.pop(place.identifier, None)
+                    self._fetches.filled(place.identifier)
             case NotFilled():
-                self._not_filled(message, now)
+                self._fetches.not_filled(message, now)
             case Sealed(place=place_id, ok=ok):
                 self.book.sealed(place_id, self._store.number, ok)
             case Written(place=place_id, ok=ok):
                 self.book.written(place_id, ok)
             case Landed():
                 self.book.landed(message.place, message.identifier, message.tier, message.landing)
-            case Located(number=number, held=held) if number in self._probes:
-                self._located(*self._probes.pop(number), held)
+            case Located(number=number, held=held):
+                self._fetches.located(number, held)
             case Back(tier=tier):
                 self._tier_back(tier)
             case Born(tier=tier, name=name):
                 self._tier_born(tier, name)
             case Entered(namespace=namespace) if namespace == self.namespace:
                 self._enters = False
-            case Pong(number=number) if number == self._ping:
-                self._ping_answered = now
-                self._failures = 0  # not at its first word already: one that ends right after it is to be let rest
+            case Populated(offset=offset):
+                self._growth.populated(offset)
+            case Pong(number=number):
+                self._store.answered(number, now)
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
             case Hello(problem=problem, tiers=tiers):
-                self._store.own(fds[0])
-                if self._ping_answered < self._ping_sent:
-                    self._ping_sent = now  # its answer comes next: from here on its silence counts in full
+                self._store.introduce(fds[0], now)
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
@@ -514,157 +460,35 @@ class EncoderCache:
             )
             self.book.tier_emptied(tier)
 
-    def _tell(self, message: ToStore) -> bool:
-        try:
-            return not self._store.closed and self._store.link.send(message)
-        except LinkClosed:
-            return False
-
-    def _alive(self) -> frozenset[int]:
-        """The store processes that are not yet gone. One that was lost is among the old ones until then."""
-        serving = () if self._store.number == self._lost else (self._store,)
-        return frozenset(store.number for store in (*serving, *self._old))
+    def _send(self, message: ToStore) -> bool:
+        return self._store.send(message)
 
     def _give_up(self, why: str) -> None:
         if not self.inert:
             self.inert = why
             _logger.error("encoder cache: off from now on: %s. Requests are served without it.", why)
 
-    # ---- fetches
-
-    def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
-        """Ask the store process for an entry, with a place for it where its length is known."""
-        if not length:
-            asked = self._tell(Fill(0, 0, 0, self.namespace, identifier, insist))
-        else:
-            place = self.book.reserve_fill(identifier, length, self._store.number, certain)
-            if place is None and certain:
-                return False
-            if place is None:
-                return self._ask(
-                    identifier, 0, certain, insist
-                )  # once it is known to be there, room may be made for it
-            asked = self._tell(Fill(place.id, place.offset, place.length, self.namespace, identifier, insist))
-            if not asked:
-                self.book.filled(place.id, None)
-        if asked:
-            self.counts["fetches"] += 1
-            self._fetches[identifier] = self._fetches.get(identifier, 0) + 1
-        return asked
-
-    def _located(self, identifier: str, probe: Probe, held: int) -> Probe:
-        probe.held = held
-        self.book.located(identifier, self._reached, held)
-        return probe
-
-    def _not_filled(self, answer: NotFilled, now: float) -> None:
-        """A miss, or an entry of another length than guessed: then it is fetched once more.
-
-        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
-        """
-        self.book.filled(answer.place, None)
-        if answer.namespace != self.namespace:
-            return  # nobody waits for it any more
-        plausible = 0 < answer.length <= self._largest
-        if plausible and self._fetches.get(answer.identifier, 0) == 1:
-            self._put_off.append((answer.identifier, answer.length))
-            return
-        if answer.length > self._largest or answer.kept:
-            self._unusable.add(answer.identifier, now)
-        self._miss(answer.identifier, now)
-
-    def _fetch_again(self, now: float) -> None:
-        """Fetch what is there, with its length, as far as the budget of fills goes; the others wait for its turn."""
-        while self._put_off:
-            identifier, length = self._put_off[0]
-            if self.book.live(identifier) is not None or self.book.under_way(identifier):
-                self._fetches.pop(identifier, None)  # encoded and saved meanwhile
-            elif not self._ask(identifier, length, certain=True, insist=True):
-                if self.book.filling:
-                    return
-                self._miss(identifier, now)
-            self._put_off.popleft()
-
-    def _miss(self, identifier: str, now: float) -> None:
-        self._fetches.pop(identifier, None)
-        self.counts["fetch_misses"] += 1
-        self._misses.add(identifier, now)
-
     # ---- the store process
 
     def _responsive(self, now: float) -> bool:
-        silent_s = now - self._ping_sent if self._ping_sent > self._ping_answered else 0.0
-        patience_s = max(_SLOW_PONG_S, self._config.load_deadline_ms / 1000)
-        return not self.inert and not self._store.closed and silent_s <= patience_s
+        return not self.inert and self._store.responsive(now)
 
-    @property
-    def _patience_s(self) -> float:
-        return self._config.store_timeout_s + (0.0 if self._store.introduced else _OPENING_S)
+    def store_lost(self, number: int, now: float) -> None:
+        """Void what it held. Its places wait until its process has ended."""
+        self._fetches.lost(self.book.store_lost(number), now)
 
-    def _look_after_store(self, now: float) -> None:
-        for old in [store for store in self._old if store.gone]:
-            self.book.store_gone(old.number)
-            old.close()
-            self._old.remove(old)
-        if self._ping_waits and self._tell(Ping(self._ping)):
-            self._ping_waits, self._ping_sent = False, now  # it reads again: its time starts anew
-        if self._store.closed:
-            self._replace_store(now, "ended")
-        elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._patience_s:
-            self._store.kill()
-            self._replace_store(now, f"did not answer for {now - self._ping_sent:.0f} s and was killed")
-        elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:
-            self._ping += 1
-            self._ping_sent = now
-            self._ping_waits = not self._tell(Ping(self._ping))  # a link that is full because nobody reads it counts
-        self._store.reap()
+    def store_ended(self, number: int) -> None:
+        """Its process can touch the arena no more."""
+        self.book.store_ended(number)
 
-    def _replace_store(self, now: float, why: str) -> None:
-        """Void what the store process held and start the next one. Its places wait until its process is gone."""
-        if self._lost != self._store.number:
-            self._lost = self._store.number
-            for identifier in self.book.store_lost(self._store.number):
-                self._miss(identifier, now)
-            self._put_off.clear()
-            for identifier, probe in self._probes.values():
-                self._located(identifier, probe, 0)
-            self._probes.clear()
-            for identifier in list(self._fetches):
-                self._miss(identifier, now)
-            words = self._store.last_words()
-            self._complaints.warn("store", f"the store process {why}; another one takes its place. {words}".rstrip())
-            self._store.closed = True
-            self._old.append(self._store)
-            self._restart_at = now + _RESTART_PAUSE_S[min(self._failures, len(_RESTART_PAUSE_S) - 1)]
-            self._failures += 1
-        if now < self._restart_at:
-            return
-        try:
-            self._store = self._incarnation(self._store.number + 1)
-        except OSError as error:
-            self._restart_at = now + _RESTART_PAUSE_S[-1]
-            self._complaints.warn("store", f"no store process can be started: {error}")
-            return
-        self._ping_sent = self._ping_answered = now
+    def store_started(self) -> None:
+        """Another one is there."""
         self._begin_store()
+        self._growth.store_replaced()
 
     def _enter(self) -> None:
-        if self._enters and self._listed != self.namespace and self._tell(Enter(self.namespace)):
+        if self._enters and self._listed != self.namespace and self._send(Enter(self.namespace)):
             self._listed = self.namespace
 
     def _write(self, place: Place, tiers: int = 0) -> Write:
         return Write(place.id, place.offset, place.length, self.namespace, place.identifier, tiers)
-
-    # ---- segments
-
-    def _grow(self) -> None:
-        """Have every rank take the next segment into use. Pages come into being only as entries are written."""
-        if self._segment is None and len(self._attached) == self._engine.ranks:
-            self._segment = self.book.next_segment()
-            self._segment_acks = 0
-            self._segment_untold = list(self._ranks) if self._segment is not None else []
-        if self._segment is not None:
-            try:
-                self._segment_untold = [link for link in self._segment_untold if not link.send(Segment(*self._segment))]
-            except LinkClosed:
-                pass  # found and answered by the next drain

@@ -89,6 +89,13 @@ class Write(Message, frozen=True):
     tiers: int = 0
 
 
+class Populate(Message, frozen=True):
+    """Make the pages of a segment that the ranks' devices are about to register: theirs to do is then little."""
+
+    offset: int
+    length: int
+
+
 class Locate(Message, frozen=True):
     """Find out which of `tiers` (a bit each, in their order) hold an entry of this length. Nothing is moved."""
 
@@ -151,6 +158,12 @@ class NotFilled(Message, frozen=True):
     identifier: str
     length: int
     kept: bool = False
+
+
+class Populated(Message, frozen=True):
+    """The pages of the segment at `offset` are made, as far as they could be."""
+
+    offset: int
 
 
 class Sealed(Message, frozen=True):
@@ -252,7 +265,7 @@ class StoreLink(Message, frozen=True):
 
 
 class Segment(Message, frozen=True):
-    """A segment comes into use: register it where the device wants that, then answer `SegmentReady`."""
+    """A segment comes into use: have the device register it, then answer `SegmentReady`."""
 
     offset: int
     length: int
@@ -273,11 +286,21 @@ class Outcome(enum.IntEnum):
 
 
 class Attached(Message, frozen=True):
+    """The rank has mapped the arena. With `registers` its device wants each segment registered before it is used."""
+
     rank: int
+    registers: bool = False
 
 
 class SegmentReady(Message, frozen=True):
+    """`length` bytes of the segment at `offset` can be used; `problem` is why the device registered no more.
+
+    A rank whose device refuses the first segment uses it, and all others, unregistered: `length` is the segment's.
+    """
+
     offset: int
+    length: int
+    problem: str = ""
 
 
 class Report(Message, frozen=True):
@@ -297,8 +320,9 @@ class WeightsReport(Message, frozen=True):
     digest: str
 
 
-ToStore = Start | Enter | Fill | Write | Locate | Ping | Ledger | Saved
-FromStore = Hello | Entered | Filled | NotFilled | Sealed | Written | Landed | Located | Back | Born | Pong | Notice
+ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | Saved
+Answer = Filled | NotFilled | Sealed | Written | Landed | Located | Populated
+FromStore = Hello | Entered | Answer | Back | Born | Pong | Notice
 ToScheduler = FromStore | Attached | SegmentReady | Report | WeightsReport
 ToRank = Attach | StoreLink | Segment | Durable
 AnyMessage = ToStore | ToScheduler | ToRank

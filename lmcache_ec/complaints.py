@@ -13,7 +13,7 @@ class Complaints:
     """One log line a kind and minute. Each instance belongs to one thread.
 
     A kind is `<topic>-<what>`, or a topic alone. What is withheld is not lost: the last line of a topic follows once
-    its minute is over (`tell_withheld`), so that the log never ends on a state that is not the last.
+    its minute is over (`report_withheld`), so that the log never ends on a state that is not the last.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -29,7 +29,7 @@ class Complaints:
         else:
             self._log(kind, text, withheld)
 
-    def tell_withheld(self) -> None:
+    def report_withheld(self) -> None:
         """Log what has been withheld for long enough. To be called now and then; costs nothing where nothing was."""
         for topic, (kind, text, withheld) in list(self._withheld.items()):
             if time.monotonic() >= self._silent_until[kind]:

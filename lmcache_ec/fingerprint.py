@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint is, by its content: a path says nothing, `/models/current` gets overwritten.
 
-Small files (configuration, processor, tokenizer, remote code) are read whole. Of a weight file, which may be many GB,
-go in: the size, the header, 4 KiB from the middle of every tensor, and blocks spread over the file. A retrained
-checkpoint differs nearly everywhere, and one of which only the projector was trained differs in that tensor's sample.
-What may escape is a single weight edited by hand. File times and the folder's own path play no part.
+Small files (configuration, processor, tokenizer, remote code) are read whole, and so are the tensors of a safetensors
+file that may be an encoder's, by their names. Of the language model's, and of weight files of other formats, which may
+be many GB, go in: the size, the header, 4 KiB from the middle of every tensor, and
+blocks spread over the file. A retrained language model differs nearly everywhere, and changes no encoder output anyway.
+File times and the folder's own path play no part.
 """
 
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+import xxhash
 
 MAX_WHOLE_FILE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 128 << 20
@@ -28,9 +32,16 @@ WHOLE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktok
 SAMPLING_DEFAULTS = "generation_config.json"
 """Left out: it only sets defaults for sampling, and a hub download fetches it after the engine has started."""
 
-_VERSION = b"lmcache-ec/checkpoint/1"
+_VERSION = b"lmcache-ec/checkpoint/2"
+_CHUNK_BYTES = 8 << 20
 
-Region = tuple[int, int]  # offset and length, bytes
+MAX_UNKNOWN_BYTES = 2 << 30
+"""In a file, of tensors whose names say neither. More are no encoder's alone."""
+_LANGUAGE = re.compile(r"(^|\.)(lm_head|language_model|text_model|llm|embed_tokens|layers|h|decoder)(\.|$)")
+_ENCODER = re.compile(r"vis|vit|image|img|audio|speech|video|encoder|tower|projector|mm_|multi_modal", re.IGNORECASE)
+
+Region = tuple[int, int]
+"""Offset and length, bytes."""
 
 
 class FingerprintError(ValueError):
@@ -43,13 +54,14 @@ class FingerprintError(ValueError):
 def checkpoint_fingerprint(folder: Path, *, weights_required: bool = False) -> str:
     """64 hex digits over the content of the checkpoint in `folder`, subfolders included, hidden ones left out.
 
-    Reads at most about 33 MiB of a weight file beyond its header (1 MiB and 4 KiB a tensor). Runs once, in the process
-    that builds the scheduler, before it serves. FingerprintError if something cannot be read, if there is nothing to
+    Reads an encoder's tensors, and at most about 33 MiB more of a weight file beyond its header (1 MiB and 4 KiB a
+    tensor). Runs once, in the process that builds the scheduler, before it serves, when what it reads has just been
+    loaded. FingerprintError if something cannot be read, if there is nothing to
     read, or, with `weights_required`, if there is no weight file: a folder that only configures weights kept elsewhere
     does not say what they are.
     """
     try:
-        names = sorted(_file_names(folder), key=os.fsencode)
+        names = sorted(file_names(folder), key=os.fsencode)
         if not names:
             raise FingerprintError(folder, "it holds no checkpoint file")
         if weights_required and not any(_suffix(name) in WEIGHT_SUFFIXES for name in names):
@@ -88,7 +100,7 @@ def _is_part(base: str) -> bool:
     return _suffix(base) in WEIGHT_SUFFIXES | WHOLE_SUFFIXES or base.startswith("tokenizer")
 
 
-def _file_names(folder: Path) -> Iterator[str]:
+def file_names(folder: Path) -> Iterator[str]:
     """The checkpoint's files, relative to `folder`. Links are followed; a folder seen before is not entered again."""
     found = 0
     seen: set[tuple[int, int]] = set()
@@ -127,11 +139,34 @@ def _file_digest(path: Path) -> bytes:
         else:
             header = _safetensors_header(file, size) if suffix == ".safetensors" else b""
             _feed(digest, header)
-            for offset, length in _sampled(size, header):
+            whole, sampled = _parts(_tensors(size, header))
+            for offset, length in _sampled(size, sampled):
                 _feed(digest, _read(file, offset, length))
+            for offset, length in whole:
+                _feed(digest, _region_digest(file, offset, length))
         return digest.digest()
     finally:
         os.close(file)
+
+
+def _parts(tensors: list[tuple[str, Region]]) -> tuple[list[Region], list[Region]]:
+    """Which tensors to read whole, as an encoder's may be, and which to sample."""
+    unknown = [name for name, _ in tensors if not _ENCODER.search(name) and not _LANGUAGE.search(name)]
+    lengths = {name: length for name, (_, length) in tensors}
+    few = sum(lengths[name] for name in unknown) <= MAX_UNKNOWN_BYTES
+    whole = {name for name in lengths if _ENCODER.search(name)} | set(unknown if few else ())
+    return (
+        [region for name, region in tensors if name in whole],
+        [region for name, region in tensors if name not in whole],
+    )
+
+
+def _region_digest(file: int, offset: int, length: int) -> bytes:
+    """xxh3: no secret is kept by it, and reading is what takes the time."""
+    digest = xxhash.xxh3_128()
+    for begin in range(offset, offset + length, _CHUNK_BYTES):
+        digest.update(_read(file, begin, min(_CHUNK_BYTES, offset + length - begin)))
+    return digest.digest()
 
 
 def _read(file: int, offset: int, length: int) -> bytes:
@@ -152,24 +187,23 @@ def _safetensors_header(file: int, size: int) -> bytes:
     return prefix + _read(file, len(prefix), length)
 
 
-def _sampled(size: int, header: bytes) -> Iterator[Region]:
+def _sampled(size: int, tensors: list[Region]) -> Iterator[Region]:
     """Regions to read of a file of `size` bytes: blocks from its first to its last, then the middle of each tensor."""
     last = max(size - BLOCK_BYTES, 0)
     starts = {last * i // (BLOCKS_PER_FILE - 1) for i in range(BLOCKS_PER_FILE)}
     yield from ((start, min(BLOCK_BYTES, size - start)) for start in sorted(starts))
-    tensors = _tensors(size, header)
     for offset, length in tensors[:: len(tensors) // MAX_TENSORS_PER_FILE + 1]:
         sample = min(length, TENSOR_SAMPLE_BYTES)
         yield offset + (length - sample) // 2, sample
 
 
-def _tensors(size: int, header: bytes) -> list[Region]:
-    """Where each tensor lies, in file order; nothing where the header does not say, or lies."""
+def _tensors(size: int, header: bytes) -> list[tuple[str, Region]]:
+    """Each tensor's name and where it lies, in file order; nothing where the header does not say, or lies."""
     try:
         fields = json.loads(header[8:])
-        spans = sorted((*map(int, fields[name]["data_offsets"]),) for name in fields if name != "__metadata__")
-        regions = [(len(header) + begin, end - begin) for begin, end in spans]
+        spans = sorted((*map(int, fields[name]["data_offsets"]), name) for name in fields if name != "__metadata__")
+        regions = [(name, (len(header) + begin, end - begin)) for begin, end, name in spans]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return []
-    inside = all(length >= 0 and len(header) <= offset <= size - length for offset, length in regions)
-    return regions if inside else []
+    inside = all(length >= 0 and len(header) <= offset <= size - length for _, (offset, length) in regions)
+    return regions if inside and sum(length for _, (_, length) in regions) <= size else []

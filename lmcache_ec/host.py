@@ -52,17 +52,20 @@ def memory(root: Path = Path("/")) -> Memory | None:
     part of it is room.
     """
     try:
-        return min(_rooms(root), key=lambda room: room.available_bytes, default=None)
+        rooms = [*_host_rooms(root), *_group_limits(root)]
     except (ValueError, IndexError):
         return None
+    return min(rooms, key=lambda room: room.available_bytes, default=None)
 
 
-def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0) -> str | None:
-    """What to say if LocalCPU, beside LMCache's own pool for KV, may outgrow the memory that is there now."""
+def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0, engines: int = 1) -> str | None:
+    """What to say if LocalCPU, of so many engines on this host and beside LMCache's own pool for KV, may outgrow the
+    memory that is there now."""
     room = memory()
-    if room is None or limit_bytes + kv_pool_bytes <= room.available_bytes:
+    if room is None or limit_bytes * engines + kv_pool_bytes <= room.available_bytes:
         return None
-    beside = f" beside the {rounded_size(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
+    beside = f" in each of {engines} engines" if engines > 1 else ""
+    beside += f" beside the {rounded_size(kv_pool_bytes)} of LMCache's KV pool" if kv_pool_bytes else ""
     advice = "lower max_local_cpu_size" + (", here (ec:) or there" if kv_pool_bytes else "")
     limit, available = rounded_size(limit_bytes), rounded_size(room.available_bytes)
     return (
@@ -94,20 +97,31 @@ def stored_bytes(folder: Path) -> int:
     return total
 
 
-def _rooms(root: Path) -> Iterator[Memory]:
+def _host_rooms(root: Path) -> Iterator[Memory]:
     for line in _lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield Memory(int(line.split()[1]) * 1024, "MemAvailable of the host")
+
+
+def group_rooms(root: Path = Path("/")) -> Iterator[Memory]:
+    """What each control group above this process that has a limit leaves (v1 and v2); none that is not understood."""
+    try:
+        yield from _group_limits(root)
+    except (ValueError, IndexError):
+        return
+
+
+def _group_limits(root: Path) -> Iterator[Memory]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
         if "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _group_rooms(root / "sys/fs/cgroup/memory", group, names)
+            yield from _rooms_above(root / "sys/fs/cgroup/memory", group, names)
         elif not controllers:
-            yield from _group_rooms(root / "sys/fs/cgroup", group, ("memory.max", "memory.current", "inactive_file"))
+            yield from _rooms_above(root / "sys/fs/cgroup", group, ("memory.max", "memory.current", "inactive_file"))
 
 
-def _group_rooms(top: Path, group: str, names: tuple[str, str, str]) -> Iterator[Memory]:
+def _rooms_above(top: Path, group: str, names: tuple[str, str, str]) -> Iterator[Memory]:
     """Of a group and all above it. In a container the group may have another name than /proc says: then it is `top`."""
     limit_name, usage_name, cache_name = names
     inner = top / group.strip("/")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from lmcache_ec.entry import TensorSpec
 
 ALIGNMENT = 4096
-"""Places start and end on pages, so that a payload is page-aligned and two places never share one."""
+"""Places start and end on pages of 4 KiB. Where a kernel's pages are larger (64 KiB on some ARM hosts) two places may
+share one: all that depends on it is how exactly memory follows what is stored."""
 
 
 def aligned(length: int) -> int:
@@ -33,7 +34,7 @@ class State(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """A run of bytes in one segment of the arena, free or owned by a place; it never crosses the segment's end.
+    """A run of bytes of the arena, free or owned by a place.
 
     Linked to its neighbours by address. `place` is None while it is free. Offset and length are in bytes.
     """

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's end of the links: waits for the scheduler side, maps the arena, hands saves over and reports steps."""
+"""A rank's end of the links: waits for the scheduler side, maps the arena, hands saves over and reports steps.
+
+Who owns the mapping, and when it goes: this end maps the arena once, and unmaps it once, when the device has let go of
+it. That is at `close`, or a while after the rank has left the engine (its link has ended, or `leave`): until then steps
+that are under way still load what they were promised, whose bytes nobody changes any more. A device that does not let
+go keeps the mapping for as long as the process lives.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 from lmcache_ec import arena
 from lmcache_ec.channel import (
@@ -33,32 +39,65 @@ from lmcache_ec.channel import (
 
 _logger = logging.getLogger(__name__)
 
+LINGER_S = 30.0
+"""How long a rank that has left its engine can still load: longer than any step takes that was under way."""
+
+_END_S = 5.0
+"""How long `close` waits for the rank's thread, which a device that hangs may hold."""
+
+
+class Device(Protocol):
+    """What a rank's device does with the arena's memory. Called on the rank's thread."""
+
+    registers: bool
+    """Whether it copies best to and from memory that was registered."""
+
+    def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
+        """Register a granule. Returns why it is refused; empty if it is registered."""
+
+    def release(self) -> bool:
+        """Queue no more copies, wait for those that are queued, then unregister all. Bounded; again does nothing more.
+
+        False if the device does not get there: then the memory has to stay mapped.
+        """
+
+
+class HostMemory:
+    """A device that copies without registering anything: the host's processor."""
+
+    registers = False
+
+    def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
+        return ""
+
+    def release(self) -> bool:
+        return True
+
 
 class Rank:
     """One rank's side of an engine's cache.
 
     Lives in a worker process. A thread of its own waits at the rank's address, takes what the scheduler side sends and
-    sends what found its link full; the forward pass calls `hand_over` and `report`, which never wait: the lock is held
-    for a non-blocking send at most.
+    sends what found its link full; the forward pass calls `hand_over`, `report` and `leave`, which never wait: the lock
+    is held for a non-blocking send at most.
     """
 
-    def __init__(self, engine: str, rank: int, register: Callable[[mmap.mmap, int, int], None]) -> None:
-        """`register(memory, offset, length)` makes a segment fit for the device; it runs on the rank's thread.
-
-        Raises OSError if another process holds the rank's address.
-        """
+    def __init__(self, engine: str, rank: int, device: Device | None = None, linger_s: float = LINGER_S) -> None:
+        """Raises OSError if another process holds the rank's address."""
         self.arena_id = ""
         self.memory: mmap.mmap | None = None
         self.incarnation = 0
         self._rank = rank
-        self._register = register
+        self._device = device or HostMemory()
+        self._linger_s = linger_s
+        self._pageable = not self._device.registers
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._store: Link | None = None
         self._unsent: deque[Report | WeightsReport] = deque()
         self._weights: WeightsReport | None = None  # the last, for a scheduler side that comes later
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._stopping = False
+        self._leaving = self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listener.bind(rank_address(engine, rank))
@@ -123,26 +162,36 @@ class Rank:
             self._unsent.append(message)
             os.eventfd_write(self._wake, 1)
 
+    def leave(self) -> None:
+        """Hand over and report nothing more: the scheduler side sees the link end and promises nothing more."""
+        self._leaving = True
+        os.eventfd_write(self._wake, 1)
+
     def close(self) -> None:
         """End the thread and give back links and memory. Views of the memory may outlive this."""
-        self._stopping = True
+        self._leaving = self._closing = True
         os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        self._detach()
-        self._listener.close()
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            _logger.error("encoder cache: the device of rank %d does not answer; its memory stays mapped", self._rank)
+            return
         os.close(self._wake)
 
     # ---- the rank's thread
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while not self._leaving:
                 self._wait()
         except LinkClosed:
-            self._detach()
+            pass
+        except OSError as error:
+            _logger.error("encoder cache: rank %d saves nothing more: %s", self._rank, error.strerror)
         except Exception:
-            _logger.exception("encoder cache: the link thread of rank %d failed; it copies nothing more", self._rank)
-            self._detach()
+            _logger.exception("encoder cache: the link thread of rank %d failed; it saves nothing more", self._rank)
+        self._close_links()
+        self._linger()
+        self._unmap()
 
     def _wait(self) -> None:
         source = self._link or self._listener
@@ -155,7 +204,7 @@ class Rank:
                 os.eventfd_read(self._wake)
             except BlockingIOError:
                 pass
-        if source.fileno() not in ready or self._stopping:
+        if source.fileno() not in ready or self._leaving:
             return
         if self._link is None:
             self._accept()
@@ -179,7 +228,7 @@ class Rank:
                 self.memory = arena.attach(fds[0])
                 os.close(fds[0])
                 self.arena_id = arena_id
-                self._answer(Attached(self._rank))
+                self._answer(Attached(self._rank, self._device.registers))
                 with self._lock:
                     if self._weights is not None:
                         self._post(self._weights)
@@ -190,10 +239,20 @@ class Rank:
                     self._store = Link(socket.socket(fileno=fds[0]))
                     self.incarnation = incarnation
             case Segment(offset=offset, length=length) if self.memory is not None:
-                self._register(self.memory, offset, length)
-                self._answer(SegmentReady(offset))
+                self._answer(self._use(self.memory, offset, length))
             case _:
                 raise LinkClosed(f"unexpected {type(message).__name__}")
+
+    def _use(self, memory: mmap.mmap, offset: int, length: int) -> SegmentReady:
+        """Have a segment registered, granule by granule, as far as the device takes it."""
+        usable, problem = length if self._pageable else 0, ""
+        while usable < length and not (problem or self._leaving):
+            granule = min(arena.GRANULE_BYTES, length - usable)
+            problem = self._device.register(memory, offset + usable, granule)
+            usable += 0 if problem else granule
+        if problem and not offset + usable:
+            self._pageable, usable = True, length
+        return SegmentReady(offset, usable, problem)
 
     def _answer(self, message: Attached | SegmentReady) -> None:
         with self._lock:
@@ -214,17 +273,28 @@ class Rank:
         except LinkClosed:
             return True
 
-    def _detach(self) -> None:
-        """Copy nothing more: from now on no metadata can name this rank's arena."""
-        self.arena_id = ""
+    def _close_links(self) -> None:
+        self._listener.close()
         with self._lock:
             for link in (self._link, self._store):
                 if link is not None:
                     link.close()
             self._link = self._store = None
             self._unsent.clear()
+
+    def _linger(self) -> None:
+        deadline = time.monotonic() + self._linger_s
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while self.memory is not None and not self._closing and (left := deadline - time.monotonic()) > 0:
+            if poller.poll(left * 1000):
+                os.eventfd_read(self._wake)
+
+    def _unmap(self) -> None:
+        """From now on no metadata can name this rank's arena."""
+        self.arena_id = ""
         memory, self.memory = self.memory, None
-        if memory is not None:
+        if self._device.release() and memory is not None:
             try:
                 memory.close()
             except BufferError:

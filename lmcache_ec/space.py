@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The address space of the arena: extents, best fit, and windows that eviction may clear.
 
-Nothing here touches memory; offsets and lengths are bytes within the arena.
+Nothing here touches memory; offsets and lengths are bytes within the arena, which is opened from its start onwards.
 """
 
 from __future__ import annotations
@@ -21,14 +21,23 @@ class Space:
     def __init__(self) -> None:
         self._free: list[tuple[int, int]] = []  # (length, offset), sorted
         self._extents: dict[int, Extent] = {}  # free extents by offset
+        self._last: Extent | None = None
         self.opened_bytes = 0
         self.free_bytes = 0
 
-    def open(self, offset: int, length: int) -> None:
-        """Add a segment's bytes. Segments are never joined: a place lies in one."""
-        self._put_free(Extent(offset, length))
+    def open(self, length: int) -> None:
+        """Add the next `length` bytes. A place may lie across what was opened at different times."""
+        extent = Extent(self.opened_bytes, length, None, self._last)
+        if self._last is not None:
+            self._last.after = extent
+        self._last = extent
         self.opened_bytes += length
-        self.free_bytes += length
+        self.give(extent)
+
+    @property
+    def tail_bytes(self) -> int:
+        """How many bytes are free at the end of what is open: what is opened next joins them."""
+        return self._last.length if self._last is not None and self._last.place is None else 0
 
     def take(self, length: int) -> Extent | None:
         """The smallest free extent of at least `length` bytes, cut to `length`; None if there is none."""
@@ -42,8 +51,7 @@ class Space:
         self._drop_free(extent)
         if extent.length > length:
             rest = Extent(extent.offset + length, extent.length - length, None, extent, extent.after)
-            if extent.after is not None:
-                extent.after.before = rest
+            self._link(rest, extent.after)
             extent.after = rest
             extent.length = length
             self._put_free(rest)
@@ -98,6 +106,8 @@ class Space:
         extent.after = after
         if after is not None:
             after.before = extent
+        else:
+            self._last = extent
 
     def _put_free(self, extent: Extent) -> None:
         insort(self._free, (extent.length, extent.offset))

@@ -41,16 +41,18 @@ from lmcache_ec.channel import (
     Notice,
     Ping,
     Pong,
+    Populate,
+    Populated,
     Saved,
     Sealed,
     Start,
     Write,
     Written,
 )
-from lmcache_ec.incarnation import PROCESS_NAME
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.locate import Locator
 from lmcache_ec.status_server import Status, StatusServer, tier_statuses
+from lmcache_ec.store_process import PROCESS_NAME
 from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.emptied import Looks
 from lmcache_ec.tiers.journal import Journal
@@ -70,7 +72,8 @@ class Store:
     """
 
     def __init__(self, arena_fd: int, link: Link, saver: Link) -> None:
-        self._memory = memoryview(arena.attach(arena_fd))
+        self._arena = arena.attach(arena_fd)
+        self._memory = memoryview(self._arena)
         self._link = link
         self._saver = saver
         self._journal = Journal(lambda kind, text: self._post(Notice(kind, text)))
@@ -152,6 +155,8 @@ class Store:
                 self._sought.append(message)
             case Ping(number=number):
                 self._post(Pong(number))
+            case Populate() if self._owns(message.offset, message.length):
+                threading.Thread(target=self._populate, args=(message,), name="populate", daemon=True).start()
             case Ledger(counts=counts):
                 self._ledger = counts
             case Enter(namespace=namespace):
@@ -240,6 +245,14 @@ class Store:
     def _rouse(self) -> None:
         os.eventfd_write(self._wake, 1)
 
+    def _populate(self, order: Populate) -> None:
+        """Make the pages that a device is about to register. On a thread of its own."""
+        try:
+            arena.populate(self._arena, order.offset, order.length)
+        except OSError:
+            pass  # an old kernel, or no memory: the devices that register them make the pages, or refuse
+        self._post(Populated(order.offset))
+
     def _seal(self, saved: Saved) -> None:
         """Complete an entry, then write it through. On the sealing thread."""
         try:
@@ -277,7 +290,7 @@ class Store:
             released=lambda stored: self._post(Written(write.place, stored)),
         )
         if flush:
-            everywhere = (1 << len(self._stack.lanes)) - 1
+            everywhere = sum(1 << number for number, lane in enumerate(self._stack.lanes) if not lane.tier.read_only)
             put.done = lambda: self._post(Durable(write.place, bool(everywhere) and put.took == everywhere))
         self._stack.writes.write(put)
 
@@ -344,7 +357,11 @@ def main() -> None:
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)
-    Store(arena_fd, link, saver).run()
+    try:
+        store = Store(arena_fd, link, saver)
+    except OSError as error:
+        sys.exit(error.strerror)  # these are its last words, which the engine logs
+    store.run()
     os._exit(0)  # a thread may still be stuck in a tier
 
 

@@ -26,6 +26,7 @@ import setproctitle
 from benchmarks.testbed.engine_env import engine_environment
 from benchmarks.testbed.engine_runner import Process, new_interpreter, serve_on
 from benchmarks.testbed.models import ROOT
+from benchmarks.testbed.triton_interpreter import WANTED
 
 PRELOADED = (
     "vllm",
@@ -36,7 +37,7 @@ PRELOADED = (
     "vllm.distributed.ec_transfer.ec_connector.factory",
     "transformers.models.auto.processing_auto",
 )
-READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_LOGGING")
+READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_LOGGING", WANTED)
 """Variables by their beginnings: an engine that is given others than these began with needs a start of its own."""
 
 

@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve, summary
 from lmcache_ec.host import memory_warning
+from lmcache_ec.host_memory import fitting
 from lmcache_ec.version import __version__
 
 from .front_end import problem
 from .identifiers import Naming
-from .layout import counts_items, engine_name, loading_ranks, why_inert
+from .layout import counts_items, engine_name, engines_on_host, loading_ranks, why_inert
 from .ours import watched
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from .copier import Copier
     from .media import EncodableMedia
     from .scheduler import SchedulerSide
     from .worker import WorkerSide
@@ -61,8 +63,14 @@ def build_scheduler_side(
         )
         return None, encodable
     logger.info(summary(config, resolved.origins))
-    for warning in filter(None, (*resolved.notes, memory_warning(config.max_local_cpu_bytes))):
+    room = memory_warning(fitting(config.max_local_cpu_bytes).bytes, engines=engines_on_host(vllm_config))
+    for warning in filter(None, (*resolved.notes, room)):
         logger.warning("encoder cache: %s", warning)
+    if counts_items(vllm_config):
+        logger.warning(
+            "encoder cache: only what clients name is cached: with prefix caching and processor cache both off vLLM "
+            "numbers all other items anew in each process (set --mm-processor-cache-gb, or enable prefix caching)"
+        )
     if moved := problem():
         logger.error(
             "encoder cache: kept in memory only: this vLLM's front end is not one that is supported (%s), so the names "
@@ -135,17 +143,29 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
     config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
     if not config.enabled or why_inert(vllm_config) or rank >= loading_ranks(vllm_config):
         return None
-    import torch
-
     from .agreement import agree
-    from .copier import copier_for
     from .packed_weights import note_packed_weights
     from .worker import WorkerSide
 
     kind = vllm_config.device_config.device_type
-    device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    try:
+        copier = _copier(kind)
+    except Exception as error:
+        logger.warning("encoder cache: off: rank %d cannot copy beside the model: %s", rank, error)
+        return None
     if kind == "cpu":
         note_packed_weights()
     alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
     flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
-    return WorkerSide(rank, copier_for(device), list if alone else agree, logger, flush_s)
+    return WorkerSide(rank, copier, list if alone else agree, logger, flush_s)
+
+
+def _copier(kind: str) -> Copier:
+    """Of the device that vLLM has made this process' current one. Raises whatever torch does where there is none."""
+    import torch
+
+    from .copier import copier_for
+
+    return copier_for(
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    )

@@ -59,6 +59,9 @@ class ECLMCacheConnector(ECConnectorBase):
                 return self._scheduler.ensure_cache_available(request, num_computed_tokens)
             except Exception:
                 self._give_up("ensure_cache_available")
+        failed = self._failed
+        if failed is not None:
+            self._guarded(lambda: failed.note(request), None)
         return self._only_encodable(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lmcache_ec.incarnation import PROCESS_NAME
+from lmcache_ec.store_process import PROCESS_NAME
 
 _INITS = frozenset({"tini", "docker-init", "dumb-init", "catatonit"})
 """Programs that run as PID 1 of a container for one child, and end with it."""

@@ -1,27 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the arena and a device, and when a step's copies are over. The one place that knows of streams."""
+"""Copies between the arena and a device, and when a step's copies are over. The one place that knows of streams.
+
+Who owns what, and when it may go (`DeviceCopier`):
+
+1. The rank maps the arena and unmaps it; this registers it with the device, granule by granule, and unregisters it.
+2. A copy is queued only between `register` and `release`. `release` first has no more queued, then waits for those that
+   are, then unregisters; the rank unmaps after that. So nothing is ever unmapped that is registered, or copied.
+3. A tensor or place under a copy is held, or recorded on the copies' stream, until the step's event has passed.
+4. The model may overwrite an encoder output in a later step than the one that saved it: that step's work follows the
+   copies of the steps before (`begin_step`). In its own step vLLM itself still reads it.
+5. A device that does not get to the end of its copies in time is given up: nothing of it is unregistered or unmapped.
+"""
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 import threading
+import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
+from lmcache_ec.rank import Device, HostMemory
+
 Done = Callable[[], None]
 
+_logger = logging.getLogger(__name__)
 
-class Copier(Protocol):
-    """How one rank copies. Called from its forward pass, but for `register`, which its link thread calls."""
+_END_S = 3.0
+"""How long a device may take to finish its copies once the engine ends: vLLM gives its workers five seconds."""
 
-    def register(self, memory: mmap.mmap, offset: int, length: int) -> None:
-        """Make a segment fit for copies, before any place in it is used."""
+_POLL_S = 0.001
+_NEEDED = ("Stream", "Event", "current_stream", "stream", "device")
+"""What a device's module (`torch.cuda`, `torch.xpu`) has to offer."""
+
+_given_up: list[object] = []
+"""Memory that a device which hangs may still use: it stays mapped for as long as this process lives."""
+
+
+class Copier(Device, Protocol):
+    """How one rank copies. Called from its forward pass; `register` and `release` by its link thread."""
+
+    def begin_step(self) -> None:
+        """Have the step's work wait, on the device, for saves of earlier steps."""
 
     def load(self, source: torch.Tensor) -> torch.Tensor:
         """A device tensor with the arena's bytes, good for whatever the forward pass does with it from now on."""
+
+    def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
+        """The same in the model's own order, and the caller waits: for what `load` could not, and must come."""
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy an encoder output into the arena, at the latest by the time the step's `done` is called."""
@@ -30,16 +62,19 @@ class Copier(Protocol):
         """Call `done` once every copy of the step is over. Steps finish in order."""
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish what is under way. Bounded."""
 
 
-class HostCopier:
+class HostCopier(HostMemory):
     """Encoder outputs live in host memory: every copy is over when it returns."""
 
-    def register(self, memory: mmap.mmap, offset: int, length: int) -> None:
+    def begin_step(self) -> None:
         pass
 
     def load(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -55,72 +90,212 @@ class HostCopier:
 class DeviceCopier:
     """Copies on a stream of their own, beside the model's.
 
-    `cuda` is `torch.cuda`, or what stands in for it. A save waits for the work that produced its source; the source and
-    the arena's bytes are held until the copy's event has passed. A thread waits for the events, in step order, so that
-    the forward pass never does.
+    `accelerator` is the device's module, or what stands in for it. A save waits for the work that produced its source.
+    A thread waits for the copies' events, in step order and asleep, so that the forward pass never does.
     """
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, device: torch.device, accelerator: Any = None) -> None:
+        """Raises whatever torch does for a device that has no streams, see `why_unsupported`."""
+        self._accelerator = accelerator or torch.get_device_module(device)
+        self.registers = hasattr(self._accelerator, "cudart")
         self._device = device
-        self._stream = cuda.Stream(device)
+        self.stream = self._accelerator.Stream(device)
+        """The copies'. `thread` waits for them."""
+        self._queueing = threading.Lock()
+        self._released = self._stuck = False
+        self._granules: list[tuple[mmap.mmap, int]] = []  # what is registered: memory and address
+        self._borders: list[int] = []  # the addresses at which one registration may meet another, sorted
         self._held: list[torch.Tensor] = []
+        self._unwaited: Any = None  # the event of saves that the model's stream has not been told to wait for
+        self._saves = False
         self._error: Exception | None = None
         self._steps: queue.SimpleQueue[tuple[Any, list[torch.Tensor], Done] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._finish_steps, name="lmcache-ec-copies", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._finish_steps, name="lmcache-ec-copies", daemon=True)
+        self.thread.start()
 
-    def register(self, memory: mmap.mmap, offset: int, length: int) -> None:
-        """Pin the segment: a copy from pageable memory would not be asynchronous. Raises RuntimeError if refused.
+    # ---- memory
+
+    def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
+        """Pin the granule: a copy from pageable memory is not asynchronous.
 
         On the device of this rank: a thread starts with the first one, and would make a context of its own there.
         """
-        segment = torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=offset)
-        with self._cuda.device(self._device):
-            status = self._cuda.cudart().cudaHostRegister(segment.data_ptr(), length, 0)
-        if int(status):
-            raise RuntimeError(f"cudaHostRegister of {length} bytes failed with status {int(status)}")
+        address = torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=offset).data_ptr()
+        try:
+            with self._accelerator.device(self._device):
+                status = int(self._accelerator.cudart().cudaHostRegister(address, length, 0))
+        except RuntimeError as error:
+            return f"cudaHostRegister of {length} bytes failed: {error}"
+        if status:
+            return f"cudaHostRegister of {length} bytes failed with status {status}"
+        with self._queueing:
+            self._granules.append((memory, address))
+            self._borders = sorted({*self._borders, address, address + length})
+        return ""
+
+    def release(self) -> bool:
+        with self._queueing:
+            self._released = True
+            granules, self._granules = self._granules, []
+        kept = [granule for granule in granules if not self._unregister(granule[1])] if self._is_quiet() else granules
+        if kept or self._stuck:
+            _given_up.append(kept)
+            self._stuck = True
+        return not self._stuck
+
+    def _is_quiet(self) -> bool:
+        """Wait until every copy that was queued is over. False if that takes too long, or the device has failed."""
+        deadline = time.monotonic() + _END_S
+        try:
+            last = self.stream.record_event()
+            while not self._stuck and not last.query():
+                self._stuck = time.monotonic() > deadline
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            self._stuck = True
+        return not self._stuck
+
+    def _unregister(self, address: int) -> bool:
+        try:
+            with self._accelerator.device(self._device):
+                status = int(self._accelerator.cudart().cudaHostUnregister(address))
+        except RuntimeError as error:
+            _logger.warning("encoder cache: cudaHostUnregister failed, the memory stays mapped: %s", error)
+            return False
+        if status:
+            _logger.warning("encoder cache: cudaHostUnregister failed with status %d, the memory stays mapped", status)
+        return not status
+
+    # ---- the forward pass
+
+    def begin_step(self) -> None:
+        if self._unwaited is not None:
+            self._accelerator.current_stream(self._device).wait_event(self._unwaited)
+            self._unwaited = None
 
     def load(self, source: torch.Tensor) -> torch.Tensor:
-        with self._cuda.stream(self._stream):
+        """Raises RuntimeError once the memory is released."""
+        with self._queueing:
+            self._check_usable()
+            current = self._accelerator.current_stream(self._device)
+            tensor = self._empty_like(source, current)
+            self._copy(tensor, source, self._pieces(source))
+            current.wait_event(self.stream.record_event())
+            tensor.record_stream(current)
+            self._held.append(source)
+        return tensor
+
+    def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
+        """Raises RuntimeError once the memory is released."""
+        with self._queueing:
+            self._check_usable()
             tensor = torch.empty_like(source, device=self._device)
-            tensor.copy_(source, non_blocking=True)
-        current = self._cuda.current_stream(self._device)
-        current.wait_event(self._stream.record_event())
-        tensor.record_stream(current)
-        self._held.append(source)
+            flat, elements = tensor.view(-1), source.view(-1)
+            for begin, end in self._pieces(source):
+                flat[begin:end].copy_(elements[begin:end])
         return tensor
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        self._stream.wait_event(self._cuda.current_stream(self._device).record_event())
-        with self._cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-        source.record_stream(self._stream)
-        self._held += (source, destination)
+        """Raises RuntimeError once the memory is released."""
+        with self._queueing:
+            self._check_usable()
+            self.stream.wait_event(self._accelerator.current_stream(self._device).record_event())
+            self._copy(destination, source, self._pieces(destination))
+            source.record_stream(self.stream)
+            self._held += (source, destination)
+            self._saves = True
+
+    def _check_usable(self) -> None:
+        if self._released:
+            raise RuntimeError("the arena's memory was given back")
+
+    def _empty_like(self, source: torch.Tensor, current: Any) -> torch.Tensor:
+        """Room for a load, on the device. First of the copies' own stream, so that the copy need not wait for the
+        model: vLLM did not count on that room. Where there is none, of what vLLM has for its encoder cache."""
+        try:
+            with self._accelerator.stream(self.stream):
+                return torch.empty_like(source, device=self._device)
+        except torch.OutOfMemoryError:
+            tensor = torch.empty_like(source, device=self._device)
+            self.stream.wait_event(current.record_event())  # whoever had this room before may still use it
+            tensor.record_stream(self.stream)
+            return tensor
+
+    def _pieces(self, stored: torch.Tensor) -> list[tuple[int, int]]:
+        """The elements of a place from one border of two registrations to the next: a copy across one is an error.
+
+        Borders are at whole pages of the arena, as payloads begin at them: so none lies within an element.
+        """
+        start, size = stored.data_ptr(), stored.element_size()
+        first = bisect_right(self._borders, start)
+        last = bisect_left(self._borders, start + stored.numel() * size)
+        cuts = [(border - start) // size for border in self._borders[first:last]]
+        return list(pairwise((0, *cuts, stored.numel())))
+
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
+        with self._accelerator.stream(self.stream):
+            if len(pieces) == 1:
+                destination.copy_(source, non_blocking=True)
+                return
+            flat, elements = destination.view(-1), source.reshape(-1)
+            for begin, end in pieces:
+                flat[begin:end].copy_(elements[begin:end], non_blocking=True)
 
     def finish(self, done: Done) -> None:
         """Raises RuntimeError if an earlier step failed."""
         held, self._held = self._held, []
+        saves, self._saves = self._saves, False
         if self._error is not None:
             held.clear()
             raise RuntimeError(f"copies of an earlier step failed: {self._error}") from self._error
-        self._steps.put((self._stream.record_event(), held, done))
+        over = self._sleeping_event()
+        over.record(self.stream)
+        if saves:
+            self._unwaited = over
+        self._steps.put((over, held, done))
+
+    def _sleeping_event(self) -> Any:
+        """An event that a thread waits for asleep: on CUDA the default burns a core until it has passed.
+
+        Of the device's own module: `torch.Event` takes `blocking`, too, and ignores it (torch 2.13, its documentation
+        and torch/csrc/Event.cpp). XPU's has no such choice.
+        """
+        kind = self._accelerator.Event
+        return kind(blocking=True) if self._device.type == "cuda" else kind()
 
     def close(self) -> None:
         self._steps.put(None)
-        self._thread.join()
+        self.thread.join(_END_S)
+        if self.thread.is_alive():
+            self._stuck = True
+            _logger.error("encoder cache: the device has not finished its copies in %.0f s and is given up", _END_S)
+
+    # ---- the thread that waits
 
     def _finish_steps(self) -> None:
         while (step := self._steps.get()) is not None:
-            event, held, done = step
+            over, held, done = step
             try:
                 if self._error is None:
-                    event.synchronize()
+                    over.synchronize()
                     held.clear()
                     done()
             except Exception as error:
                 self._error = error
 
 
+def why_unsupported(kind: str) -> str:
+    """Why encoder outputs on devices of this type (`torch.device.type`) cannot be copied beside the model; or empty."""
+    if kind == "cpu":
+        return ""
+    try:
+        module = torch.get_device_module(kind)
+    except RuntimeError as error:
+        return f"torch does not know devices of type {kind!r}: {error}"
+    missing = [f"torch.{kind}.{name}" for name in _NEEDED if not hasattr(module, name)]
+    return f"copies beside the model need streams and events; there is no {', '.join(missing)}" if missing else ""
+
+
 def copier_for(device: torch.device) -> Copier:
+    """Raises whatever torch does where the device's streams cannot be had."""
     return HostCopier() if device.type == "cpu" else DeviceCopier(device)

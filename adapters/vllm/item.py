@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from lmcache_ec.cache import Probe
+from lmcache_ec.fetches import Probe
 from lmcache_ec.place import Place
 
 from .identifiers import Durability, Name
@@ -43,6 +43,8 @@ class Item:
     """A producer has said that it stored the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
+    dropped: bool = False
+    """vLLM has taken back from its workers what they would encode (0.33's V2 runner, once the item is computed)."""
     probe: Probe | None = None
     """A producer's question which tiers have it, asked for this request."""
     rewritten: bool = False

@@ -41,8 +41,19 @@ def counts_items(vllm_config: VllmConfig) -> bool:
     return media is not None and not (media.mm_processor_cache_gb or vllm_config.cache_config.enable_prefix_caching)
 
 
+def engines_on_host(vllm_config: VllmConfig) -> int:
+    """How many data-parallel engines this host runs, as far as this one knows: of a dense model each is made to believe
+    that it is alone (`reconfigure_for_independent_dp_rank`), and keeps its number. The last one knows them all."""
+    parallel = vllm_config.parallel_config
+    number: int = parallel.data_parallel_rank_local or 0
+    configured: int = parallel.data_parallel_size_local
+    return max(configured, number + 1)
+
+
 def why_inert(vllm_config: VllmConfig) -> str:
     """Why this engine is served without the cache; empty if it can be served with it."""
+    from .copier import why_unsupported
+
     parallel = vllm_config.parallel_config
     if vllm_config.model_config.is_encoder_decoder:
         # The V1 runner never loads for these, while a True from `has_cache_item` drops the encode.
@@ -52,6 +63,19 @@ def why_inert(vllm_config: VllmConfig) -> str:
         return "the model takes no media"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, and all must decide alike"
-    if getattr(parallel, "nnodes", 1) > 1:
+    # Of one data-parallel engine: several of them on hosts of their own are no reason.
+    if getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)) > 1:
         return "ranks on other hosts cannot map this host's arena"
-    return ""
+    if getattr(vllm_config, "use_v2_model_runner", False) and adapts_towers(vllm_config):
+        # vllm/v1/worker/gpu/model_runner.py sets them before it has the connector load: too late for an item that
+        # cannot be loaded and is encoded after all.
+        return (
+            "the V2 model runner sets the encoder's LoRA adapters for what it knows that it will encode; "
+            "with VLLM_USE_V2_MODEL_RUNNER=0 the cache serves"
+        )
+    return why_unsupported(vllm_config.device_config.device_type)
+
+
+def adapts_towers(vllm_config: VllmConfig) -> bool:
+    """Whether LoRA adapters change what the encoder puts out."""
+    return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))

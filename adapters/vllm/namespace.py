@@ -19,6 +19,8 @@ from lmcache_ec.entry import FORMAT
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint, file_fingerprint
 from lmcache_ec.key import check_namespace, namespace_of
 
+from .checkpoint_files import note, replaced
+
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, MultiModalConfig, VllmConfig
 
@@ -94,9 +96,17 @@ def engine_namespace(vllm_config: "VllmConfig", config: "EncoderCacheConfig") ->
         return check_namespace(config.namespace)
     hf_config = vllm_config.model_config.hf_config
     try:
-        return namespace_of(getattr(hf_config, "model_type", ""), engine_facts(vllm_config, config))
+        namespace = namespace_of(getattr(hf_config, "model_type", ""), engine_facts(vllm_config, config))
     except (FingerprintError, TypeError) as error:
         raise NamespaceUnknown(error) from error
+    if (path := replaced(vllm_config.model_config.model, _checkpoint_folders(vllm_config))) is not None:
+        raise NamespaceUnknown(f"{path} was replaced while the engine loaded it; restart the engine")
+    return namespace
+
+
+def note_checkpoint(vllm_config: "VllmConfig") -> None:
+    """Before its weights are loaded: see `checkpoint_files`."""
+    note(vllm_config.model_config.model, _checkpoint_folders(vllm_config))
 
 
 def engine_facts(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> dict[str, object]:
@@ -232,12 +242,24 @@ def _repository(
         return {"content": [checkpoint_fingerprint(path, weights_required=weights_required)], "revision": revision}
     if path.is_file():  # what belongs to it, such as a projector, lies beside it
         return {"content": [checkpoint_fingerprint(path.parent)], "file": path.name, "revision": revision}
-    snapshots = _snapshots(name, revision, download_dir)
+    found = _snapshots(name, revision, download_dir)
     prints = [
-        checkpoint_fingerprint(snapshot, weights_required=weights_required and snapshot is snapshots[0])
-        for snapshot in snapshots
+        checkpoint_fingerprint(snapshot, weights_required=weights_required and snapshot is found[0])
+        for snapshot in found
     ]
-    return {"content": prints, "revision": snapshots[0].name}
+    return {"content": prints, "revision": found[0].name}
+
+
+def _checkpoint_folders(vllm_config: "VllmConfig") -> list[Path]:
+    """Where the weights are, or nothing if they are not there yet."""
+    model = vllm_config.model_config
+    path = Path(model.model)
+    if path.exists():
+        return [path if path.is_dir() else path.parent]
+    try:
+        return _snapshots(model.model, model.revision, vllm_config.load_config.download_dir)
+    except NamespaceUnknown:
+        return []
 
 
 def _snapshots(name: str, revision: str | None, download_dir: str | None) -> list[Path]:

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 from .item import Item, Standing
 
 if TYPE_CHECKING:
-    from lmcache_ec.cache import EncoderCache, Probe
+    from lmcache_ec.cache import EncoderCache
     from lmcache_ec.entry import TensorSpec
+    from lmcache_ec.fetches import Probe
     from lmcache_ec.place import Place
 
 

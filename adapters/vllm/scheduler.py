@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from lmcache_ec.cache import MISFIT_REMEMBERED_S, EncoderCache
+from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, entry_length, room
+from lmcache_ec.fetches import MISFIT_REMEMBERED_S
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
 from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from .media import EncodableMedia
 
-_RETRIES_A_PASS = 8
 _LOOK_AGAIN_S = 1.0
 """Between two looks at weights that stay in doubt."""
 
@@ -58,14 +58,15 @@ _NEVER_CACHED = "prompt_embeds"
 
 
 class Promised(NamedTuple):
-    """A load that vLLM counts on: of the place, for (request, index). No place: void since, to be encoded in its place.
+    """A load that vLLM counts on: of the pinned place, for (request, index).
 
-    One that is not `encodable` is never void: vLLM dies of an item that never comes.
+    One of `outdated` weights is loaded only for a request that carries nothing to encode: vLLM dies of an item that
+    never comes.
     """
 
-    place: Place | None
+    place: Place
     item: tuple[str, int]
-    encodable: bool = True
+    outdated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +181,7 @@ class SchedulerSide:
                 item.probe = None
         if self._producer is not None:
             self._producer.follow(self._mirror)
-        for identifier, promised in self._loads.items():
-            if promised.place is not None and promised.encodable:
-                self.cache.book.unpin(promised.place)
-                self._loads[identifier] = promised._replace(place=None)
+        self._loads = {identifier: promised._replace(outdated=True) for identifier, promised in self._loads.items()}
 
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
@@ -228,8 +226,8 @@ class SchedulerSide:
 
     def _announced(self, request: Request) -> frozenset[str]:
         """The items that a producer has stored where this engine can find them."""
-        told = announced(request)
-        others = {namespace for namespace in told.values() if namespace != self.cache.namespace}
+        claims = announced(request)
+        others = {namespace for namespace in claims.values() if namespace != self.cache.namespace}
         if others and self.cache.persists:
             self.counts["foreign_announcements"] += 1
             self._complaints.warn(
@@ -237,7 +235,7 @@ class SchedulerSide:
                 f"a producer announces entries of namespace {min(others)[:MAX_NAMESPACE_CHARS]!r}, this engine's is "
                 f"{self.cache.namespace}: checkpoint, configuration or versions differ, and nothing can be shared",
             )
-        return frozenset(i for i, namespace in told.items() if namespace == self.cache.namespace)
+        return frozenset(i for i, namespace in claims.items() if namespace == self.cache.namespace)
 
     def _prepare(self, memo: Memo) -> bool:
         """Lease what is there, start what can come; wait, fail the request, or let vLLM encode."""
@@ -307,7 +305,7 @@ class SchedulerSide:
 
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be loaded for the item."""
-        return self._policy.consumer and self._usable(item)
+        return self._policy.consumer and self._usable(item) and not item.dropped
 
     def _find(self, item: Item) -> Place | None:
         """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
@@ -371,6 +369,8 @@ class SchedulerSide:
             return False
         if self._producer is not None:
             return self._producer.has(item, self._find(item))
+        if not self._serves(item):
+            return False
         place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
             return False
@@ -394,9 +394,8 @@ class SchedulerSide:
         place = self._promises.pop(identifier, None)
         if place is not None:
             put_off = self._loads.get(identifier)
-            encodable = memo is not None and memo.items[index].encodable
-            self._loads[identifier] = Promised(place, (request.request_id, index), encodable)
-            if put_off is not None and put_off.place is not None:
+            self._loads[identifier] = Promised(place, (request.request_id, index))
+            if put_off is not None:
                 self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
             if memo is not None and identifier in memo.leases:
                 self.cache.book.release(memo.leases.pop(identifier))
@@ -437,6 +436,7 @@ class SchedulerSide:
         for identifier in list(self._promises):
             self._withdraw(identifier)
         self._follow_frees(scheduler_output.free_encoder_mm_hashes)
+        self._follow_payloads(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens and (self._loads or not self.cache.inert):
             meta = self._orders(scheduler_output)
         else:
@@ -450,8 +450,7 @@ class SchedulerSide:
         self._asked = None
         self._drained = self._questioned = False
         self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
-        if meta.step:
-            self._loads.clear()  # last: `give_up` needs them if anything before this raises
+        self._take_out(meta)  # last: `give_up` needs them if anything before this raises
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
@@ -461,6 +460,8 @@ class SchedulerSide:
             self._mirror &= self._allocated
             if self._producer is not None:
                 self._producer.follow(self._mirror)
+            for identifier in self._loads.keys() - self._allocated:
+                self.cache.book.unpin(self._loads.pop(identifier).place)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -469,41 +470,97 @@ class SchedulerSide:
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
             put_off = self._loads.pop(identifier, None)
-            if put_off is not None and put_off.place is not None:
+            if put_off is not None:
                 self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
+
+    def _follow_payloads(self, scheduler_output: SchedulerOutput) -> None:
+        """0.33's V2 runner lets go of what an item is encoded from once it is computed, and gets it again with the
+        request, or with an encode that vLLM schedules (`encoder_input_updates`). After a rollback a load of such an
+        item could not be made up for: it is not promised."""
+        updates = getattr(scheduler_output, "encoder_input_updates", None)
+        if updates is None:
+            return
+        for new in scheduler_output.scheduled_new_reqs:
+            for item in self._items(new.req_id):
+                item.dropped = False
+        for request_id, changes in updates.items():
+            items = self._items(request_id)
+            for index, payload in changes.items():
+                if index < len(items):
+                    items[index].dropped = payload is None
+
+    def _items(self, request_id: str) -> list[Item]:
+        memo = self._memos.get(request_id)
+        return [] if memo is None else memo.items
+
+    def _bearers(self, scheduled: Container[str]) -> dict[str, tuple[str, int]]:
+        """The loads that can go out with this step, and who has each encoded if it fails: an item of a request that the
+        step schedules. Of a load that nobody there bears nothing could be made any more, and vLLM takes the item for
+        cached; so it waits for the step of one who does (its own request was preempted, or the step had no tokens)."""
+        bearers = (
+            (identifier, self._bearer(identifier, load.item, scheduled)) for identifier, load in self._loads.items()
+        )
+        return {identifier: bearer for identifier, bearer in bearers if bearer is not None}
+
+    def _bearer(self, identifier: str, own: tuple[str, int], scheduled: Container[str]) -> tuple[str, int] | None:
+        """Rather one that carries what can be encoded."""
+        if own[0] in scheduled and self._encodes(own):
+            return own
+        others = [
+            (memo.request_id, memo.items.index(memo.named[identifier]))
+            for memo in self._memos.values()
+            if identifier in memo.named and memo.request_id in scheduled
+        ]
+        encoding = next((other for other in others if self._encodes(other)), None)
+        return encoding or (own if own[0] in scheduled else next(iter(others), None))
+
+    def _encodes(self, bearer: tuple[str, int]) -> bool:
+        request_id, index = bearer
+        items = self._items(request_id)
+        return index >= len(items) or (items[index].encodable and not items[index].dropped)
+
+    def _load(self, identifier: str, void: bool, bearer: tuple[str, int]) -> Load:
+        """The order to load what was promised. One that is void has it encoded, if the bearer can."""
+        place, encodes = self._loads[identifier].place, self._encodes(bearer)
+        if place.spec is None or (void and encodes):
+            return Load(0, 0, identifier, _NOTHING, bearer)
+        return Load(place.id, place.offset + room(place.identifier), identifier, place.spec, bearer, encodes)
+
+    def _take_out(self, meta: StepMetadata) -> None:
+        for load in meta.loads:
+            self._loads.pop(load.identifier, None)
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
         retries = self._retries() if book.unsaved and self._records else []
         again = self._reserve_again(scheduler_output)
-        copies = bool(self._loads or self._saves or retries)
+        bearers = self._bearers(scheduler_output.num_scheduled_tokens) if self._loads else {}
+        copies = bool(bearers or self._saves or retries)
         look = self._looks(copies)
         if not (copies or look or book.outstanding()):
             return StepMetadata()
         self._step += 1
         encodes = scheduler_output.scheduled_encoder_inputs
-        scheduled = scheduler_output.num_scheduled_tokens
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
         meta.namespace, meta.weights = self.cache.namespace, self.cache.held
-        for identifier, (place, request_id, index) in self._saves.items():
+        for identifier, (saved, request_id, index) in self._saves.items():
             if identifier in again and self._producer is not None:
                 self._producer.encoded_again(identifier)
                 meta.encodes.append((request_id, index))
             elif index not in encodes.get(request_id, ()):
-                self._drop_save(place)  # preempted in the step that had scheduled it: no encode follows
+                self._drop_save(saved)  # preempted in the step that had scheduled it: no encode follows
                 continue
-            meta.saves[identifier] = self._send_save(place)
+            meta.saves[identifier] = self._send_save(saved)
         meta.retries = [self._send_save(place) for place in retries]
-        for identifier, (promised, item, encodable) in self._loads.items():
-            scheduled_item = item if item[0] in scheduled else None
-            if promised is None:
-                meta.loads.append(Load(0, 0, identifier, _NOTHING, scheduled_item))
-            elif promised.spec is not None:
-                offset = promised.offset + room(promised.identifier)
-                meta.loads.append(Load(promised.id, offset, identifier, promised.spec, scheduled_item, encodable))
-                book.send_load(promised, self._step)
+        for identifier, bearer in bearers.items():
+            promised = self._loads[identifier]
+            meta.loads.append(load := self._load(identifier, promised.outdated, bearer))
+            if load.place:
+                book.send_load(promised.place, self._step)
+            else:
+                book.unpin(promised.place)
         self._saves.clear()
         return meta
 
@@ -543,6 +600,11 @@ class SchedulerSide:
         self._looked = self._now
         return True
 
+    def note(self, request: Request) -> None:
+        """In place of `ensure_cache_available`, once the cache is closed: the request may bear a load that waits."""
+        if self._loads and request.request_id not in self._memos:
+            self._remember(request)
+
     def give_up_item(self, request: Request, index: int) -> None:
         """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
         identifier = request.mm_features[index].identifier
@@ -551,17 +613,18 @@ class SchedulerSide:
             self._loads[identifier] = Promised(place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """In place of `build_connector_meta`, once the cache is closed: loads of no arena. They fail on every rank, and
-        so vLLM encodes what it was promised."""
+        """In place of `build_connector_meta`, once the cache is closed: loads that fail on every rank, so that vLLM
+        encodes what it was promised. What carries nothing to encode is loaded after all: its bytes are still mapped,
+        and nobody changes them any more."""
         self._promises.clear()
-        if not self._loads or not scheduler_output.total_num_scheduled_tokens:
+        bearers = self._bearers(scheduler_output.num_scheduled_tokens)
+        if not bearers or not scheduler_output.total_num_scheduled_tokens:
             return StepMetadata()
         self._step += 1
-        scheduled = scheduler_output.num_scheduled_tokens
-        meta = StepMetadata("", self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
-        for identifier, (_, item, _) in self._loads.items():
-            meta.loads.append(Load(0, 0, identifier, _NOTHING, item if item[0] in scheduled else None))
-        self._loads.clear()
+        meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=scheduler_output.scheduled_encoder_inputs)
+        meta.namespace, meta.weights = self.cache.namespace, self.cache.held
+        meta.loads = [self._load(identifier, True, bearer) for identifier, bearer in bearers.items()]
+        self._take_out(meta)
         return meta
 
     def _send_save(self, place: Place) -> Save:
@@ -573,25 +636,16 @@ class SchedulerSide:
         return Save(place.id, place.offset, place.length, identifier, place.identifier, spec, place.dirty)
 
     def _retries(self) -> list[Place]:
-        """Places for saves that were dropped once, of tensors that vLLM still holds. Ends where room does."""
-        book, places = self.cache.book, []
-        for name, spec in list(islice(book.unsaved.items(), _RETRIES_A_PASS)):
+        """Places for saves that were dropped once, of tensors that vLLM still holds."""
+
+        def holds(name: str) -> bool | None:
             identifier = identifier_of(name)
             if identifier in self._allocated:
-                continue  # not in the runner's cache before this step
-            if identifier not in self._mirror:
-                del book.unsaved[name]
-                continue
-            how = self._policy.naming.durability_of(name)
-            place = book.reserve_save(name, spec, self._persists(how), retry=True)
-            if place is None:
-                if book.live(name) is None:
-                    book.unsaved.move_to_end(name)  # behind the others, one of which may fit
-                else:
-                    del book.unsaved[name]
-                break
-            places.append(place)
-        return places
+                return None  # not in the runner's cache before this step
+            return identifier in self._mirror
+
+        durability_of = self._policy.naming.durability_of
+        return self.cache.book.retries(holds, lambda name: self._persists(durability_of(name)))
 
     # ---- the end of a request
 

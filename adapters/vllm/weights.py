@@ -66,7 +66,7 @@ class EncoderWeights:
         """Around a call to the worker that may change weights. `name` is that of a method, or empty; `argument` is its
         first, if it has any; `model` tells the worker's model afterwards."""
         self._calls += 1
-        self._tell("")
+        self._send("")
         self._guarded(self._note_buffers)
         done = False
         try:
@@ -85,7 +85,7 @@ class EncoderWeights:
             digest = ""
         if digest:
             self._rubbish = False
-        self._tell(digest)
+        self._send(digest)
 
     def are(self, held: Held | None, rank: int) -> bool:
         """Whether they are those that a step was made up for, of which this rank's part is `held.digests[rank]`."""
@@ -93,7 +93,7 @@ class EncoderWeights:
             held is not None and bool(self._digest) and (held.calls, held.digests[rank]) == (self._calls, self._digest)
         )
 
-    def _tell(self, digest: str) -> None:
+    def _send(self, digest: str) -> None:
         """Report what is news: in doubt it makes no difference how many calls there were."""
         if digest or self._digest:
             self._report(self._calls, digest)
@@ -150,11 +150,11 @@ class EncoderWeights:
 
         @functools.wraps(load)
         def load_in_doubt(*args: object, **kwargs: object) -> object:
-            self._tell("")
+            self._send("")
             try:
                 return load(*args, **kwargs)
             finally:
-                self._tell("")  # a look may have come in between, from another thread
+                self._send("")  # a look may have come in between, from another thread
 
         model.load_weights = load_in_doubt
 

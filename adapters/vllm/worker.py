@@ -14,11 +14,11 @@ from lmcache_ec.arena import within
 from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import room
-from lmcache_ec.rank import Rank
+from lmcache_ec.rank import LINGER_S, Rank
 
 from .copier import Copier
 from .layout import SAVING_RANK
-from .metadata import Load, Save, StepMetadata
+from .orders import Load, Orders, Save
 from .tensors import dtype_name, view
 from .weights import EncoderWeights
 
@@ -55,21 +55,23 @@ class WorkerSide:
         """Of this rank's encoder, where they are watched."""
         self._outdated = False  # whether this step was made up for other weights
         self._rank: Rank | None = None
-        self._meta: StepMetadata | None = None
+        self._meta: Orders | None = None
         self._outcomes: list[tuple[int, Outcome]] = []
         self._copied: list[Save] = []
 
-    def start(self, engine: str) -> None:
+    def start(self, engine: str, linger_s: float = LINGER_S) -> None:
         """Wait for the scheduler side from now on. Raises OSError if another process holds this rank's address."""
-        self._rank = Rank(engine, self._number, self._copier.register)
+        self._rank = Rank(engine, self._number, self._copier, linger_s)
 
     def watch_weights(self, model: torch.nn.Module) -> None:
         """Tell the scheduler side from now on what weights the encoder of `model` has, which was just loaded."""
         if self._rank is not None:
             self.weights = EncoderWeights(model, self._rank.report_weights, self._logger)
 
-    def bind(self, meta: StepMetadata) -> None:
+    def bind(self, meta: Orders) -> None:
+        """Begin a step: the first hook of each that vLLM runs, before anything is loaded, encoded or saved."""
         self._meta = meta if meta.step else None
+        self._copier.begin_step()
         if self._meta is None:
             return
         if meta.look and self.weights is not None:
@@ -88,11 +90,11 @@ class WorkerSide:
             if again:
                 self._encode_after_all(meta, load, cache)
 
-    def _load(self, meta: StepMetadata, load: Load, cache: EncoderTensors) -> bool:
+    def _load(self, meta: Orders, load: Load, cache: EncoderTensors) -> bool:
         try:
             if self._outdated and load.encodable:
                 raise ValueError(_OUTDATED)
-            self._put(cache, load.identifier, self._copier.load(self._payload(meta, load)))
+            self._put(cache, load.identifier, self._copied_from(self._payload(meta, load), load.encodable))
         except Exception as error:
             self._complaints.warn("load", f"an entry could not be loaded and is encoded again: {error}")
             self._outcomes.append((load.place, Outcome.FAILED))
@@ -100,13 +102,23 @@ class WorkerSide:
         self._outcomes.append((load.place, Outcome.COPIED))
         return True
 
+    def _copied_from(self, payload: torch.Tensor, encodable: bool) -> torch.Tensor:
+        """A copy that failed is made up for by an encode, or, where there is nothing to encode, by a plainer copy."""
+        try:
+            return self._copier.load(payload)
+        except Exception as error:
+            if encodable:
+                raise
+            self._complaints.warn("plain", f"an entry that cannot be encoded is copied while the model waits: {error}")
+            return self._copier.load_plainly(payload)
+
     @staticmethod
     def _put(cache: EncoderTensors, identifier: str, tensor: torch.Tensor) -> None:
         """The one place that puts a loaded tensor into vLLM's encoder cache, whatever that is."""
         cache[identifier] = tensor
 
     @staticmethod
-    def _encode_after_all(meta: StepMetadata, load: Load, cache: EncoderTensors) -> None:
+    def _encode_after_all(meta: Orders, load: Load, cache: EncoderTensors) -> None:
         """Add the item to what the encoder, which runs right after the loads, has to encode in this step.
 
         A rank that could load it lets go of its copy: vLLM's V2 runner encodes only what its cache lacks, and one rank
@@ -142,7 +154,7 @@ class WorkerSide:
                 else:  # vLLM has emptied its cache meanwhile: there is nothing to try again
                     self._outcomes.append((order.place, Outcome.FAILED))
 
-    def _save(self, meta: StepMetadata, save: Save, cache: EncoderTensors) -> None:
+    def _save(self, meta: Orders, save: Save, cache: EncoderTensors) -> None:
         try:
             if self._outdated:
                 raise ValueError(_OUTDATED)
@@ -156,7 +168,7 @@ class WorkerSide:
             return
         self._copied.append(save)
 
-    def _payload(self, meta: StepMetadata, order: Load | Save) -> torch.Tensor:
+    def _payload(self, meta: Orders, order: Load | Save) -> torch.Tensor:
         """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds."""
         if not order.place:
             raise ValueError("what was promised is void")
@@ -207,18 +219,20 @@ class WorkerSide:
                 )
 
     def abandon(self) -> None:
-        """Leave the engine's arena for good: the scheduler side sees the link end and promises nothing more.
+        """Leave the engine for good: the scheduler side sees the link end and promises nothing more.
 
-        What it has promised cannot be loaded from now on, so vLLM encodes it.
+        What it has promised to steps that are under way is still loaded: its bytes are mapped, and stay as they are.
         """
+        if self._rank is not None:
+            self._rank.leave()
+
+    def shutdown(self) -> None:
+        """Finish the copies, then give the memory back. Bounded, whatever the device does."""
+        self._copier.close()
         rank, self._rank = self._rank, None
         self.weights = None
         if rank is not None:
             rank.close()
-
-    def shutdown(self) -> None:
-        self._copier.close()
-        self.abandon()
 
 
 def _encode(encoder_inputs: dict[str, list[int]], item: tuple[str, int]) -> None:

@@ -63,6 +63,8 @@ def install() -> None:
 
     @functools.wraps(construct)
     def construct_and_watch(self: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+        if is_ours(vllm_config) and not why_inert(vllm_config):
+            _note_checkpoint(vllm_config)
         construct(self, vllm_config, *args, **kwargs)
         if is_ours(vllm_config) and not why_inert(vllm_config):
             try:
@@ -72,6 +74,15 @@ def install() -> None:
 
     construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
     Executor.__init__ = construct_and_watch
+
+
+def _note_checkpoint(vllm_config: VllmConfig) -> None:
+    from .namespace import note_checkpoint
+
+    try:
+        note_checkpoint(vllm_config)
+    except Exception:  # an engine is started whatever becomes of its cache
+        _logger.exception("encoder cache: the files of this engine's checkpoint cannot be looked at")
 
 
 def may_change_weights(method: Method) -> bool:

@@ -42,7 +42,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as folder:
         about = header(Path(folder), options.rounds)
         collected = measure(folder, options.rounds, options.sizes)
-    say("the arena under churn")
+    report("the arena under churn")
     arena = churn()
     rows = collected.rows()
     verdicts = bars(rows, arena)
@@ -55,7 +55,7 @@ def main() -> int:
     (options.results / "latest.json").write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     draw(rows, options.results / "latest.svg")
     show(rows, verdicts)
-    say(f"written to {options.results}: latest.json, latest.svg")
+    report(f"written to {options.results}: latest.json, latest.svg")
     return 0
 
 
@@ -63,7 +63,7 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
     """A round that warms up, then those that count."""
     collected, largest = Collected(), rows_of(max(sizes))
     with ExitStack() as stack:
-        say("starting the parties")
+        report("starting the parties")
         disk, copies, peer, hooks, *engines = children = [
             Child("benchmarks.bench.disk:Disk", f"{folder}/store", largest),
             Child("benchmarks.bench.copies:Copies", f"{folder}/copies", largest),
@@ -85,7 +85,7 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
                 rows = rows_of(megabytes)
                 for busy in (False, True):
                     _one_size(taken, rows, busy, disk, copies, peer, engines)
-            say(f"round {number} of {rounds}: {time.monotonic() - began:.1f} s")
+            report(f"round {number} of {rounds}: {time.monotonic() - began:.1f} s")
     return collected
 
 
@@ -104,7 +104,7 @@ def _one_size(
     collected.add(peer.call("ways", rows, busy), size)
 
 
-def say(line: str) -> None:
+def report(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

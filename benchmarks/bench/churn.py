@@ -6,7 +6,6 @@ import statistics
 from dataclasses import dataclass
 
 from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
-from lmcache_ec.arena import SEGMENT_BYTES
 from lmcache_ec.book import Book
 from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec
@@ -26,9 +25,8 @@ class Utilisation:
 
 def churn(entries: int = 3000, seed: int = 0) -> Utilisation:
     """Save entries of 0.5 to 134 MB, one after another, into the book of an arena of 2 GiB."""
-    book, sizes, seen = Book(_CAPACITY, SEGMENT_BYTES, 1), random.Random(seed), []
-    for offset in range(0, _CAPACITY, SEGMENT_BYTES):
-        book.open_segment(offset, SEGMENT_BYTES)
+    book, sizes, seen = Book(_CAPACITY, _CAPACITY, 1), random.Random(seed), []
+    book.open(0, _CAPACITY)
     for number in range(entries):
         megabytes = sizes.choices(MEGABYTES, _WEIGHTS)[0]
         _save(book, f"{number:064x}", TensorSpec(rows_of(megabytes), WIDTH, "BF16"))

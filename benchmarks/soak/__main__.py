@@ -37,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     tally = Tally(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="lmcache-ec-soak-"))
-    tally.say(f"seed {options.seed}, in {folder}")
+    tally.report(f"seed {options.seed}, in {folder}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it started, as at Ctrl-C
     finished = False
     try:
@@ -47,7 +47,7 @@ def main() -> int:
         return 130
     finally:
         if options.keep or not (finished and tally.good):
-            tally.say(f"kept: {folder}")
+            tally.report(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
     print(tally.line("core" if options.core else "engines", Counter(faults)))

@@ -66,14 +66,14 @@ class _Core:
 
     def until(self, faults: int, deadline: float) -> None:
         self._life = self._start()
-        told = 0
+        reported = 0
         while (done := self.breaker.counts.total()) < faults and time.monotonic() < deadline:
             self.breaker.step()
             if self._life.hangs or self._chance.random() < 1 / _FAULTS_A_LIFE:
                 self._replace()
-            if done >= told + 1000:
-                told = done
-                self._tally.say(f"{done} faults")
+            if done >= reported + 1000:
+                reported = done
+                self._tally.report(f"{done} faults")
             time.sleep(_FAULT_EVERY_S)
         self.breaker.calm()
         self._finish()
@@ -93,7 +93,7 @@ class _Core:
     def _replace(self) -> None:
         life, with_store = self._life, self._chance.random() < 0.5
         if life.hangs:
-            self._tally.has_failed("hang", f"no report for {_SILENT_S:.0f} s, or it ended: {life.last_words()}")
+            self._tally.has_failed("hang", f"no report for {_SILENT_S:.0f} s, or it ended: {life.log_end()}")
         self._traces.append((f"engine {len(self._lives)}", life.traces()))
         life.kill(store_process=with_store)
         self._tally.restarts["SIGKILL of everything" + ("" if with_store else " but the store process")] += 1
@@ -110,7 +110,7 @@ class _Core:
         life.end()
         self._count(life)
         if not life.report.at_rest:
-            self._tally.has_failed("end", f"it did not come to rest: {life.last_words()}")
+            self._tally.has_failed("end", f"it did not come to rest: {life.log_end()}")
         for where, each in [*self._traces, ("the last engine", traces)]:
             self._tally.is_left(each.wait(_END_S), where)
 
@@ -149,7 +149,7 @@ class _Life:
         self._reported_at = time.monotonic()
         self._arenas: set[int] = set()
         self._words: list[bytes] = []
-        self._readers = [threading.Thread(target=each, daemon=True) for each in (self._take_reports, self._take_words)]
+        self._readers = [threading.Thread(target=each, daemon=True) for each in (self._take_reports, self._take_errors)]
         for reader in self._readers:
             reader.start()
 
@@ -171,7 +171,7 @@ class _Life:
     def traces(self) -> Traces:
         return Traces.of([self._process.pid, *self.store_processes()])
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         return b"".join(self._words[-20:]).decode(errors="replace")
 
     def rest(self) -> None:
@@ -209,7 +209,7 @@ class _Life:
                 self.report = msgspec.json.decode(line, type=Report)
                 self._reported_at = time.monotonic()
 
-    def _take_words(self) -> None:
+    def _take_errors(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
             self._words.append(line)

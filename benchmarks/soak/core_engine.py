@@ -66,20 +66,20 @@ class _Engine:
 
     def run(self) -> None:
         reported = 0.0
-        while not _told() and not self._bench.cache.inert:
+        while not _is_to_stop() and not self._bench.cache.inert:
             before = self._report.requests
             self._pass(arrivals=True)
             if self._report.requests == before:
                 time.sleep(0.001)
             if time.monotonic() > reported + _REPORT_EVERY_S:
-                self._say()
+                self._print()
                 reported = time.monotonic()
         if self._bench.cache.inert:
             self._report.failed.append(f"inert: {self._bench.cache.inert}")
         self._rest()
-        self._say()
+        self._print()
         sys.stdin.readline()
-        while not _told():
+        while not _is_to_stop():
             self._pass(arrivals=False)
             time.sleep(0.005)
         self._bench.close()
@@ -121,14 +121,14 @@ class _Engine:
             time.sleep(0.002)
         self._report.at_rest = True
 
-    def _say(self) -> None:
+    def _print(self) -> None:
         loads = {name: number for name, number in self._bench.snapshot().items() if name.startswith("loads_")}
         self._report.loads = {name.removeprefix("loads_"): number for name, number in loads.items()}
         self._report.loads.pop("failed", None)
         print(msgspec.json.encode(self._report).decode(), flush=True)
 
 
-def _told() -> bool:
+def _is_to_stop() -> bool:
     """Whether standard input has a line, or has ended."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 

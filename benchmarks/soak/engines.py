@@ -153,9 +153,9 @@ class _Soak:
         first = self._start(0)
         found = asyncio.ensure_future(finding)
         await first.ready(self._session)
-        self._tally.say("the first server is up")
+        self._tally.report("the first server is up")
         self._truth = await found
-        self._tally.say(
+        self._tally.report(
             f"{len(self._truth.right)} right answers; {len(self._truth.pictures)} pictures can be told apart"
         )
         self.judge = Judge(self._truth.right, self._truth.rows)
@@ -170,7 +170,7 @@ class _Soak:
             self._calm = True
             await asyncio.wait(beside)
             await asyncio.to_thread(self.breaker.calm)
-            self._tally.say("no more faults")
+            self._tally.report("no more faults")
             await asyncio.sleep(2)
             self._clients_are_over = True
             await asyncio.wait(clients)
@@ -216,7 +216,7 @@ class _Soak:
         now, serves_s = time.monotonic(), min(_STARTING_S + _SERVES_S, self._ends_at - time.monotonic())
         self._weights_rest_until = now + (0.0 if server.number % 3 == 2 else serves_s * self._chance.uniform(0.3, 0.6))
         self._population.begin(fixed=server.flavour.prefix_caching)
-        self._tally.say(f"server {server.number} ({server.flavour.name}, weights {weights}) serves")
+        self._tally.report(f"server {server.number} ({server.flavour.name}, weights {weights}) serves")
         return self.judge.begin(weights, server.flavour.vouched)
 
     async def _lives(self) -> None:
@@ -257,7 +257,7 @@ class _Soak:
             "SIGTERM": lambda: server.signal(server.process.pid, signal.SIGTERM, 30),
         }
         way = self._chance.choices(list(ways), [4, 3, 1, 1, 1])[0]
-        self._tally.say(f"server {server.number}: {way}")
+        self._tally.report(f"server {server.number}: {way}")
         self.judge.killed(life)
         await asyncio.to_thread(ways[way])
         self._tally.restarts[way] += 1
@@ -312,7 +312,7 @@ class _Soak:
                 self._idle.set()
         self._judge(server, ticket, reply)
         if server is self._server and server.process.poll() is not None:
-            raise ServerFailed(f"server {server.number} ended by itself:\n{server.last_words()}")
+            raise ServerFailed(f"server {server.number} ended by itself:\n{server.log_end()}")
 
     async def _sent(self, server: Server, ticket: Ticket) -> client.Reply:
         """vLLM answers 500 where its front end took for granted that a picture had reached the engine, which a client

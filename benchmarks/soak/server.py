@@ -138,7 +138,7 @@ class Server:
         deadline = time.monotonic() + _START_S
         while not await self._answers(session):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise ServerFailed(f"server {self.number} ({self.flavour.name}) did not start:\n{self.last_words()}")
+                raise ServerFailed(f"server {self.number} ({self.flavour.name}) did not start:\n{self.log_end()}")
             await asyncio.sleep(0.1)
         await asyncio.to_thread(self.look)
 
@@ -194,7 +194,7 @@ class Server:
         """How often vLLM's processor cache had taken for granted what its engine did not have."""
         return self.log.read_bytes().count(b"P0/P1 cache drift")
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
     def _titled(self, title: str) -> int | None:

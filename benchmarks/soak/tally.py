@@ -52,9 +52,9 @@ class Tally:
     def is_left(self, what: list[str], where: str) -> None:
         self.left += [f"{where}: {each}" for each in what]
         for each in what:
-            self.say(f"left: {where}: {each}")
+            self.report(f"left: {where}: {each}")
 
-    def say(self, line: str) -> None:
+    def report(self, line: str) -> None:
         print(f"[{time.monotonic() - self._began:6.1f} s] {line}", file=sys.stderr, flush=True)
 
     def line(self, mode: str, faults: Counter[str]) -> str:
@@ -84,7 +84,7 @@ class Tally:
     def _show(self, kind: str, text: str) -> None:
         self._shown[kind] += 1
         if self._shown[kind] <= _SHOWN:
-            self.say(f"{kind}: {text}")
+            self.report(f"{kind}: {text}")
 
 
 def _sorted(counts: Counter[str]) -> dict[str, int]:

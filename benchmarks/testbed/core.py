@@ -78,7 +78,7 @@ class Worker:
 
     def __init__(self, engine: str, number: int = 0) -> None:
         self.number = number
-        self.rank = Rank(engine, number, lambda memory, offset, length: None)
+        self.rank = Rank(engine, number)
 
     def copy(self, step: Step) -> tuple[list[tuple[int, Outcome]], dict[str, bytes]]:
         """Copy what the step orders into and out of the arena: outcomes, and what was loaded."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.testbed import triton_interpreter
 from benchmarks.testbed.media import WORDINGS, Prompt
 from benchmarks.testbed.models import MODELS, ROOT, model_path
 
@@ -144,7 +145,7 @@ class Engine:
         outputs = self.llm.generate(
             [self.wording.render(prompt) for prompt in prompts], greedy(max_tokens), use_tqdm=False
         )
-        return [said(output) for output in outputs]
+        return [output_of(output) for output in outputs]
 
     def forget(self) -> None:
         """Empty vLLM's own encoder cache, so that the next request has to ask the connector."""
@@ -190,7 +191,7 @@ def greedy(max_tokens: int) -> Any:
     return SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=1, ignore_eos=True)
 
 
-def said(output: Any) -> Output:
+def output_of(output: Any) -> Output:
     """`Output` of a vLLM `RequestOutput`."""
     [completion] = output.outputs
     tokens = list(completion.token_ids)
@@ -218,3 +219,7 @@ def hide_llvmlite_from_kernel_binding() -> None:
             sys.modules.update(hidden)
 
     dispatcher._rebind_kernels = bind_without_llvmlite
+
+
+if triton_interpreter.WANTED in os.environ:  # here, since a process that vLLM spawns imports this again before vLLM
+    triton_interpreter.interpret()

@@ -165,13 +165,13 @@ class EngineProcess:
         try:
             line = self._lines.readline()
         except TimeoutError as late:
-            raise EngineFailed(f"no answer in {self._socket.gettimeout()} s\n{self.last_words()}") from late
+            raise EngineFailed(f"no answer in {self._socket.gettimeout()} s\n{self.log_end()}") from late
         if not line:
             status = self.process.wait(60)
-            raise EngineFailed(f"the engine's process ended with status {status}\n{self.last_words()}")
+            raise EngineFailed(f"the engine's process ended with status {status}\n{self.log_end()}")
         report = msgspec.json.decode(line, type=Report)
         if report.error:
-            raise EngineFailed(f"{report.error}\n{self.last_words()}")
+            raise EngineFailed(f"{report.error}\n{self.log_end()}")
         return report
 
     @property
@@ -179,7 +179,7 @@ class EngineProcess:
         """Calls that the guard refused, as "pid function"."""
         return self.guard_log.read_text().splitlines() if self.guard_log.exists() else []
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
     def processes(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ class EngineProcess:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise EngineFailed(f"the engine did not shut down within a minute\n{self.last_words()}") from None
+            raise EngineFailed(f"the engine did not shut down within a minute\n{self.log_end()}") from None
         self._hang_up()
 
     def __enter__(self) -> Self:

@@ -25,9 +25,10 @@ from lmcache_ec.config.keys import accepts, describe
 from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS, from_file
 from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
+from lmcache_ec.host_memory import fitting
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
 from lmcache_ec.sizes import GIB, rounded_size
-from lmcache_ec.tiers.base import TierUnreachable, message
+from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -101,16 +102,26 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
-    """Ask each as an engine does at its start. One that is away keeps no engine from starting; a wrong one does."""
+    """Ask each as an engine does at its start. One that does not answer ends no start; a wrong one does."""
     for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
         if tier.kind is not None and tier.kind.no_probe:
             report.remotes[tier.name] = f"{tier.where}, not asked: {tier.kind.no_probe}"
             continue
         try:
-            with tier.opened():
+            with tier.opened() as opened:
                 report.remotes[tier.name] = f"{tier.where}, answers"
+                if opened.read_only:
+                    report.remotes[tier.name] += ", read only as configured"
+                else:
+                    opened.check_writes()
+        except TierNotReady as error:
+            report.remotes[tier.name] = f"{tier.where}, is not ready"
+            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
+        except WritesRefused as error:
+            report.remotes[tier.name] += ", read only"
+            report.notes.append(f"{message(error)}; an engine reads it, and asks now and then whether it takes writes")
         except TierUnreachable as error:
-            report.remotes[tier.name] = f"{tier.where}, is away"
+            report.remotes[tier.name] = f"{tier.where}, does not answer"
             report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
@@ -246,7 +257,10 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
                 f"vLLM on CPU asks for --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not start "
                 f"where less is free: {_CPU_KV_SPACE}, whole GiB for the KV cache, is another way. Not checked here"
             )
-        warning = memory_warning(config.max_local_cpu_bytes, pool)
+        fit = fitting(config.max_local_cpu_bytes)
+        report.memory["arena_bytes"] = fit.bytes
+        report.notes += [fit.message] if fit.message else []
+        warning = memory_warning(fit.bytes, pool)
         report.problems += [warning] if warning else []
 
 
@@ -299,7 +313,7 @@ def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | No
     if not found.nearest.is_dir():
         return f"{found.nearest} is a file, name a folder"
     if not found.takes_files:
-        return f"nothing can be written there, {found.nearest} is on {found.kind}: name another folder"
+        return f"{found.nearest} is on {found.kind}, which cannot hold files: name another folder"
     if not found.writable:
         return f"{found.nearest} is not writable for user {os.geteuid()}"
     if found.free_bytes is None:

@@ -123,7 +123,8 @@ def _table(engine: dict[str, Any]) -> Table:
     for tier in engine["tiers"]:
         sizes = ["" if size is None else rounded_size(size) for size in (tier["bytes"], tier["limit_bytes"])]
         counts = [f"{tier[name]:,}" for name in ("hits", "misses", "errors", "writes")]
-        name = tier["name"] + (" (left alone)" if tier["rests"] else "")
+        state = " (resting)" if tier["rests"] else " (read only)" if tier.get("read_only") else ""
+        name = tier["name"] + state
         listed = "" if tier["entries"] is None else f"{tier['entries']:,}"
         table.add_row(name, listed, *sizes, *counts)
     return table

@@ -91,9 +91,9 @@ def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
             yield Setting(key, value, Origin(Source.ENVIRONMENT, masked_name(name)))
 
 
-def from_extra(extra: Mapping[str, object]) -> Iterator[Setting]:
+def from_extra(extra: Mapping[str, object], where: str = EXTRA) -> Iterator[Setting]:
     for key, value in extra.items():
-        yield Setting(str(key).strip().lower(), value, Origin(Source.EXTRA, EXTRA))
+        yield Setting(str(key).strip().lower(), value, Origin(Source.EXTRA, where))
 
 
 def from_file(file: str) -> FileSettings:

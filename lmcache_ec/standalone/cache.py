@@ -62,7 +62,7 @@ class Cache:
         self, config: str | PathLike[str] | None = None, *, namespace: str | None = None, **keys: object
     ) -> None:
         environ = os.environ if config is None else {**os.environ, FILE_VARIABLE: os.fspath(config)}
-        self._config = resolve(keys, environ).config
+        self._config = resolve(keys, environ, "the arguments of Cache").config
         self.namespace = _namespace(namespace, self._config)
         try:
             self._tiers = Tiers(_openings(self._config), self.namespace, _UNDER_WAY_BYTES // 2, _logger)
@@ -244,6 +244,8 @@ class Cache:
             raise ValueError("this cache is closed")
 
     def _key(self, identifier: str) -> EncoderCacheKey:
+        if not isinstance(identifier, str):
+            raise TypeError(f"identifier of type {type(identifier).__name__}: text is accepted")
         key = EncoderCacheKey(self.namespace, identifier)
         size = len(identifier.encode())
         if size > MAX_IDENTIFIER_BYTES:

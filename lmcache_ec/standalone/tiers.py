@@ -45,9 +45,9 @@ class Tiers:
         self._lock, self._complaining = threading.Lock(), threading.Lock()
         self._complaints = Complaints(logger)
         self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
-        self._closing = threading.Event()
+        self._closing, self._due = threading.Event(), threading.Event()
         tiers = opened(openings, self._report, _refuse)
-        self.stack = Stack(tiers, self.journal, namespace, copied_bytes=copied_bytes)
+        self.stack = Stack(tiers, self.journal, namespace, wake=self._due.set, copied_bytes=copied_bytes)
         os.close(self.stack.presence.fd)  # nobody else is to map it
         self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
         self._keeper.start()
@@ -125,6 +125,7 @@ class Tiers:
     def close(self) -> None:
         """Let go of the tiers. What is still under way fails, or ends with the process."""
         self._closing.set()
+        self._due.set()
         self._keeper.join()
         self.stack.close()
 
@@ -134,10 +135,11 @@ class Tiers:
                 self._complaints.warn(kind, text)
 
     def _keep_house(self) -> None:
-        """Have the tiers surveyed that are due for it."""
+        """Have the tiers surveyed and probed that are due for it: one that failed, at once."""
         while not self._closing.is_set():
+            self._due.clear()
             self.stack.survey_due()
-            self._closing.wait(_TICK_S)
+            self._due.wait(_TICK_S)
 
 
 def _refuse(problem: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Answers, Listed, NamespaceUse, Tier, TierError
+from lmcache_ec.tiers.base import Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 
 
 class AwaitedTier(Tier):
@@ -45,6 +45,9 @@ class AwaitedTier(Tier):
     def contains(self, key: EncoderCacheKey) -> int | None:
         return self._opened().contains(key)
 
+    def check_writes(self) -> bool:
+        return self._opened().check_writes()
+
     def delete(self, key: EncoderCacheKey) -> None:
         self._opened().delete(key)
 
@@ -75,17 +78,18 @@ class AwaitedTier(Tier):
             if self._tier is None:
                 try:
                     self._tier = self._attempt()
-                    self.batches = self._tier.batches
+                    self.batches, self.notice = self._tier.batches, self._tier.notice
+                    self.read_only = self._tier.read_only
                 except TierError:
                     raise
                 except ValueError as error:
-                    raise TierError(errno.EIO, str(error)) from None
+                    raise TierUnreachable(errno.EIO, str(error)) from None
             return self._tier
 
     def _attempt(self) -> Tier:
         if self._opening is None:
             return self._opener()
         if not self._opening.done():
-            raise TierError(errno.ETIMEDOUT, "still being opened")
+            raise TierUnreachable(errno.ETIMEDOUT, "still being opened")
         opening, self._opening = self._opening, None
         return opening.result()

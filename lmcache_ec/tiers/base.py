@@ -12,21 +12,35 @@ from lmcache_ec.key import EncoderCacheKey
 
 
 class TierError(OSError):
-    """A tier could not do what was asked: the I/O failed, or the value can never fit. Never a plain miss."""
+    """A tier could not do what was asked. Never a plain miss.
+
+    Of this class itself: what it says is about one entry, or one call (too large, unreadable, throttled); the next may
+    go well. What it says about the tier has a class of its own, below. `errno` gives the cause.
+    """
 
 
-class TierReadOnly(TierError):
-    """Raised by `put` where the tier takes no writes at all, and serves reads: see `Tier.read_only`."""
+class WritesRefused(TierError):
+    """The store takes no writes, whatever they are, and can be read: it is full, a replica, or the user may only read.
+
+    Raised by what writes. A store that is nearly full may take the next one.
+    """
+
+
+class TierUnreachable(TierError, ValueError):
+    """The tier cannot be used: its store does not answer, or lets nobody in. An outage that may pass.
+
+    What opens a tier raises it only for what is worth waiting for; ValueError for what somebody has to mend first.
+    """
+
+
+class TierNotReady(TierUnreachable):
+    """The store answers that it cannot serve yet: it loads its data, is overloaded, or has a fault of its own."""
 
 
 def message(error: BaseException) -> str:
     """What a tier's error says, in one line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(text.split())
-
-
-class TierUnreachable(TierError, ValueError):
-    """Raised by what opens a tier, where its store does not answer: a wrong address, or an outage that may pass."""
 
 
 UNREACHABLE = frozenset(
@@ -83,17 +97,17 @@ class Tier(abc.ABC):
 
     Runs in the store process only, on the tier's own threads, and may block there. Safe to call from several threads
     at once, and beside other processes on the same store. An entry appears whole or not at all and is never replaced.
-    Every method but `close` raises TierError if the store fails or does not answer.
+    Every method but `close` raises TierError if the store fails or does not answer; its subclasses say what is meant.
     """
 
     name: str
     batches: bool = False
     """Whether several entries are asked for in one round trip, so that it pays to ask for them together."""
     notice: str = ""
-    """What a user has to know about how this tier serves, said once at start; for example, that it only reads."""
+    """What a user has to know about how this tier serves. Reported when it is opened, and when it changes."""
     read_only: bool = False
-    """Whether it takes no writes, as far as it knows: then `put` raises TierReadOnly, unless the entry is there, and
-    asks nobody. `maintain` finds out whether that is still so."""
+    """Whether it takes no writes, as configured or as far as it knows: nobody puts into it, or deletes from it.
+    Where that may change, `maintain` finds out."""
 
     @property
     def stored_bytes(self) -> int | None:
@@ -124,6 +138,11 @@ class Tier(abc.ABC):
     def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
         """`contains` for several entries, as `get_each_into`."""
         return [_answered(partial(self.contains, key)) for key in keys]
+
+    def check_writes(self) -> bool:
+        """Ask whether writes are accepted at all, with one request that changes nothing. WritesRefused if they are not;
+        False where that cannot be asked."""
+        return False
 
     @abc.abstractmethod
     def delete(self, key: EncoderCacheKey) -> None:

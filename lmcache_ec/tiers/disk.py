@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
-from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, TierReadOnly
+from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
     check_no_stranger,
@@ -250,8 +250,8 @@ class DiskTier(Tier):
             return f"disk tier at {self.root}: each engine counts what it has seen: {self._account.problem}"
         return ""
 
-    def _refusal(self) -> TierReadOnly:
-        return TierReadOnly(errno.EROFS, f"disk tier at {self.root} is read only: {self._forbidden}")
+    def _refusal(self) -> WritesRefused:
+        return WritesRefused(errno.EROFS, f"disk tier at {self.root} is read only: {self._forbidden}")
 
     def _check_room(self, root: int, length: int) -> None:
         """TierError if `length` bytes are more than the tier may hold, or if the file system is too full for them."""
@@ -276,7 +276,7 @@ class DiskTier(Tier):
                 problem = error  # somebody removes the folder at this moment
                 continue
             if written:
-                self._news.tell(key.namespace, key.digest)
+                self._news.announce(key.namespace, key.digest)
             if written is not None:
                 return written
         raise problem
@@ -315,7 +315,7 @@ class DiskTier(Tier):
                 Descriptor(open_or_make(root, f"{key.namespace}/.tmp")) as workshop,
                 temporary_file(root, workshop, len(data)) as (fd, temporary),
             ):
-                reserved = self._account.reserve(len(data), self.max_bytes)
+                reserved = self._account.reserve(len(data), self.max_bytes, root)
                 self._total = reserved.total if reserved is not None else None
                 if reserved is None:
                     return None

@@ -103,8 +103,10 @@ class FolderAccount:
             account = self._change(lambda account: account)
         return account
 
-    def reserve(self, length: int, limit: int) -> Account | None:
-        """Reserve `length` bytes: the state that results, or None if they do not fit under `limit` at this moment."""
+    def reserve(self, length: int, limit: int, root: int | None = None) -> Account | None:
+        """Reserve `length` bytes: the state that results, or None if they do not fit under `limit` at this moment.
+
+        `root` is a descriptor of the folder, if the caller has one."""
         fits = False
 
         def change(account: Account | None) -> Account | None:
@@ -114,7 +116,7 @@ class FolderAccount:
                 return account
             return account._replace(total=account.total + length, reserved=account.reserved + length)
 
-        after = self._change(change)
+        after = self._change(change, root)
         return after if fits else None
 
     def release(self, length: int, since: Account | None) -> None:
@@ -153,9 +155,9 @@ class FolderAccount:
 
         self._change(change)
 
-    def _change(self, change: Callable[[Account | None], Account | None]) -> Account | None:
+    def _change(self, change: Callable[[Account | None], Account | None], root: int | None = None) -> Account | None:
         """Replace the state by what `change` makes of it."""
-        fd = self._open_locked() if self.shared else None
+        fd = self._open_locked(root) if self.shared else None
         if fd is not None:
             with Descriptor(fd):
                 before = _decode(os.pread(fd, _SIZE, 0))
@@ -167,17 +169,18 @@ class FolderAccount:
             self._alone = change(self._alone)
             return self._alone
 
-    def _open_locked(self) -> int | None:
+    def _open_locked(self, root: int | None) -> int | None:
         """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be."""
         try:
             for _ in range(_REMADE):
-                with Descriptor(open_root(self._folder, make=True)) as root:
-                    fd = self._open(root)
+                with Descriptor(open_root(self._folder, make=True) if root is None else os.dup(root)) as folder:
+                    fd = self._open(folder)
                     if fd is None:
+                        root = None  # it may have been removed
                         continue
                     try:
                         locked = _lock(fd)
-                        if locked and is_its_only_name(fd, root, self._name):
+                        if locked and is_its_only_name(fd, folder, self._name):
                             return fd
                     except BaseException:
                         os.close(fd)

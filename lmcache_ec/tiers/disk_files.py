@@ -20,9 +20,11 @@ from contextlib import contextmanager
 
 from lmcache_ec.key import check_namespace, parse_object_name
 from lmcache_ec.tiers.disk_folder import (
+    FILE,
     FOLDER,
     GONE,
     LISTED,
+    NO_FILE,
     Descriptor,
     Foreign,
     create_file,
@@ -55,16 +57,18 @@ def find(root: int, name: str) -> int | None:
 def read_into(root: int, name: str, buffer: memoryview) -> int | None:
     """Fill `buffer` from the entry of this name, if that is as long: its length, None if there is none."""
     try:
-        fd = open_file(root, name, os.O_RDONLY)
+        fd = open_below(root, name, os.O_RDONLY | FILE)
     except Foreign:
         return find(root, name)  # again Foreign if it is a folder on the way, else there is no entry
     except OSError as error:
-        if error.errno not in GONE:
+        if error.errno not in GONE | NO_FILE:
             raise
         return None
     with Descriptor(fd):
         try:
             status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return None
             if status.st_size == len(buffer):
                 if not _read_full(fd, buffer):
                     return None  # cut short by somebody since it was opened
@@ -155,7 +159,7 @@ def _name(workshop: int, temporary: str, folder: int, name: str) -> bool:
     with _renaming:
         kind = _kind(folder, name)
         if kind not in (None, stat.S_IFREG, stat.S_IFLNK):
-            raise FileExistsError(errno.EEXIST, "something that is no file has its name")
+            raise FileExistsError(errno.EEXIST, "something that is not a regular file has its name")
         if kind == stat.S_IFREG or (kind is None and not replaces):
             return False  # if it is not there any more, it was one when it was in the way
         os.rename(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder)

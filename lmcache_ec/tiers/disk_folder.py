@@ -25,9 +25,11 @@ GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags of a folder in which names are used, and which may be closed to readers."""
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""Flags of whatever should be a file: to open it never waits, and changes nothing but for devices."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV}
+NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV}
+"""What the system says where a file was to be opened, and it is something else."""
 _REMADE = 16
 """Times that a folder is made again for one call, if somebody removes it each time."""
 
@@ -94,20 +96,21 @@ def open_below(folder: int, name: str, flags: int, mode: int = 0) -> int:
 def open_file(folder: int, name: str, flags: int) -> int:
     """Open a file that is there, for reading or writing. Foreign if that is no regular file."""
     try:
-        fd = open_below(folder, name, flags | _FILE)
+        fd = open_below(folder, name, flags | FILE)
         if stat.S_ISREG(os.fstat(fd).st_mode):
             return fd
         os.close(fd)
     except OSError as error:
-        if error.errno not in _NO_FILE:
+        if error.errno not in NO_FILE:
             raise
     raise Foreign(errno.EINVAL, f"{name} is no regular file, and was left alone")
 
 
 def create_file(folder: int, name: str, root: int) -> int:
     """A new file for writing and reading. FileExistsError if anything has its name."""
-    fd = open_below(folder, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FILE, _rights(root, 0o666))
-    _share(fd, root, 0o666)
+    of_root = os.fstat(root)
+    fd = open_below(folder, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE, _rights(of_root, 0o666))
+    _share(fd, of_root, 0o666)
     return fd
 
 
@@ -156,24 +159,27 @@ def _make(root: int, name: str) -> None:
     parent = open_or_make(root, above) if above else os.dup(root)
     with Descriptor(parent):
         try:
-            os.mkdir(last, _rights(root, 0o777), dir_fd=parent)
+            of_root = os.fstat(root)
+            os.mkdir(last, _rights(of_root, 0o777), dir_fd=parent)
             with Descriptor(open_below(parent, last, LISTED)) as made:
-                _share(made, root, 0o777)
+                _share(made, of_root, 0o777)
         except (FileExistsError, FileNotFoundError):
             pass  # made by another, or removed already
 
 
-def _rights(root: int, full: int) -> int:
-    return full & (0o700 | os.fstat(root).st_mode & 0o070)
+def _rights(of_root: os.stat_result, full: int) -> int:
+    return full & (0o700 | of_root.st_mode & 0o070)
 
 
-def _share(fd: int, root: int, full: int) -> None:
+def _share(fd: int, of_root: os.stat_result, full: int) -> None:
     """Give what was just made the root's group and its rights, whatever the umask; to no group if that cannot be."""
-    made, group = os.fstat(fd), os.fstat(root).st_gid
-    mode = _rights(root, full)
+    mode = _rights(of_root, full)
+    if not mode & 0o070:
+        return  # it was made so
+    made = os.fstat(fd)
     try:
-        if mode & 0o070 and made.st_gid != group:
-            os.fchown(fd, -1, group)
+        if made.st_gid != of_root.st_gid:
+            os.fchown(fd, -1, of_root.st_gid)
     except OSError:
         mode &= 0o700
     if made.st_mode & 0o777 != mode:

@@ -85,7 +85,7 @@ class FolderNews:
         self._heard_to: dict[str, int] | None = None  # name of a log -> bytes of it that were read
         self._telling, self._hearing = threading.Lock(), threading.Lock()
 
-    def tell(self, namespace: str, digest: bytes) -> None:
+    def announce(self, namespace: str, digest: bytes) -> None:
         """The entry whose key has this 32-byte digest has just been written."""
         record = _RECORD.pack(digest, zlib.crc32(digest, _seed(namespace)))
         with self._telling:
@@ -166,8 +166,7 @@ class _Log:
 
     def _has_its_name(self) -> bool:
         try:
-            with self._place.open(FOLDER) as folder:
-                status = os.stat(self._names[-1], dir_fd=folder, follow_symlinks=False)
+            status = os.lstat(f"{self._place.root}/{self._place.name}/{self._names[-1]}")
         except FileNotFoundError:
             return False
         return (status.st_dev, status.st_ino) == self._identity

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier as the store process drives it: threads of its own, and whether it is asked at all."""
+"""A tier as its stack drives it: threads of its own, and whether it is asked at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
-from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, WritesRefused
+from lmcache_ec.tiers.health import NEVER as NEVER
+from lmcache_ec.tiers.health import ReadHealth, WriteHealth
 from lmcache_ec.tiers.remote import Lookup
 
-NEVER = float("inf")
 _T = TypeVar("_T")
 _SMOOTHING = 0.25
-_REST_S = (1.0, 2.0, 5.0, 15.0, 30.0)
-"""How long a tier that failed is left alone: longer each time in a row."""
+
+_PROBES = 3
+"""Look-ups that a tier which failed once is given to show that it answers."""
 
 _LOOK_UPS = 3
 """Of a survey: the quickest of them says how the tier answers, the others how busy this machine is."""
@@ -56,9 +58,8 @@ class Lane:
     """One tier, its threads, and what is known of how it answers; a stuck tier holds up nothing but itself.
 
     Its "complete" flag in the presence filter says to the scheduler side: do not wait for this tier about what the
-    filter does not hold. So it is set when a listing is complete, while a tier is slow, and while it is left alone
-    because it failed. Methods may be called from any thread of the store process; `_lock` guards the numbers and is
-    never held across I/O.
+    filter does not hold. So it is set when a listing is complete, while a tier is slow, and while it is not asked
+    because it failed. Methods may be called from any thread; `_lock` guards the numbers and is never held across I/O.
     """
 
     def __init__(self, tier: Tier, name: str, presence: PresenceWriter, habits: Habits) -> None:
@@ -66,21 +67,23 @@ class Lane:
         self.name = name
         self.habits = habits
         self.listed = 0
-        self.due_at = 0.0
-        """When `survey` is due (monotonic seconds)."""
+        self._notice = tier.notice
+        self._due_at = 0.0
+        self._reading, self._writing = ReadHealth(), WriteHealth()
+        if not habits.local:
+            self._writing.probe_at = 0.0  # whether it takes writes is asked once at the start
         self._readers = 4 if habits.local else 8
         self.reads = ThreadPoolExecutor(self._readers, f"{name}-read")
         self.writes = ThreadPoolExecutor(1 if habits.local else 4, f"{name}-write")
         self.scans = ThreadPoolExecutor(1, f"{name}-scan")
+        self.probes = ThreadPoolExecutor(1, f"{name}-probe")  # not behind a listing
         self._presence = presence
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
         self._follows = False
         self._list_at = 0.0
         self._moved_to = ""  # the namespace to list, if that is not the first any more
+        self._known = False  # while it is well, nobody waits for it about what its listing lacks
         self._answer_s = 0.0
-        self._failures = 0
-        self._rests_until = 0.0
-        self._failed_at = 0.0  # the first time since it last served
         self._queued_items = self._queued_bytes = 0
         self._lock = threading.Lock()
 
@@ -88,48 +91,163 @@ class Lane:
 
     @property
     def rests(self) -> bool:
-        """Whether it is left alone for now, because it failed."""
-        return time.monotonic() < self._rests_until
+        """Whether it is left alone for now, because it cannot be reached."""
+        return self._reading.rests
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it takes no writes, as configured or because its store refuses them."""
+        return self.tier.read_only or bool(self._writing.refusal)
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether a write is worth trying now."""
+        return not (self._reading.rests or self._writing.rests)
+
+    @property
+    def new_notice(self) -> bool:
+        """Whether the tier's notice is another than at the last call. The first one is reported by who opened it."""
+        new = self.tier.notice not in ("", self._notice)
+        self._notice = self.tier.notice
+        return new
 
     def asks(self, digest: bytes, insist: bool = False) -> bool:
         """Whether the tier is worth asking for the entry of this key; `insist`: even if its listing lacks it."""
         if self.habits.local:
             return True
-        listed = insist or not self._presence.complete(self.name) or self._presence.may_contain(digest, self.name)
-        return listed and not self.rests
+        if self._reading.paused:
+            return False
+        return insist or not self._presence.complete(self.name) or self._presence.may_contain(digest, self.name)
 
-    def answered(self, seconds: float) -> None:
-        """A look-up that moved no payload took so long."""
+    def read(self, seconds: float | None = None) -> float:
+        """It answered; a look-up that moved no payload took `seconds`. For how long it had been left alone, else 0."""
         with self._lock:
-            self._failures = 0
+            away_s = self._recovered()
+            if seconds is None:
+                return away_s
             spike = 1 / _SMOOTHING * self.habits.slow_s  # one alone does not make a tier slow: this process may be busy
             self._answer_s += (min(seconds, spike) - self._answer_s) * _SMOOTHING
-            slow = self.habits.lookup is Lookup.AUTO and not self._lists and self._answer_s > self.habits.slow_s
-            if slow:
-                self._lists = True
-                self._list_at = self.due_at = 0.0
-        if slow:
-            self._presence.set_complete(self.name)
+            if self.habits.lookup is Lookup.AUTO and not self._lists and self._answer_s > self.habits.slow_s:
+                self._lists = self._known = True
+                self._list_at = self._due_at = 0.0
+                self._publish()
+        return away_s
 
-    def failed(self) -> None:
-        """It did not do what was asked: leave it alone for a while, and have nobody wait for it."""
+    def read_failed(self, error: Exception) -> None:
+        """It did not answer. If that says more than that about one entry, nobody asks it or waits for it for now."""
         if self.habits.local:
             return
         with self._lock:
-            if not self.rests:
-                self._rests_until = time.monotonic() + _REST_S[min(self._failures, len(_REST_S) - 1)]
-                self._failures += 1
-                self._failed_at = self._failed_at or time.monotonic()
-                self.due_at = self._rests_until
-        self._presence.set_complete(self.name)
+            if self._reading.failed(error):
+                self._publish()
 
-    def survey(self, namespace: str) -> float:
+    def leave_alone(self) -> None:
+        """It could not be reached just now: as after a probe that had no answer."""
+        if self.habits.local:
+            return
+        with self._lock:
+            self._reading.failed(TierUnreachable())
+            self._reading.probe_failed()
+            self._publish()
+
+    def wrote(self) -> bool:
+        """It took a write. Whether it had been left alone with them."""
+        with self._lock:
+            return self._writing.succeeded()
+
+    def write_failed(self, error: Exception) -> None:
+        """It did not take a write."""
+        if self.habits.local:
+            return
+        with self._lock:
+            self._writing.failed(error)
+
+    @property
+    def probe_at(self) -> float:
+        """When `probe_reads` or `probe_writes` is due (monotonic seconds)."""
+        return min(self._reading.probe_at, self._writing.probe_at)
+
+    def due_probes(self) -> tuple[bool, bool]:
+        """Whether it is time to probe reads, and writes. Whoever asks has to do it."""
+        now = time.monotonic()
+        with self._lock:
+            if self.tier.read_only:
+                self._writing.probe_at = NEVER  # it is never written to
+            reads = self._reading.probe_at <= now
+            writes = self._writing.probe_at <= now
+            if reads:
+                self._reading.probe_at = NEVER
+            if writes:
+                self._writing.probe_at = NEVER
+        return reads, writes
+
+    def probe_reads(self, namespace: str) -> float:
+        """See whether a tier that failed answers. For how long it had been left alone, 0 if that failure was the only
+        one. Raises whatever the tier raises, and leaves it alone for a while."""
+        for left in reversed(range(_PROBES)):
+            try:
+                self._timed_look_up(namespace)
+            except Exception:
+                if left and self._reading.paused:
+                    continue
+                with self._lock:
+                    if self._reading.paused:
+                        self._reading.probe_failed()
+                raise
+            break
+        with self._lock:
+            return self._recovered()
+
+    def probe_writes(self) -> str | None:
+        """See whether the tier takes writes: why not, "" if it does now, None if there is nothing new."""
+        certain = False
+        try:
+            certain = self.tier.check_writes()
+        except WritesRefused as error:
+            with self._lock:
+                known = self._writing.refusal
+                self._writing.probe_failed(error)
+                return None if known else self._writing.refusal or None
+        except Exception as error:
+            with self._lock:
+                if self._writing.rests and isinstance(error, TierError):
+                    self._writing.probe_failed(error)
+                    return None
+        with self._lock:
+            rested = self._writing.rests
+            self._writing.probe_passed(certain)
+        return "" if rested else None
+
+    def _recovered(self) -> float:
+        if not self._reading.paused:
+            return 0.0
+        away_s = self._reading.succeeded()
+        self._due_at = 0.0
+        if away_s or self._writing.rests:
+            self._writing.probe_at = 0.0
+        self._publish()
+        return away_s
+
+    def _publish(self) -> None:
+        self._presence.set_complete(self.name, self._reading.paused or self._known)
+
+    # ---- what it holds
+
+    @property
+    def due_at(self) -> float:
+        """When `survey` is due (monotonic seconds); not before a tier that failed has answered."""
+        return NEVER if self._reading.paused else self._due_at
+
+    @due_at.setter
+    def due_at(self, moment: float) -> None:
+        self._due_at = moment
+
+    def survey(self, namespace: str) -> None:
         """Measure how it answers, and list what it holds where that decides whether it is asked. On its scan thread.
 
-        Returns for how many seconds it had been left alone, 0 if it was not. Raises whatever the tier raises; it is
-        then left alone, and surveyed again later.
+        Raises whatever the tier raises; it is then surveyed again later.
         """
-        self.due_at = NEVER
+        self._due_at = NEVER
         began = time.monotonic()
         try:
             if not self.habits.local:
@@ -138,21 +256,19 @@ class Lane:
                 self._list(namespace)
                 self.tier.maintain()
                 self._list_at = time.monotonic() + max(self.habits.refresh_s, 20 * (time.monotonic() - began))
-        except Exception:
-            self.due_at = time.monotonic() + self.habits.refresh_s
-            self.failed()
+        except Exception as error:
+            self._due_at = time.monotonic() + self.habits.refresh_s
+            self.read_failed(error)
             raise
         with self._lock:
-            away = time.monotonic() - self._failed_at if self._failed_at else 0.0
-            self._rests_until = self._failed_at = 0.0
             if self._has_moved(namespace):
-                self._list_at = self.due_at = 0.0
-                return away
-            self._presence.set_complete(self.name, self._lists)
+                self._list_at = self._due_at = 0.0
+                return
+            self._known = self._lists
+            self._publish()
             if self._lists:
                 remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
-                self.due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
-        return away
+                self._due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
 
     def _list(self, namespace: str) -> None:
         """Know what the tier holds, and forget what it holds no longer."""
@@ -166,7 +282,8 @@ class Lane:
         self.listed = listed
         with self._lock:
             if not self._has_moved(namespace):
-                self._presence.set_complete(self.name)
+                self._known = True
+                self._publish()
 
     def _has_moved(self, namespace: str) -> bool:
         """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""
@@ -198,9 +315,10 @@ class Lane:
         """This namespace is asked for from now on, another was listed: list anew, and ask until that is done."""
         with self._lock:
             self._moved_to = namespace
-            self._list_at = self.due_at = 0.0
+            self._list_at = self._due_at = 0.0
             if self._lists:
-                self._presence.set_complete(self.name, False)
+                self._known = False
+                self._publish()
 
     def _timed_look_up(self, namespace: str) -> float:
         began = time.monotonic()
@@ -230,10 +348,11 @@ class Lane:
     # ---- what waits to be written
 
     def enqueue(self, length: int, job: Callable[[], None]) -> bool:
-        """Have a write of `length` bytes done by the tier's own threads. False if too many wait, or the tier rests."""
+        """Have a write of `length` bytes done by the tier's own threads. False if too many wait, or it takes none."""
         with self._lock:
             full = self._queued_items >= _QUEUED_ITEMS or self._queued_bytes + length > _QUEUED_BYTES
-            if (full and self._queued_items) or self.rests:
+            tried = self._writing.on_trial and self._queued_items  # one at a time
+            if (full and self._queued_items) or tried or not self.takes_writes:
                 return False
             self._queued_items += 1
             self._queued_bytes += length

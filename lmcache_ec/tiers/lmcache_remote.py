@@ -39,7 +39,7 @@ from typing import Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace
 from lmcache_ec.mask import masked_url, without_secrets
-from lmcache_ec.tiers.base import UNREACHABLE, Listed, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.base import UNREACHABLE, Listed, Tier, TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.lmcache_connection import (
     Connection,
     Entry,
@@ -58,6 +58,8 @@ _LIST_PATIENCE = 6  # a list may take so many times as long as a look-up
 _PAGE = 256
 _NO_LENGTH = -1
 _VOID_ENTRIES = 4096
+
+_REFUSE_WRITES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
 _PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # no whole number of any token
 
@@ -142,8 +144,8 @@ class LMCacheRemoteTier(Tier):
         try:
             kept = self._ask(None, self._timeout_s, "open", self._prove)
         except TierError as error:
-            if error.errno in UNREACHABLE:
-                raise TierUnreachable(error.errno, error.strerror) from None
+            if isinstance(error, TierUnreachable):
+                raise
             raise ValueError(error.strerror) from None
         if not kept:
             raise ValueError(
@@ -182,7 +184,7 @@ class LMCacheRemoteTier(Tier):
             return True
 
         seconds = self._timeout_s + length / _SLOWEST
-        return self._ask(entry, seconds, f"write {key.object_name}, {length} bytes", write)
+        return self._ask(entry, seconds, f"write {key.object_name}, {length} bytes", write, writes=True)
 
     def contains(self, key: EncoderCacheKey) -> int | None:
         entry = Entry(key.namespace, key.digest)
@@ -245,7 +247,14 @@ class LMCacheRemoteTier(Tier):
 
     # ---- on the caller's thread
 
-    def _ask(self, entry: Entry | None, seconds: float, what: str, use: Callable[[Connection], Awaitable[_T]]) -> _T:
+    def _ask(
+        self,
+        entry: Entry | None,
+        seconds: float,
+        what: str,
+        use: Callable[[Connection], Awaitable[_T]],
+        writes: bool = False,
+    ) -> _T:
         """What `use` makes of the connection, on the loop; TierError if it fails or takes longer than `seconds`."""
         call = _Call(entry, time.monotonic() + seconds)
         future = asyncio.run_coroutine_threadsafe(self._served(call, use), self._loop)
@@ -258,12 +267,15 @@ class LMCacheRemoteTier(Tier):
             if (connection := call.connection) is not None:
                 connection.sever()
                 self._loop.call_soon_threadsafe(self._forget, connection)
-            raise TierError(errno.ETIMEDOUT, f"{self._address}: {what}: no answer in time") from None
+            raise TierUnreachable(errno.ETIMEDOUT, f"{self._address}: {what}: no answer in time") from None
         except Exception as error:
             if isinstance(error, struct.error):  # LMCache takes apart what it got of an answer
                 error = ConnectionResetError(errno.ECONNRESET, "the connection broke")
             number = getattr(error, "errno", None) or errno.EIO
-            raise TierError(number, f"{self._address}: {what}: {self._explained(error)}") from None
+            kind = TierUnreachable if number in UNREACHABLE else TierError
+            if writes and number in _REFUSE_WRITES:
+                kind = WritesRefused
+            raise kind(number, f"{self._address}: {what}: {self._explained(error)}") from None
 
     def _explained(self, error: Exception) -> str:
         """What an error says, with the name of a key in place of each value of `extra_config`: one may be a secret."""

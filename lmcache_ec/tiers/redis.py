@@ -21,6 +21,7 @@ from redis.exceptions import (
     AskError,
     ClusterDownError,
     InvalidResponse,
+    ReadOnlyError,
     RedisClusterException,
     ResponseError,
     TryAgainError,
@@ -29,8 +30,19 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from lmcache_ec.key import EncoderCacheKey, ObjectName, check_namespace, parse_object_name
-from lmcache_ec.tiers.base import UNREACHABLE, Answer, Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
-from lmcache_ec.tiers.redis_client import connect, disconnect, explain, probe
+from lmcache_ec.tiers.base import (
+    UNREACHABLE,
+    Answer,
+    Answers,
+    Listed,
+    NamespaceUse,
+    Tier,
+    TierError,
+    TierNotReady,
+    TierUnreachable,
+    WritesRefused,
+)
+from lmcache_ec.tiers.redis_client import connect, disconnect, explain, fault_of, give_up, probe
 from lmcache_ec.tiers.redis_counts import Counts
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
@@ -68,7 +80,7 @@ class _Look:
     """What `born` found: the name that the store bears, the one that was told, and what the servers counted."""
 
     marker: bytes
-    told: bytes
+    reported: bytes
     counts: Counts
 
 
@@ -86,6 +98,7 @@ class RedisTier(Tier):
     def __init__(self, client: Any, address: RedisAddress, options: RedisOptions) -> None:
         self.address = address
         self.options = options
+        self.read_only = options.read_only
         self._client = client
         self._prefix = options.prefix.encode()
         self._last_look: _Look | None = None
@@ -105,11 +118,17 @@ class RedisTier(Tier):
             raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
         ttl_s = self.options.ttl_s
         lifetime = () if ttl_s is None else ("PX", max(1, round(ttl_s * 1000)))
-        with self._call(f"write {key.object_name}, {len(data)} bytes"):
+        with self._call(f"write {key.object_name}, {len(data)} bytes", writes=True):
             # Asked first: what another engine has stored already would be sent for nothing.
             if self._ask(_Command(("STRLEN", name))):
                 return False
-            return bool(self._ask(_Command(("SET", name, data, "NX", *lifetime))))
+            return bool(self._ask_master(_Command(("SET", name, data, "NX", *lifetime))))
+
+    def check_writes(self) -> bool:
+        """As every tier: to write over a key that does not exist writes nothing, and is refused as any write is."""
+        with self._call("write", writes=True):
+            self._ask_master(_Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
+        return True
 
     def contains(self, key: EncoderCacheKey) -> int | None:
         (answer,) = self.contains_each([key])
@@ -119,7 +138,7 @@ class RedisTier(Tier):
 
     def delete(self, key: EncoderCacheKey) -> None:
         with self._call(f"delete {key.object_name}"):
-            self._ask(_Command(("UNLINK", self._name(key))))
+            self._ask_master(_Command(("UNLINK", self._name(key))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries, in the time that one call may take.
@@ -185,14 +204,14 @@ class RedisTier(Tier):
             try:
                 counts, marker = self._counts(), self._marker()
                 last = self._last_look
-                told = marker if last is None else last.told
+                reported = marker if last is None else last.reported
                 if last is not None and marker != last.marker:
                     counts = self._counts()  # after the name was missed: a flush in between is in them
-                    told = told if counts.explain_loss_since(last.counts) else marker
+                    reported = reported if counts.explain_loss_since(last.counts) else marker
             except (KeyError, ResponseError):
                 return None
-        self._last_look = _Look(marker, told, counts)
-        return told.decode(errors="replace")
+        self._last_look = _Look(marker, reported, counts)
+        return reported.decode(errors="replace")
 
     def close(self) -> None:
         self._fan_out.shutdown(wait=False)
@@ -202,8 +221,10 @@ class RedisTier(Tier):
         """The name that the store bears, given to it if it has none."""
         name = f"{self.options.prefix}born".encode()
         found = self._ask(_Command(("GET", name)))
+        if found is None and self.read_only:
+            raise KeyError("it has no name, and is given none")
         if found is None:
-            self._ask(_Command(("SET", name, os.urandom(8).hex(), "NX")))
+            self._ask_master(_Command(("SET", name, os.urandom(8).hex(), "NX")))
             found = self._ask(_Command(("GET", name)))
         if not isinstance(found, bytes):
             raise InvalidResponse("the store's name was expected")
@@ -218,7 +239,7 @@ class RedisTier(Tier):
         return Counts.of(servers)
 
     @contextmanager
-    def _call(self, action: str) -> Iterator[None]:
+    def _call(self, action: str, writes: bool = False) -> Iterator[None]:
         """One call of the tier: it has an end, one of the slots, and TierError for whatever goes wrong."""
         longest_s = 2 * self.options.timeout_s
         with until(time.monotonic() + longest_s):
@@ -229,13 +250,16 @@ class RedisTier(Tier):
             except TierError:
                 raise
             except Exception as error:  # redis-py raises more kinds than it names
-                raise self._failure(action, error) from None
+                raise self._failure(action, error, writes) from None
             finally:
                 self._slots.release()
 
-    def _failure(self, action: str, error: Exception) -> TierError:
+    def _failure(self, action: str, error: Exception, writes: bool = False) -> TierError:
         number, reason = explain(error, self.address, self.options)
-        return TierError(number, f"Redis tier at {self.address} could not {action}: {reason}")
+        kind = fault_of(error)
+        if kind is WritesRefused and not writes:
+            kind = TierError  # the right to read, for one, concerns these keys
+        return kind(number, f"Redis tier at {self.address} could not {action}: {reason}")
 
     def _answer(self, action: str, reply: object) -> Answer:
         return self._failure(action, reply) if isinstance(reply, Exception) else self._length(reply)
@@ -289,6 +313,18 @@ class RedisTier(Tier):
         """One round trip, through redis-py's retries and redirects."""
         options = {} if command.into is None else {"into": command.into}
         return self._client.execute_command(*command.args, **options)
+
+    def _ask_master(self, command: _Command) -> Any:
+        """As `_ask`, of what writes. A replica answers who was the master: the connections to it are given up, for
+        reading as well, and the master is looked for anew, at the same address or by the Sentinels."""
+        try:
+            return self._ask(command)
+        except ReadOnlyError:
+            for pool in self._masters(learn=False):
+                give_up(pool)
+            if self.address.deployment is Deployment.CLUSTER:
+                self._learn_topology()
+            return self._ask(command)
 
     def _ask_each(self, commands: Sequence[_Command]) -> _Replies:
         """The reply of each, in order; for what failed, an exception. A Cluster's servers are asked side by side."""
@@ -432,5 +468,7 @@ def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:
     except Exception as error:
         number, reason = explain(error, address, options)
         text = f"Redis tier at {address}: {reason}"
+        if fault_of(error) is TierNotReady:
+            raise TierNotReady(number, text) from None
         raise (TierUnreachable(number, text) if number in UNREACHABLE else ValueError(text)) from None
     return RedisTier(client, address, options)

@@ -14,17 +14,22 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import (
     AskError,
     AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
     InvalidResponse,
+    MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
     ReadOnlyError,
     ResponseError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from lmcache_ec.mask import without_secrets
+from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, host_and_port
 from lmcache_ec.tiers.resp import (
     CLOSED,
@@ -48,6 +53,17 @@ def _any_answers(servers: Sequence[Any]) -> None:
         raise failure
 
 
+class _FromFile:
+    """What each new connection presents: the password as its file has it then. A credential provider of redis-py."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        self._options = options
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password, username = self._options.password_in_file(), self._options.username
+        return (username, password) if username else (password,)
+
+
 def connect(address: RedisAddress, options: RedisOptions) -> Any:
     """redis-py's client for the store. That of a Cluster asks for the topology at once."""
     settings: dict[str, Any] = {
@@ -58,6 +74,10 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
         "socket_connect_timeout": options.connect_timeout_s,
         "max_connections": 2 * options.connections,  # a call may ask the same server for the topology as well
     }
+    if options.password_file:
+        if not options.password_in_file():
+            raise ValueError(f"password_file {options.password_file} cannot be read, or is empty")
+        settings |= {"username": None, "password": None, "credential_provider": _FromFile(options)}
     if address.tls:
         settings |= {
             "ssl_ca_certs": options.ca_file,
@@ -114,6 +134,7 @@ def _sentinels(address: RedisAddress, options: RedisOptions, settings: dict[str,
     manager = Sentinel([])
     own = settings | {
         "db": 0,
+        "credential_provider": None,
         "username": options.sentinel_username,
         "password": options.sentinel_password,
         "socket_timeout": min(options.connect_timeout_s, options.timeout_s),  # the next one may know
@@ -148,6 +169,32 @@ def probe(client: Any, address: RedisAddress, options: RedisOptions) -> None:
             raise AskError("0 another:1")
 
 
+def give_up(pool: Any) -> None:
+    """Have a pool connect anew: idle connections end now, others when they come back."""
+    with pool._lock:
+        for connection in pool._in_use_connections:
+            connection.mark_for_reconnect()
+    pool.disconnect(inuse_connections=False)
+
+
+def fault_of(error: BaseException) -> type[TierError]:
+    """What an error says about the store: of an error reply, as a rule, only that this command failed."""
+    if isinstance(error, _NOT_READY) or str(error).startswith(_NOT_READY_WORDS):
+        return TierNotReady
+    if isinstance(error, _REFUSE_WRITES) or str(error).startswith(_REFUSING_WORDS):
+        return WritesRefused
+    # Some errors of a connection, and of who may use it, are error replies.
+    entry_only = isinstance(error, ResponseError) and not isinstance(error, _NO_ENTRY)
+    return TierError if entry_only else TierUnreachable
+
+
+_NOT_READY = (BusyLoadingError, MasterDownError, ClusterDownError, TryAgainError)
+_NOT_READY_WORDS = ("BUSY ",)  # a script holds the server
+_REFUSE_WRITES = (ReadOnlyError, OutOfMemoryError, NoPermissionError)
+_REFUSING_WORDS = ("MISCONF", "NOREPLICAS")  # it cannot save what it has, or has too few replicas
+_NO_ENTRY = (AuthenticationError, AskError)
+
+
 def explain(error: BaseException, address: RedisAddress, options: RedisOptions) -> tuple[int, str]:
     """What went wrong: a number of `errno`, and a text that holds no credentials."""
     text = str(error) or type(error).__name__
@@ -173,6 +220,8 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ((NoPermissionError,), errno.EACCES, "the user has no right to do this to keys with this prefix"),
     ((OutOfMemoryError,), errno.ENOSPC, "the server is full and evicts nothing"),
     ((ReadOnlyError,), errno.EROFS, "the server is a read-only replica"),
+    ((BusyLoadingError,), errno.EAGAIN, "the server is loading its data"),
+    ((MasterDownError,), errno.EAGAIN, "the server is a replica that has lost its master"),
     ((AskError,), errno.EPROTO, "this is a server of a Cluster: redis-cluster:// is what follows its redirects"),
     ((MasterNotFoundError,), errno.EHOSTDOWN, "the Sentinels know no master of this service that is up"),
     ((socket.gaierror,), errno.EHOSTUNREACH, "a host of this name is not known"),

@@ -23,12 +23,12 @@ class Counts:
     @classmethod
     def of(cls, servers: Iterable[tuple[bytes, int]]) -> Counts:
         """From each server's INFO and DBSIZE. KeyError where the store is one that does not count so."""
-        told = [(dict(_FIELD.findall(info)), keys) for info, keys in servers]
+        answers = [(dict(_FIELD.findall(info)), keys) for info, keys in servers]
         return cls(
-            runs=frozenset(fields[b"run_id"] for fields, _ in told),
-            evicted=sum(int(fields[b"evicted_keys"]) for fields, _ in told),
-            expired=sum(int(fields[b"expired_keys"]) for fields, _ in told),
-            keys=sum(keys for _, keys in told),
+            runs=frozenset(fields[b"run_id"] for fields, _ in answers),
+            evicted=sum(int(fields[b"evicted_keys"]) for fields, _ in answers),
+            expired=sum(int(fields[b"expired_keys"]) for fields, _ in answers),
+            keys=sum(keys for _, keys in answers),
         )
 
     def explain_loss_since(self, before: Counts) -> bool:

@@ -6,7 +6,8 @@
     redis-cluster://[user:password@]host[:6379][,…]             rediss-cluster:// with TLS
     unix://[user:password@]/path/of/the/socket
 
-Parameters after `?` have redis-py's names; `_PARAMETERS` has those that are understood.
+Parameters after `?` have redis-py's names, but for `read_only` and `password_file`; `_PARAMETERS` has those that are
+understood.
 """
 
 import enum
@@ -14,6 +15,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -53,6 +55,8 @@ class RedisOptions:
     """Whose master the Sentinels are asked for."""
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
+    password_file: str | None = None
+    """Holds the password, alone; read for each new connection, so that it may be replaced at any time."""
     sentinel_username: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     ca_file: str | None = None
@@ -64,6 +68,8 @@ class RedisOptions:
     check_hostname: bool = True
     verify: bool = True
     """Whether a server without a valid certificate is refused."""
+    read_only: bool = False
+    """Whether nothing is ever written."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "connect_timeout_s", "ttl_s"):
@@ -73,6 +79,8 @@ class RedisOptions:
         for name in ("max_entry_bytes", "connections", "batch_bytes"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} of a Redis tier: {getattr(self, name)} given, a positive number is accepted")
+        if self.password and self.password_file:
+            raise ValueError("password of a Redis tier: given twice, one of password and password_file is accepted")
         if self.database < 0:
             raise ValueError(f"database of a Redis tier: {self.database} given, 0 or more is accepted")
 
@@ -80,7 +88,15 @@ class RedisOptions:
     def secrets(self) -> dict[str, str]:
         """Name to value of what no text may contain."""
         names = ("username", "password", "sentinel_username", "sentinel_password", "key_password")
-        return {name: secret for name in names if (secret := getattr(self, name))}
+        found = {name: secret for name in names if (secret := getattr(self, name))}
+        return found | ({"password_file": text} if (text := self.password_in_file()) else {})
+
+    def password_in_file(self) -> str:
+        """As it is now; empty if there is none, or it cannot be read."""
+        try:
+            return Path(self.password_file).read_text().strip() if self.password_file else ""
+        except (OSError, ValueError):
+            return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +153,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "db": ("database", int),
     "username": ("username", str),
     "password": ("password", str),
+    "password_file": ("password_file", str),
     "sentinel_username": ("sentinel_username", str),
     "sentinel_password": ("sentinel_password", str),
     "service": ("service", str),
@@ -149,6 +166,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ssl_password": ("key_password", str),
     "ssl_check_hostname": ("check_hostname", _flag),
     "ssl_cert_reqs": ("verify", _verify),
+    "read_only": ("read_only", _flag),
 }
 
 

@@ -27,7 +27,8 @@ CLOSED = "the server closed the connection"
 _BUFFER_BYTES = 64 << 10
 _CHUNK_BYTES = 256 << 10
 _DISCARD_BYTES = 4 << 20  # up to here reading what nobody wants is cheaper than to connect again
-_TEXT_BYTES = 16 << 20  # of a value that is received into no buffer: a page of a listing, the topology
+_TEXT_BYTES = 16 << 20  # of a reply that is received into no buffer: a page of a listing, the topology
+_ELEMENT_BYTES = 64  # what an element of a list counts for at least
 _NESTED = 8
 _SHORTEST_S = 0.001  # 0 would mean: do not wait, which a socket reports in another way
 
@@ -74,6 +75,7 @@ class PayloadParser(BaseParser):
         self._buffer = bytearray(max(socket_read_size, _BUFFER_BYTES))
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._text_left = 0
 
     def on_connect(self, connection: Any) -> None:
         self.on_disconnect()
@@ -101,6 +103,7 @@ class PayloadParser(BaseParser):
         return True
 
     def read_response(self, disable_decoding: bool = False, **_: object) -> Any:
+        self._text_left = _TEXT_BYTES
         return self._reply(self.targets.popleft() if self.targets else None, 0)
 
     def _reply(self, target: memoryview | None, depth: int) -> Any:
@@ -123,6 +126,7 @@ class PayloadParser(BaseParser):
             return _number(rest)
         if target is None and kind == b"*" and depth < _NESTED:
             count = _number(rest)
+            self._take_text(max(0, count) * _ELEMENT_BYTES)
             return None if count < 0 else [self._reply(None, depth + 1) for _ in range(count)]
         raise InvalidResponse(f"a reply of another kind was expected, this one begins with {kind!r}")
 
@@ -130,8 +134,9 @@ class PayloadParser(BaseParser):
         if length == -1:
             return None
         if target is None:
-            if not 0 <= length <= _TEXT_BYTES:
-                raise InvalidResponse(f"a value of {length} bytes where text was expected")
+            if length < 0:
+                raise InvalidResponse(f"a value of {length} bytes")
+            self._take_text(length)
             text = bytearray(length)
             self._fill(memoryview(text))
             return bytes(text)
@@ -144,6 +149,12 @@ class PayloadParser(BaseParser):
         else:
             self.abandoned = True
         return length
+
+    def _take_text(self, length: int) -> None:
+        """InvalidResponse if a reply has more text than any that was asked for, in one value or in many."""
+        self._text_left -= length
+        if self._text_left < 0:
+            raise InvalidResponse(f"a value of {length} bytes where text was expected")
 
     def _line(self) -> bytes:
         """The next line, without its end."""

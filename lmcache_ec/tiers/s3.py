@@ -29,14 +29,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
-from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierNotReady, TierUnreachable
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_faults import Fault, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import Attributes, ObjectMeta, PutMode
     from obstore.store import S3Store
 
 _LIST_PATIENCE = 6  # a page of a list may take so many times as long as a read may be silent
@@ -46,6 +46,7 @@ _PAGE = 1000  # what S3 answers at most
 _LISTERS = 16
 _DAY_S = 86_400
 _NEVER_WRITTEN = "lmcache-ec-probe"
+_WRITE_PROBE = "lmcache-ec-write-probe"
 _BORN = "lmcache-ec-born"
 _BORN_REWRITTEN_S = 6 * 3600.0
 """Before a lifecycle rule, which counts in days, takes it for an aged entry."""
@@ -80,8 +81,8 @@ class S3Tier(Tier):
 
     An aged object stays in the bucket until it is written again or a lifecycle rule (`set_lifecycle`) removes it.
 
-    Runs in the store process, on the tier's own threads; `list` starts some for itself. Its only state is the clients,
-    one for each time limit, kept under `_lock`.
+    Runs in the store process, on the tier's own threads; `list` starts some for itself. Its state is the clients, one
+    for each time limit, kept under `_lock`, and whether the store knows conditional writes.
     """
 
     name = "s3"
@@ -91,6 +92,11 @@ class S3Tier(Tier):
         self._access = access
         self._ttl_s = ttl_s
         self._timeout_s = timeout_s
+        self.read_only = access.options.read_only
+        self._conditions = True  # until the store refuses them
+        self._attributes: Attributes | None = None
+        if access.options.storage_class:
+            self._attributes = {"Storage-Class": access.options.storage_class}
         self._prompt = access.client(timeout_s, silence=True)
         self._patient: dict[int, S3Store] = {}
         self._lock = threading.Lock()
@@ -111,8 +117,11 @@ class S3Tier(Tier):
             if fault.code == "NoSuchKey":
                 return
             advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
+            text = f"S3 at {access.where}: {advice}"
             if fault.number in UNREACHABLE:
-                raise TierUnreachable(fault.number, f"S3 at {access.where}: {advice}") from None
+                raise TierUnreachable(fault.number, text) from None
+            if fault.not_ready:
+                raise TierNotReady(errno.EAGAIN, text) from None
         raise ValueError(f"S3 at {access.where}: {advice}")
 
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
@@ -137,17 +146,35 @@ class S3Tier(Tier):
         from obstore.exceptions import PreconditionError
 
         client = self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
-        with _reported(f"write {key.object_name}, {len(data)} bytes"):
+        with _reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
             held = self._head(key)  # bytes are sent before the store refuses them
             if held is None:
                 return self._created(client, key, data)
             if not self._aged(held):
                 return False
             try:  # replace what has aged, and nothing that a neighbour wrote meanwhile
-                client.put(key.object_name, data, mode={"e_tag": held["e_tag"]}, use_multipart=False)
+                self._put(client, key.object_name, data, {"e_tag": held["e_tag"]})
                 return True
             except (PreconditionError, FileNotFoundError):
                 return False
+
+    def check_writes(self) -> bool:
+        """As every tier: replace an object that is not there, which no store does; one that knows no conditions makes
+        an empty one, which is deleted."""
+        from obstore.exceptions import BaseError
+
+        with _reported("write", writes=True):
+            try:
+                self._within(self._timeout_s).put(_WRITE_PROBE, b"", mode={"e_tag": '"none"'}, use_multipart=False)
+            except (BaseError, OSError) as error:
+                fault = Fault.of(error)
+                if fault.status in ("404", "412"):
+                    return True
+                if fault.unconditional:
+                    return False
+                raise
+            self._prompt.delete(_WRITE_PROBE)
+        return True
 
     def contains(self, key: EncoderCacheKey) -> int | None:
         with _reported(f"look for {key.object_name}"):
@@ -192,8 +219,15 @@ class S3Tier(Tier):
     def born(self) -> str | None:
         """As every tier. Not in a bucket that may not be listed: there S3 does not tell what is not there."""
         with _reported("look whether it was emptied"):
-            name, meta = self._born() or self._christened()
-            if meta is not None and time.time() - meta["last_modified"].timestamp() > _BORN_REWRITTEN_S:
+            found = self._born()
+            if found is None and self.read_only:
+                return None
+            name, meta = found or self._christened()
+            if (
+                meta is not None
+                and not self.read_only
+                and time.time() - meta["last_modified"].timestamp() > _BORN_REWRITTEN_S
+            ):
                 self._rewrite_born(name, meta)
         return name
 
@@ -206,7 +240,7 @@ class S3Tier(Tier):
 
         name = os.urandom(8).hex()
         try:
-            self._within(self._timeout_s).put(_BORN, name.encode(), mode="create", use_multipart=False)
+            self._put(self._within(self._timeout_s), _BORN, name.encode(), "create")
         except AlreadyExistsError:
             return self._born() or (name, None)
         return name, None
@@ -217,7 +251,7 @@ class S3Tier(Tier):
 
         try:
             client = self._within(self._timeout_s)
-            client.put(_BORN, name.encode(), mode={"e_tag": meta["e_tag"]}, use_multipart=False)
+            self._put(client, _BORN, name.encode(), {"e_tag": meta["e_tag"]})
         except (BaseError, OSError):
             pass
 
@@ -279,12 +313,29 @@ class S3Tier(Tier):
 
         for _ in range(2):
             try:
-                client.put(key.object_name, data, mode="create", use_multipart=False)
+                self._put(client, key.object_name, data, "create")
                 return True
             except AlreadyExistsError as error:
                 if Fault.of(error).status != "409":  # that one says: deleted while this was under way, try again
                     return False
         raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others write and delete it")
+
+    def _put(self, client: S3Store, name: str, data: memoryview | bytes, mode: PutMode) -> None:
+        """Write under a condition, or without one in a store that refused to, and took the same without."""
+        from obstore.exceptions import BaseError
+
+        if self._conditions:
+            try:
+                client.put(name, data, mode=mode, use_multipart=False, attributes=self._attributes)
+                return
+            except (BaseError, OSError) as error:
+                if not Fault.of(error).unconditional:
+                    raise
+        client.put(name, data, mode="overwrite", use_multipart=False, attributes=self._attributes)
+        if self._conditions:
+            self._conditions = False
+            where = self._access.where
+            self.notice = f"S3 at {where}: it knows no conditional writes, so two engines may write one entry twice"
 
     def _head(self, key: EncoderCacheKey) -> ObjectMeta | None:
         return _unless_absent(lambda: self._prompt.head(key.object_name))
@@ -333,7 +384,7 @@ class S3Tier(Tier):
 
 
 @contextmanager
-def _reported(action: str) -> Iterator[None]:
+def _reported(action: str, writes: bool = False) -> Iterator[None]:
     from botocore.exceptions import BotoCoreError, ClientError
     from obstore.exceptions import BaseError
 
@@ -345,7 +396,7 @@ def _reported(action: str) -> Iterator[None]:
         raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
     except (BaseError, OSError) as error:
         fault = Fault.of(error)
-        raise TierError(fault.number, f"s3 tier could not {action}: {fault}") from None
+        raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes) from None
 
 
 def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:

@@ -15,7 +15,7 @@ from lmcache_ec.tiers.s3_url import S3Options
 
 if TYPE_CHECKING:
     from obstore.auth.boto3 import Boto3CredentialProvider
-    from obstore.store import ClientConfig, S3Store
+    from obstore.store import ClientConfig, S3Config, S3Store
 
 _CONNECT_S = 1.0
 _TOTAL_S = 30.0
@@ -28,8 +28,7 @@ _CREDENTIALS_S = 540.0
 class S3Access:
     """A bucket's address as boto3 resolved it, and the way to make clients for it. Any thread may use it."""
 
-    bucket: str
-    prefix: str
+    options: S3Options
     region: str
     address: str  # http(s)://host, with the bucket in the host or as the last part of the path
     virtual_host: bool
@@ -73,8 +72,7 @@ class S3Access:
         if "@" in netloc:
             raise ValueError("S3: the endpoint in the environment or the profile holds credentials")
         return cls(
-            bucket=options.bucket,
-            prefix=options.prefix,
+            options=options,
             region=region,
             address=f"{scheme}://{netloc}{path.removesuffix('/x')}",
             virtual_host=not path.endswith(f"/{options.bucket}/x"),
@@ -82,6 +80,14 @@ class S3Access:
             credentials=credentials,
             admin=admin,
         )
+
+    @property
+    def bucket(self) -> str:
+        return self.options.bucket
+
+    @property
+    def prefix(self) -> str:
+        return self.options.prefix
 
     @property
     def tls(self) -> bool:
@@ -103,12 +109,21 @@ class S3Access:
         }
         if silence:
             client_options["read_timeout"] = limit
+        options = self.options
+        asked: S3Config = {}
+        if options.sse:
+            asked["server_side_encryption"] = options.sse
+        if options.sse_kms_key_id:
+            asked["sse_kms_key_id"] = options.sse_kms_key_id
+        if options.requester_pays:
+            asked["request_payer"] = True
         if self.certificates is not None:
             client_options["root_certificate"] = self.certificates
         return S3Store(
             self.bucket,
             prefix=self.prefix or None,
             config={
+                **asked,
                 "region": self.region,
                 "endpoint": self.address if self.virtual_host else self.address.removesuffix(f"/{self.bucket}"),
                 "virtual_hosted_style_request": self.virtual_host,

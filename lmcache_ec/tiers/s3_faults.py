@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, WritesRefused
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -35,6 +37,26 @@ class Fault:
                 return cls(number, "", "", "", kind)
         return cls(errno.EIO, "", "", "", type(error).__name__)
 
+    @property
+    def not_ready(self) -> bool:
+        """It answers that it cannot serve this yet, or not so much of it."""
+        return (self.status >= "500" and self.status != "501") or self.status == "429"
+
+    @property
+    def unconditional(self) -> bool:
+        """Perhaps it does not know conditional writes: it refuses a header, or a request that has one."""
+        return self.status in ("400", "501")
+
+    def error(self, text: str, *, writes: bool = False) -> TierError:
+        """As a tier raises it. What a request that `writes` is forbidden says nothing about reading."""
+        if self.kind or self.code in _BAD_REGION or self.code in _NOBODY_COMES_IN or self.status[:1] == "3":
+            return TierUnreachable(self.number, text)
+        if self.not_ready:
+            return TierNotReady(errno.EAGAIN, text)
+        if self.status in ("401", "403", "405", "507") or self.code == "QuotaExceeded":
+            return (WritesRefused if writes else TierUnreachable)(self.number, text)
+        return TierError(self.number, text)
+
     def __str__(self) -> str:
         return self.kind or f"HTTP {self.status} {self.code}".strip()
 
@@ -49,7 +71,7 @@ class Fault:
             return f"{_ADVICE.get(self.code, _ADVICE['AccessDenied'])} ({self})".replace("{bucket}", bucket)
         if self.status == "400" and not tls:
             return "HTTP 400: perhaps it expects TLS; then let the endpoint begin with https://, or tls be true"
-        if self.status >= "500":
+        if self.not_ready:
             return f"{self}: its server has a fault of its own"
         return f"{self}: it does not answer as S3 does"
 
@@ -80,6 +102,10 @@ _WHAT_TO_DO = {
 }
 _BAD_REGION = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException"}
 _BAD_CREDENTIALS = "credentials refused: check which ones boto3 finds here, and that they are for this store"
+_NOBODY_COMES_IN = {
+    *("NoSuchBucket", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken"),
+    "RequestTimeTooSkewed",
+}
 _ADVICE = {
     "NoSuchBucket": "bucket {bucket} does not exist: create it, or correct the URL",
     "InvalidAccessKeyId": _BAD_CREDENTIALS,

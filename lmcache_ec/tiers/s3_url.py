@@ -12,6 +12,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
 _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9a-fA-F:.]+\](?::[0-9]{1,5})?")
 _AWS_HOST = re.compile(r"(?P<bucket>.+)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com(?:\.cn)?")
+_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 _CREDENTIALS = "S3 URL with credentials: leave them to the environment, a profile or a role"
 
 
@@ -29,6 +30,11 @@ class S3Options:
     profile: str | None = None
     access_key_id: str | None = field(default=None, repr=False)
     secret_access_key: str | None = field(default=None, repr=False)
+    read_only: bool = False  # nothing is ever written
+    sse: str | None = None  # server-side encryption that is asked for with each write
+    sse_kms_key_id: str | None = None
+    storage_class: str | None = None
+    requester_pays: bool = False
 
 
 def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3Options:
@@ -36,6 +42,8 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
 
     - `s3://bucket/prefix?endpoint=…&region=…&path_style=true&tls=false&ca_bundle=/path&profile=…`, all but the bucket
       optional; `endpoint` with or without `http://` or `https://`
+    - with `read_only=true` nothing is ever written; `sse=AES256`, `sse=aws:kms` and `sse_kms_key_id=…`,
+      `storage_class=…` go with each write, `requester_pays=true` with each request
     - as LMCache writes it, bucket and host in one: `s3://bucket.s3.eu-west-1.amazonaws.com`, `s3://bucket.host:9000`,
       or without a port if `extra_config` has `s3_region`
 
@@ -59,6 +67,10 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     access_key_id, secret_access_key = extra.get("aws_access_key_id"), extra.get("aws_secret_access_key")
     if bool(access_key_id) != bool(secret_access_key):
         raise ValueError("aws_access_key_id and aws_secret_access_key are given together or not at all")
+    if asked.get("sse", "AES256") not in _ENCRYPTIONS:
+        raise ValueError(f"S3 URL: of sse {', '.join(_ENCRYPTIONS)} are accepted")
+    if "sse_kms_key_id" in asked and not asked.get("sse", "").startswith("aws:kms"):
+        raise ValueError("S3 URL: sse_kms_key_id belongs to sse=aws:kms")
     ca_bundle = Path(asked["ca_bundle"]) if "ca_bundle" in asked else None
     if ca_bundle is not None and not ca_bundle.is_file():
         raise ValueError(f"S3 URL: ca_bundle {ca_bundle} is no file")
@@ -73,6 +85,11 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
         profile=asked.get("profile"),
         access_key_id=_text(access_key_id),
         secret_access_key=_text(secret_access_key),
+        read_only=asked.get("read_only", False),
+        sse=asked.get("sse"),
+        sse_kms_key_id=asked.get("sse_kms_key_id"),
+        storage_class=asked.get("storage_class"),
+        requester_pays=asked.get("requester_pays", False),
     )
 
 
@@ -102,7 +119,8 @@ def _endpoint(text: str, tls: bool, *, contradicts: bool) -> str:
 def _query(text: str) -> dict[str, Any]:
     """The options in a URL; an error names the key, and no value."""
     readers: dict[str, Callable[[str], object]] = {
-        "endpoint": str, "region": str, "ca_bundle": str, "profile": str, "path_style": _bool, "tls": _bool
+        "endpoint": str, "region": str, "ca_bundle": str, "profile": str, "path_style": _bool, "tls": _bool,
+        "read_only": _bool, "sse": str, "sse_kms_key_id": str, "storage_class": str, "requester_pays": _bool,
     }  # fmt: skip
     found: dict[str, Any] = {}
     for key, value in parse_qsl(text, keep_blank_values=True):

@@ -25,7 +25,7 @@ from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers.awaited import AwaitedTier
-from lmcache_ec.tiers.base import Landing, Tier
+from lmcache_ec.tiers.base import Landing, Tier, TierUnreachable
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import NEVER, Habits, Lane, lane_names
 from lmcache_ec.tiers.write_through import WriteThrough
@@ -106,8 +106,8 @@ class Stack:
         ]
         for lane in self.lanes:
             if isinstance(lane.tier, AwaitedTier):
-                lane.failed()
-        self.writes = WriteThrough(self.lanes, journal, wake, copied_bytes)
+                lane.leave_alone()
+        self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes)
         self._journal = journal
         self._wake = wake
         self._back = back
@@ -157,16 +157,19 @@ class Stack:
         """Ask one tier, in the calling thread. What cannot be read is absent, and reported."""
         lane = self.lanes[number]
         answers: list[Answer] = []
-        for one, length in zip(wanted, self._lengths(lane, wanted), strict=True):
-            answers.append(Absent() if length is None else self._judged(lane, one, length))
+        for one, told in zip(wanted, self._asked(lane, wanted), strict=True):
+            if told is None:
+                self._journal.count(f"{lane.name}_misses")
+            answers.append(self._judged(lane, one, told) if isinstance(told, int) else Absent())
         return answers
 
     def lengths(self, number: int, keys: Sequence[EncoderCacheKey]) -> list[int | None]:
         """The length of each entry as one tier has it, None also for what cannot be told. In the calling thread."""
-        return self._lengths(self.lanes[number], [Wanted(key) for key in keys])
+        told = self._asked(self.lanes[number], [Wanted(key) for key in keys])
+        return [None if isinstance(length, Exception) else length for length in told]
 
-    def _lengths(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | None]:
-        """The length of each entry as the tier has it, None for those that are not there or cannot be read. What has
+    def _asked(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | Exception | None]:
+        """What a tier says of each entry: its length, None if it is not there, or an error, which is reported. What has
         the length of its buffer is there now."""
         reads = [(one.key, one.into) for one in wanted if one.into is not None]
         probes = [one.key for one in wanted if one.into is None]
@@ -175,26 +178,29 @@ class Stack:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
             probed = iter(lane.tier.contains_each(probes) if probes else ())
             told: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
-        except Exception as error:
-            told = [error] * len(wanted)
+        except Exception as failure:
+            told = [failure] * len(wanted)
         moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
-        lengths = [self._length(lane, length) for length in told]
-        if not moved and not any(isinstance(length, Exception) for length in told):
-            lane.answered(time.monotonic() - began)
-        return lengths
+        errors = [length for length in told if isinstance(length, Exception)]
+        for one_error in errors:
+            self._unread(lane, one_error)
+        if len(errors) < len(told):
+            self._welcome(lane, lane.read(None if moved or errors else time.monotonic() - began))
+        elif errors:
+            lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
+            self._wake()
+        return told
 
-    def _length(self, lane: Lane, told: int | Exception | None) -> int | None:
-        if told is None:
-            self._journal.count(f"{lane.name}_misses")
-        if not isinstance(told, Exception):
-            return told
-        self._failed(lane, told)
-        return None
-
-    def _failed(self, lane: Lane, error: Exception) -> None:
+    def _unread(self, lane: Lane, error: Exception) -> None:
         self._journal.count(f"{lane.name}_read_errors")
         self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
-        lane.failed()
+
+    def _welcome(self, lane: Lane, away_s: float) -> None:
+        """A tier that was left alone for so long is asked again."""
+        if away_s:
+            self._journal.report(f"{lane.name}-back", f"{lane.name} answers again, after {away_s:.0f} s")
+            self._back(self.lanes.index(lane))
+            self._wake()
 
     def _judged(self, lane: Lane, wanted: Wanted, length: int) -> Answer:
         """What a tier that has something under this name has."""
@@ -210,7 +216,7 @@ class Stack:
             self.refuse(lane, key, error)
             return Absent(isinstance(error, entry.OtherVersion))
         except Exception as error:
-            self._failed(lane, error)
+            self._unread(lane, error)
             return Absent()
         self._journal.count(f"{lane.name}_hits")
         self._journal.count(f"{lane.name}_read_bytes", length)
@@ -230,6 +236,8 @@ class Stack:
         self.delete(lane, key)
 
     def delete(self, lane: Lane, key: EncoderCacheKey) -> None:
+        if lane.tier.read_only:
+            return
         try:
             lane.tier.delete(key)
         except Exception as error:
@@ -241,25 +249,42 @@ class Stack:
     @property
     def due_at(self) -> float:
         """When `survey_due` has something to do (monotonic seconds)."""
-        return min((lane.due_at for lane in self.lanes), default=NEVER)
+        return min((min(lane.due_at, lane.probe_at) for lane in self.lanes), default=NEVER)
 
     def survey_due(self) -> None:
-        """Have the lanes looked over that are due for it, on their own threads."""
-        for number, lane in enumerate(self.lanes):
+        """Have the lanes looked over, and those probed that failed, where that is due; on their own threads."""
+        for lane in self.lanes:
+            reads, writes = lane.due_probes()
+            if reads:
+                lane.probes.submit(self._probe_reads, lane)
+            if writes:
+                lane.probes.submit(self._probe_writes, lane)
             if lane.due_at <= time.monotonic():
                 lane.due_at = NEVER
-                lane.scans.submit(self._survey, number)
+                lane.scans.submit(self._survey, lane)
 
-    def _survey(self, number: int) -> None:
-        lane = self.lanes[number]
+    def _survey(self, lane: Lane) -> None:
         try:
-            if away := lane.survey(self.namespace):
-                self._journal.report(f"{lane.name}-back", f"{lane.name} answers again, after {away:.0f} s")
-                self._back(number)
+            lane.survey(self.namespace)
             self.writes.weigh(lane)
         except Exception as error:
             self._journal.count(f"{lane.name}_survey_errors")
             self._journal.report(f"{lane.name}-scan", f"{lane.name}: {error}")
+        self._wake()
+
+    def _probe_reads(self, lane: Lane) -> None:
+        try:
+            self._welcome(lane, lane.probe_reads(self.namespace))
+        except Exception as error:
+            self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
+        self._wake()
+
+    def _probe_writes(self, lane: Lane) -> None:
+        refusal = lane.probe_writes()
+        if refusal:
+            self.writes.report_read_only(lane, refusal)
+        elif refusal is not None:
+            self._back(self.lanes.index(lane))
         self._wake()
 
     def relist(self, namespace: str) -> None:
@@ -283,6 +308,6 @@ class Stack:
         """Let go of the tiers. What is still under way fails, or ends with the process."""
         self._closed.set()
         for lane in self.lanes:
-            for pool in (lane.reads, lane.writes, lane.scans):
+            for pool in (lane.reads, lane.writes, lane.scans, lane.probes):
                 pool.shutdown(wait=False, cancel_futures=True)
             lane.tier.close()

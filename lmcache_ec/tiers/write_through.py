@@ -24,7 +24,7 @@ from functools import partial
 
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Landing
+from lmcache_ec.tiers.base import Landing, WritesRefused, message
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import Lane
 
@@ -83,10 +83,18 @@ class Put:
 class WriteThrough:
     """The writes of one stack of tiers. Any thread may call it; tiers are written by their own threads.
 
-    `wake` is called whenever `jobs` has fallen. `_lock` guards the numbers, and is never held across I/O.
+    `wake` is called whenever `jobs` has fallen, `back` with the number of a tier that takes writes again. `_lock`
+    guards the numbers, and is never held across I/O.
     """
 
-    def __init__(self, lanes: Sequence[Lane], journal: Journal, wake: Callable[[], None], copied_bytes: int) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        journal: Journal,
+        wake: Callable[[], None],
+        back: Callable[[int], None],
+        copied_bytes: int,
+    ) -> None:
         self.jobs = 0
         """Writes to one tier each that are queued or under way."""
         self.held: dict[str, int] = {}
@@ -94,6 +102,7 @@ class WriteThrough:
         self._lanes = lanes
         self._journal = journal
         self._wake = wake
+        self._back = back
         self._copies = _Budget(copied_bytes)
         self._under_way: dict[EncoderCacheKey, list[Put]] = {}
         self._lock = threading.Lock()
@@ -102,6 +111,7 @@ class WriteThrough:
         """Write through, see the top of this file. Returns at once."""
         numbers = [number for number in range(len(self._lanes)) if not put.tiers or put.tiers >> number & 1]
         self._begin(put, len(numbers))
+        numbers = self._without_read_only(put, numbers)
         if numbers and self._lanes[numbers[0]].habits.local:
             first, *numbers = numbers
             if self._enqueue(first, len(put.data), partial(self._write_first, put, first, numbers)):
@@ -123,7 +133,7 @@ class WriteThrough:
             return
         put = Put(key, memoryview(bytes(data)), landed=landed, released=lambda _: self._copies.give_back(length))
         self._begin(put, number)
-        self._spread(put, range(number))
+        self._spread(put, self._without_read_only(put, range(number)))
 
     def writing(self, key: EncoderCacheKey) -> bool:
         """Whether a tier has yet to answer about this entry."""
@@ -150,6 +160,16 @@ class WriteThrough:
             if not puts:
                 del self._under_way[put.key]
         done()
+
+    def _without_read_only(self, put: Put, numbers: Sequence[int]) -> list[int]:
+        """Those that are not configured never to be written: these refuse at once."""
+        written = []
+        for number in numbers:
+            if self._lanes[number].tier.read_only:
+                put.land(number, Landing.REFUSED)
+            else:
+                written.append(number)
+        return written
 
     def _spread(self, put: Put, numbers: Sequence[int]) -> None:
         """Have all of these read `data`, side by side."""
@@ -205,6 +225,9 @@ class WriteThrough:
         lane, journal, key = self._lanes[number], self._journal, put.key
         if put.cancelled:
             return Landing.FAILED
+        if not lane.takes_writes:  # since it was queued
+            journal.count(f"{lane.name}_writes_dropped")
+            return Landing.FAILED
         try:
             stored = lane.tier.put(key, data)
             there = stored or lane.tier.contains(key) == len(data)
@@ -213,17 +236,35 @@ class WriteThrough:
                 return Landing.FAILED
             journal.count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
             journal.count(f"{lane.name}_written_bytes", len(data) if stored else 0)
+            if stored and lane.wrote():
+                journal.report(f"{lane.name}-writes", f"{lane.name} takes writes again")
+                self._back(number)
             self.weigh(lane)
+            self._report_notice(lane)
             if there:
                 lane.has(key.digest, stored)
             return Landing.TOOK if there else Landing.REFUSED
         except Exception as error:
-            journal.count(f"{lane.name}_write_errors")
-            journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
-            if getattr(error, "errno", None) == errno.EFBIG:
-                return Landing.REFUSED  # too large for this tier, which is none the worse for it
-            lane.failed()
-            return Landing.FAILED
+            return self._refused(lane, error)
+
+    def _refused(self, lane: Lane, error: Exception) -> Landing:
+        self._journal.count(f"{lane.name}_write_errors")
+        known = lane.read_only
+        lane.write_failed(error)
+        if lane.read_only and not known:
+            self.report_read_only(lane, message(error))
+        elif lane.habits.local or not isinstance(error, WritesRefused):  # a remote's is one line, once it is certain
+            self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
+        too_large = getattr(error, "errno", None) == errno.EFBIG
+        return Landing.REFUSED if too_large else Landing.FAILED
+
+    def report_read_only(self, lane: Lane, why: str) -> None:
+        text = f"{lane.name}: read only, asked now and then whether it takes writes again: {why}"
+        self._journal.report(f"{lane.name}-writes", text)
+
+    def _report_notice(self, lane: Lane) -> None:
+        if lane.new_notice:
+            self._journal.report(f"{lane.name}-notice", lane.tier.notice)
 
     def weigh(self, lane: Lane) -> None:
         """How much a tier holds, for whoever asks without waiting for I/O. On the tier's threads."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from benchmarks.testbed.engine_env import greedy, hide_llvmlite_from_kernel_binding, said
+from benchmarks.testbed.engine_env import greedy, hide_llvmlite_from_kernel_binding, output_of
 from benchmarks.testbed.media import WORDINGS, Prompt
 from benchmarks.testbed.models import model_path
 from lmcache_ec.cli.status import engines
@@ -68,7 +68,7 @@ async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
         if ask.uuid is not None:
             rendered["multi_modal_uuids"] = {"image": [ask.uuid]}
         async for output in llm.generate(rendered, greedy(MAX_TOKENS), name, data_parallel_rank=ask.rank):
-            last = said(output)
+            last = output_of(output)
         return last.tokens, last.logprobs
 
     outputs = [said for asks in rounds for said in await asyncio.gather(*map(said_to, asks))]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.testbed.engine_env import Engine, Output, greedy, said
+from benchmarks.testbed.engine_env import Engine, Output, greedy, output_of
 from benchmarks.testbed.media import Prompt
 
 
@@ -114,7 +114,7 @@ class Play:
         whole = reason == "length"
         return Ending(
             reason,
-            said(output) if whole else Output([], []),
+            output_of(output) if whole else Output([], []),
             self.first.get(name, -1),
             self.last.get(name, -1),
             getattr(output, "ec_transfer_params", None),
@@ -179,7 +179,7 @@ def chat_with_embeddings(engine: Engine, seed: int) -> Any:
     [output] = engine.llm.chat(
         [{"role": "user", "content": content}], greedy(8), chat_template=template, use_tqdm=False
     )
-    return msgspec.to_builtins(said(output))
+    return msgspec.to_builtins(output_of(output))
 
 
 def preemptions(engine: Engine) -> int:

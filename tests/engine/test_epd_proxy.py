@@ -17,7 +17,7 @@ import yaml
 
 from benchmarks.testbed.models import ROOT
 from benchmarks.testbed.servers.epd_proxy import Proxy
-from benchmarks.testbed.servers.openai import Json, OpenAIServer, Refused, ask, chat, png, post, shown
+from benchmarks.testbed.servers.openai import Json, OpenAIServer, Refused, ask, chat, image_part, png, post
 from benchmarks.testbed.servers.pictures import Pictures
 from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.servers.seaweed import seaweed
@@ -117,18 +117,18 @@ def joined(
 
 def test_pictures_are_encoded_by_the_producer_alone(joined: Deployment, pictures: Pictures) -> None:
     """One; the same one twice; three; an answer as a stream; by URL and sent along; named by the client."""
-    urls = [shown(pictures.put(f"{seed}.png", png(seed))) for seed in range(5)]
+    urls = [image_part(pictures.put(f"{seed}.png", png(seed))) for seed in range(5)]
     joined.asked(urls[0], encodes=1)
     joined.asked(urls[1], urls[1], encodes=1)
-    joined.asked(urls[2], urls[3], shown(10), encodes=3)
+    joined.asked(urls[2], urls[3], image_part(10), encodes=3)
     joined.asked(urls[4], encodes=1, stream=True)
-    joined.asked(shown(11, "cat"), encodes=1)
+    joined.asked(image_part(11, "cat"), encodes=1)
     joined.consumer.forget()
     joined.asked(urls[3], urls[0], encodes=0, stream=True)
 
 
 def test_arguments_of_the_processor_are_part_of_what_a_picture_is_named(joined: Deployment) -> None:
-    one, others = shown(20), (shown(21), shown(22))
+    one, others = image_part(20), (image_part(21), image_part(22))
     assert not joined.plain.ask(one).equals(joined.plain.ask(one, mm_processor_kwargs=LARGER))
     joined.asked(one, encodes=1)
     joined.asked(one, encodes=1, mm_processor_kwargs=LARGER)
@@ -141,31 +141,31 @@ def test_arguments_of_the_processor_are_part_of_what_a_picture_is_named(joined: 
 
 def test_media_that_the_proxy_leaves_as_they_are_are_not_encoded_either(joined: Deployment) -> None:
     """Neither side is given a name, so both name the picture by its content."""
-    joined.asked(shown(30), encodes=1, media=True)
-    joined.asked(shown(31), shown(30), shown(32), encodes=2, media=True)
-    joined.asked(shown(33), encodes=1, media=True, cache_salt="tenant")
+    joined.asked(image_part(30), encodes=1, media=True)
+    joined.asked(image_part(31), image_part(30), image_part(32), encodes=2, media=True)
+    joined.asked(image_part(33), encodes=1, media=True, cache_salt="tenant")
 
 
 def test_a_request_with_a_salt_fails_alone(joined: Deployment) -> None:
     """The proxy does not pass the salt on to the producer, so the two name the picture differently, and the consumer
     has nothing to encode. See `docs/security.md`."""
     with pytest.raises(Refused) as refused:
-        ask(joined.proxy.url, shown(40), cache_salt="tenant")
+        ask(joined.proxy.url, image_part(40), cache_salt="tenant")
     assert refused.value.status == 500
     joined.producer.encoded()
-    joined.asked(shown(40), encodes=0)
+    joined.asked(image_part(40), encodes=0)
     joined.asked(cache_salt="tenant", encodes=0)
 
 
 def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
-    joined.asked(shown(50), encodes=1)
+    joined.asked(image_part(50), encodes=1)
 
     def through_the_proxy(seed: int) -> bool:
         try:
-            said = ask(joined.proxy.url, shown(seed))
+            said = ask(joined.proxy.url, image_part(seed))
         except (Refused, OSError):
             return False
-        assert said.equals(joined.plain.ask(shown(seed)))
+        assert said.equals(joined.plain.ask(image_part(seed)))
         return True
 
     with ThreadPoolExecutor(4) as clients:
@@ -178,21 +178,21 @@ def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
     assert joined.consumer.encoded() == 0
 
     with pytest.raises(Refused) as refused:
-        ask(joined.proxy.url, shown(75))
+        ask(joined.proxy.url, image_part(75))
     assert refused.value.status == 502
-    assert joined.consumer.ask(shown(76)).equals(joined.plain.ask(shown(76)))
+    assert joined.consumer.ask(image_part(76)).equals(joined.plain.ask(image_part(76)))
     assert joined.consumer.encoded() == 1
 
     joined.producer.start()
     joined.producer.encoded()
-    joined.asked(shown(75), encodes=1)
-    joined.asked(shown(50), encodes=0)
-    joined.asked(*(shown(seed) for seed in range(71, 74)), encodes=None)
+    joined.asked(image_part(75), encodes=1)
+    joined.asked(image_part(50), encodes=0)
+    joined.asked(*(image_part(seed) for seed in range(71, 74)), encodes=None)
 
 
 def test_what_vouching_for_urls_means(joined: Deployment, pictures: Pictures) -> None:
     """As both files say: a picture that is replaced behind its URL keeps being served as it was."""
-    url = shown(pictures.put("vouched.png", png(80)))
+    url = image_part(pictures.put("vouched.png", png(80)))
     joined.asked(url, encodes=1)
     before = joined.plain.ask(url)
     pictures.put("vouched.png", png(81))
@@ -247,10 +247,10 @@ def test_as_shipped_no_picture_is_served_once_it_was_replaced_behind_its_url(
         redis_server(tmp_path / "redis") as redis,
         deployed(tmp_path, plain, redis.url, {}, vouching=False) as joined,
     ):
-        url = shown(pictures.put("today.png", png(90)))
+        url = image_part(pictures.put("today.png", png(90)))
         for seed in (90, 91):
             pictures.put("today.png", png(seed))
-            assert ask(joined.proxy.url, url).equals(plain.ask(shown(seed)))
+            assert ask(joined.proxy.url, url).equals(plain.ask(image_part(seed)))
             assert joined.consumer.encoded() == 1
         assert joined.producer.log.read_text().count("persist_client_ids") == 1
         for seed in (92, 93):

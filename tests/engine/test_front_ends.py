@@ -16,7 +16,7 @@ import pytest
 from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
 from benchmarks.testbed.media import Prompt
 from benchmarks.testbed.models import ROOT
-from benchmarks.testbed.servers.openai import Headless, Json, OpenAIServer, Refused, shown
+from benchmarks.testbed.servers.openai import Headless, Json, OpenAIServer, Refused, image_part
 from benchmarks.testbed.servers.redis import free_port
 from tests.engine import data_parallel
 from tests.engine.data_parallel import Ask
@@ -68,12 +68,12 @@ def right(reference: Reference) -> Right:
 
 
 def ask(server: OpenAIServer, seed: int, uuid: str | None = None, **body: Any) -> Output:
-    return server.ask(shown(seed, uuid), text=TEXT, **body)
+    return server.ask(image_part(seed, uuid), text=TEXT, **body)
 
 
 def features(server: OpenAIServer, seed: int, *, named: str | None = None, **body: Any) -> Json:
     """A request with the processed media, as a disaggregated renderer sends it; `named` in place of their digest."""
-    rendered = server.render(shown(seed), text=TEXT, **body)
+    rendered = server.render(image_part(seed), text=TEXT, **body)
     if named is not None:
         rendered["features"]["mm_hashes"]["image"] = [named]
     return rendered

@@ -46,7 +46,7 @@ def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> N
     with Rig("whisper", Layout.ONE_PROCESS, tmp_path, reference) as rig:
         for _ in range(2):
             rig.compare(rig.engine.do(Generate(prompts)).outputs, prompts, 8)
-        assert "encoder cache: off: encoder-decoder models" in rig.engine.last_words()
+        assert "encoder cache: off: encoder-decoder models" in rig.engine.log_end()
         assert not rig.disk.exists()
 
 

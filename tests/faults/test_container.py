@@ -15,7 +15,7 @@ from benchmarks.testbed.media import Prompt
 from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.servers.relay import relay
 from lmcache_ec.cli.status import engines
-from lmcache_ec.incarnation import PROCESS_NAME
+from lmcache_ec.store_process import PROCESS_NAME
 from tests.engine.rig import NOTHING, PATIENCE, wait_until
 
 pytestmark = pytest.mark.slow

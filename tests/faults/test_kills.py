@@ -100,7 +100,7 @@ def half_written(truth: Truth, disk: Path) -> None:
     whole = truth.path(disk, 1).read_bytes()
     workshop = disk / NAMESPACE / ".tmp"
     workshop.mkdir(exist_ok=True)
-    (workshop / "1-half").write_bytes(whole[: len(whole) // 2])
+    (workshop / f"{len(whole)}.{1:024x}").write_bytes(whole[: len(whole) // 2])
 
 
 def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) -> None:

@@ -16,4 +16,4 @@ def _disks_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_ec.cache._SLOW_PONG_S", 5.0)
+    monkeypatch.setattr("lmcache_ec.supervisor._SLOW_PONG_S", 5.0)

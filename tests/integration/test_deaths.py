@@ -31,7 +31,7 @@ from benchmarks.testbed.core import (
     temporaries,
     wait_until,
 )
-from lmcache_ec.channel import Attach, Attached, Link, Message, Segment, SegmentReady, StoreLink, rank_address
+from lmcache_ec.channel import Attach, Attached, Link, Message, StoreLink, rank_address
 from lmcache_ec.entry import room
 from lmcache_ec.rank import Rank
 
@@ -117,12 +117,10 @@ def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_fo
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as address:
         address.bind(rank_address(name, 0))
         address.listen()
-        scheduler = Remote(Scheduler, tmp_path, name, drain_s=DRAIN_S)
+        scheduler = Remote(Scheduler, tmp_path, name, drain_s=DRAIN_S, start_timeout_s=1.0)
         link = Link(address.accept()[0])
         received = dict(link_messages(link, Attach, StoreLink))
         link.send(Attached(0))
-        link_messages(link, Segment)
-        link.send(SegmentReady(0))
         scheduler.call("ready")
         store: int = scheduler.call("serving")
         step: Step = scheduler.call("save", IMAGES)
@@ -265,6 +263,6 @@ def test_an_address_serves_one_rank() -> None:
     name = str(uuid.uuid4())
     first = Worker(name)
     with pytest.raises(OSError, match="in use"):
-        Rank(name, 0, lambda memory, offset, length: None)
+        Rank(name, 0)
     first.close()
     Worker(name).close()

@@ -291,8 +291,8 @@ class Engine:
             self.resets += 1
         if dice.random() < 0.02:
             self.runner.change_weights(dice.choice([1.0, 1.0, 2.0, 4.0]))
-        if self._fault is Fault.KILLS and dice.random() < 0.01 and self.side.cache._store.introduced:
-            self.side.cache._store.kill()
+        if self._fault is Fault.KILLS and dice.random() < 0.01 and self.side.cache._store.process.introduced:
+            self.side.cache._store.process.kill()
 
     def break_hook(self) -> None:
         """From the next call or one of the calls after it on, a hook of the connector's raises. Others never do."""

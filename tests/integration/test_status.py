@@ -31,7 +31,7 @@ def status(*arguments: str) -> str:
     return result.output
 
 
-def told(bench: Bench) -> dict[str, Any]:
+def status_of(bench: Bench) -> dict[str, Any]:
     """What is told of this engine, others on this host left aside."""
     [found] = [engine for engine in json.loads(status("--json")) if engine["engine"] == bench.engine]
     assert found.keys() >= KEYS
@@ -57,7 +57,7 @@ def test_two_engines_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
     began = time.time()
     with Bench(tmp_path) as one, Bench(tmp_path) as other:
         for bench in (one, other):
-            found = told(bench)
+            found = status_of(bench)
             assert (found["namespace"], found["state"]) == (NAMESPACE, "serving")
             assert (found["pid"], found["engine_pid"]) == (bench.serving(), os.getpid())
             assert began - 1 < found["since"] <= time.time()
@@ -69,7 +69,7 @@ def test_two_engines_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
                 f"{found['pid']}, since",
             ):
                 assert fact in shown
-        assert told(one)["pid"] != told(other)["pid"]
+        assert status_of(one)["pid"] != status_of(other)["pid"]
 
 
 def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_path: Path) -> None:
@@ -80,14 +80,14 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
     with Bench(tmp_path, max_local_disk_size=0.5) as bench:
         bench.scanned()
         found = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-        wait_until("the folder is weighed", lambda: told(bench)["tiers"][0]["bytes"] == found)
+        wait_until("the folder is weighed", lambda: status_of(bench)["tiers"][0]["bytes"] == found)
         assert [bench.fetch(name) for name in names("kept", 3)] == [True, True, False]
         bench.read(names("kept", 2))
         path_of(tmp_path, "kept-1").unlink()
         bench.encode(names("new", 4))
         bench.settle()
         bench.until("the ledger is told", lambda: bench.status()["book"].get("saves") == 4)
-        [disk] = told(bench)["tiers"]
+        [disk] = status_of(bench)["tiers"]
         held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
         assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", 3 + 4, 1 << 29)  # listed, written since
         assert (disk["hits"], disk["writes"], disk["errors"]) == (2, 4, 1)
@@ -112,18 +112,18 @@ def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path
         assert found["state"] == "replacing"
         assert f"engine of worker process {os.getpid()} runs, and no store process of it answers" in status()
         bench.until("another one answers", lambda: not silent())
-        assert told(bench)["incarnation"] == 2
+        assert status_of(bench)["incarnation"] == 2
         assert any("1 before it ended" in line for line in lines(status(), bench.engine))
 
 
 def test_a_store_process_that_outlives_its_engine_says_that_it_finishes_what_was_handed_over(tmp_path: Path) -> None:
     bench = Bench(tmp_path, drain_s=60)
     bench.scanned()
-    with stuck(tmp_path / ".usage"):
+    with stuck(tmp_path / NAMESPACE / ".tmp" / "stuck"):
         bench.encode(["last"])
-        bench.until("it is being written", lambda: told(bench)["jobs"] == 1)
+        bench.until("it is being written", lambda: status_of(bench)["jobs"] == 1)
         bench.close()
-        wait_until("the engine is seen to be gone", lambda: told(bench)["state"] == "finishing")
+        wait_until("the engine is seen to be gone", lambda: status_of(bench)["state"] == "finishing")
         assert f"process {os.getpid()}, ended" in "\n".join(lines(status(), bench.engine))
     wait_until("it has finished", lambda: bench.engine not in status("--json"))
 

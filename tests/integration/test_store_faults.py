@@ -113,7 +113,7 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
         bench.settle()
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
         with stopped(bench.serving()), monkeypatch.context() as impatient:
-            impatient.setattr("lmcache_ec.cache._SLOW_PONG_S", 0.5)
+            impatient.setattr("lmcache_ec.supervisor._SLOW_PONG_S", 0.5)
             assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())  # nobody knows yet
             bench.until("nobody waits", lambda: not bench.cache.fetch(old[0], length(old[0]), time.monotonic()))
             asked = bench.snapshot()["fetches"]
@@ -142,7 +142,7 @@ def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_tha
         with stopped(bench.serving()):
             while bench.cache.fetch(next(fresh), 0, time.monotonic()):
                 pass
-            bench.until("a ping is due", lambda: bench.cache._ping_waits)
+            bench.until("a ping is due", lambda: bench.cache._store._ping_waits)
         pinged = time.monotonic()
         wait_until("no pass has come for longer than it may be silent", lambda: time.monotonic() > pinged + 2.1)
         bench.settle()
@@ -183,7 +183,7 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
     hanging_call = f"lambda *given: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang(*given)"
     code = f"import os\nhang = os.{call}\nos.{call} = {hanging_call}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
-    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1))
+    monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.1))
     folder = tmp_path / "disk"
     with Bench(folder, arena_bytes=MIB, store_timeout_s=2, drain_s=2) as bench:
         old = bench.serving()
@@ -196,7 +196,7 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
             steps = [bench.encode(names("early", 40))]
             assert len(steps[0].saves) == 40
             with monkeypatch.context() as impatient:
-                impatient.setattr("lmcache_ec.cache._OPENING_S", 0.0)
+                impatient.setattr("lmcache_ec.supervisor._OPENING_S", 0.0)
                 bench.until("it is replaced", lambda: bench.workers[0].rank.incarnation == 3)
 
             def reused() -> bool:
@@ -313,7 +313,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times, while it fills, seals and writes."""
-    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0,))
+    monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
     dice = random.Random(2)
     old, saved = names("old", 30), list[str]()
     with Bench(tmp_path) as bench:
@@ -343,7 +343,7 @@ def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: 
 def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
-    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.1, 0.2, 0.3))
+    monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.1, 0.2, 0.3))
     with Bench(tmp_path) as bench:
         bench.encode(["before"])
         bench.settle()
@@ -367,7 +367,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
 def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_ec.cache._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
+    monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
     with Bench(tmp_path) as bench:
         for losses in range(3):
             os.kill(bench.serving(), signal.SIGKILL)
@@ -393,7 +393,7 @@ def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_plac
                 handed = worker.hand_over(step, outcomes)
                 os.kill(pid, signal.SIGKILL)
             bench.until("the loss is noticed", partial(noticed, bench, 0))
-            bench.until("it is gone", lambda: not store_processes(bench.arena) and not bench.cache._old)
+            bench.until("it is gone", lambda: not store_processes(bench.arena) and not bench.cache._store._old)
             worker.report(step, outcomes, handed)
             bench.until("the report is in", lambda: not bench.cache.book.outstanding())
         assert bench.snapshot()["places_sealing"] == 0
@@ -466,7 +466,7 @@ DiskTier.contains = lambda *_: time.sleep(3600)
     with stuck(stuck_writes(folder)), Bench(folder, drain_s=0) as bench:  # no scan: everything is asked
         bench.until("as many are asked as may be", lambda: ([ask() for _ in range(20)], under_way() >= 4096)[1])
         asked_at = time.monotonic()
-        bench.until("its link has room", lambda: bench.cache._ping_answered > asked_at)
+        bench.until("its link has room", lambda: bench.cache._store._ping_answered > asked_at)
         assert not any(ask() for _ in range(100))
         assert under_way() == 4096
         assert bench.cache.fetch("image-0", 0, time.monotonic()), "it is still under way"

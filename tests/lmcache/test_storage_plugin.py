@@ -18,6 +18,7 @@ import yaml
 from benchmarks.testbed.core import of_another_version
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.waiting import wait_until
 from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
 
 CANARY = "canary-5f0c-in-the-mine"
@@ -291,15 +292,17 @@ def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_
     )
     chunks = [f"3 MB#{number}" for number in range(6)]
 
-    def put() -> list[str]:
-        for chunk in chunks:
+    def put(disk: bool = False) -> list[str]:
+        for number, chunk in enumerate(chunks, 1):
             one("put", names=[chunk], wait=False)
+            if disk:
+                wait_until("the disk has it", lambda number=number: one("counts").get("disk_writes", 0) == number, 30.0)
         return [chunk for chunk in chunks if one("pending", name=chunk)]
 
     with opened(one, config("disk", url, salt="stuck", **settings)):
         redis.freeze()
         try:
-            assert put() == chunks
+            assert put(disk=True) == chunks
             assert one("fill", nbytes=POOL_BYTES), "something holds on to LMCache's memory"
             assert one("get_all", names=chunks[:1]) == [described(chunks[0])]  # from the disk
             assert one("forget", name=chunks[1])

@@ -199,6 +199,16 @@ class TierConformance:
         tier.maintain()
         assert tier.born() == name
 
+    def test_whether_it_takes_writes_is_asked_without_writing_anything(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        for _ in range(2):
+            assert tier.check_writes() in (True, False)
+        assert list(tier.list(key.namespace)) == []
+        assert tier.put(key, value("a", 10)) is True
+        tier.check_writes()
+        assert fetch(tier, key) == value("a", 10)
+        assert not tier.read_only
+
     def test_values_of_one_key_are_never_mixed(self, tier: Tier) -> None:
         """Writers of different bytes, a deleter and readers, all on one key at once."""
         key, length, rounds = EncoderCacheKey(new_namespace(), "picture"), 300_000, 30

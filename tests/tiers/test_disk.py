@@ -18,7 +18,7 @@ import pytest
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers import disk, disk_files, disk_survey
-from lmcache_ec.tiers.base import TierError, TierReadOnly
+from lmcache_ec.tiers.base import TierError, WritesRefused
 from lmcache_ec.tiers.disk import DiskTier
 from tests.tiers.conformance import MIB, TierConformance, fetch, value
 
@@ -510,7 +510,7 @@ def test_a_folder_that_can_only_be_read_is_a_tier_that_only_reads() -> None:
             assert len(list(tier.list("ns"))) == 1
             tier.maintain()
             for length in (100, 1000):
-                with pytest.raises(TierReadOnly, match="is read only: Permission denied") as caught:
+                with pytest.raises(WritesRefused, match="is read only: Permission denied") as caught:
                     tier.put(key("b"), value("b", length))
                 assert caught.value.errno == errno.EROFS
             assert tier.put(key("a"), value("a", 100)) is False, "it is there"
@@ -536,12 +536,12 @@ def test_a_folder_that_becomes_read_only_is_noticed_at_the_first_write() -> None
         with any_user_but_root():
             with pytest.raises(TierError, match="Permission denied") as caught:
                 tier.put(EncoderCacheKey("other", "a"), value("a", 100))
-            assert not isinstance(caught.value, TierReadOnly)
+            assert not isinstance(caught.value, WritesRefused)
             assert tier.put(key("b"), value("b", 100))
         for path in (root, *root.rglob("*")):
             path.chmod(0o555 if path.is_dir() else 0o444)
         with any_user_but_root():
-            with pytest.raises(TierReadOnly):
+            with pytest.raises(WritesRefused):
                 tier.put(key("c"), value("c", 100))
             assert tier.read_only
             assert fetch(tier, key("a")) == value("a", 100)

@@ -60,12 +60,12 @@ def key(identifier: str) -> EncoderCacheKey:
     return EncoderCacheKey("ns", identifier)
 
 
-def told(*numbers: int, namespace: str = "ns") -> bytes:
+def record(*numbers: int, namespace: str = "ns") -> bytes:
     """The log of one who told these."""
     with tempfile.TemporaryDirectory() as elsewhere:
         news = FolderNews(Path(elsewhere))
         for number in numbers:
-            news.tell(namespace, digest(number))
+            news.announce(namespace, digest(number))
         return b"".join(path.read_bytes() for path in sorted(Path(elsewhere).iterdir()))
 
 
@@ -84,26 +84,26 @@ def test_what_is_told_is_heard_once_by_each_other_and_not_by_oneself(folder: Pat
     others = [FolderNews(folder) for _ in range(2)]
     assert [each.hear("ns") for each in (writer, *others)] == [[], [], []]
     for number in range(3):
-        writer.tell("ns", digest(number))
+        writer.announce("ns", digest(number))
     for other in others:
         assert other.hear("ns") == [digest(number) for number in range(3)]
         assert other.hear("ns") == []
     assert writer.hear("ns") == []
-    others[0].tell("ns", digest(3))
+    others[0].announce("ns", digest(3))
     assert writer.hear("ns") == [digest(3)]
 
 
 def test_what_was_told_before_somebody_began_is_for_the_listing(folder: Path, writer: FolderNews) -> None:
-    writer.tell("ns", digest(0))
+    writer.announce("ns", digest(0))
     late = FolderNews(folder)
     assert late.hear("ns") == []
-    writer.tell("ns", digest(1))
+    writer.announce("ns", digest(1))
     assert late.hear("ns") == [digest(1)]
 
 
 def test_entries_of_another_namespace_are_no_news(writer: FolderNews, follower: FolderNews) -> None:
-    writer.tell("other", digest(0))
-    writer.tell("ns", digest(1))
+    writer.announce("other", digest(0))
+    writer.announce("ns", digest(1))
     assert follower.hear("ns") == [digest(1)]
 
 
@@ -112,7 +112,7 @@ def test_a_log_ends_and_another_begins_and_a_writer_has_three_at_most(
 ) -> None:
     heard, most = [], 0
     for number in range(10_000):
-        writer.tell("ns", digest(number))
+        writer.announce("ns", digest(number))
         if number % 700 == 0:
             heard += follower.hear("ns")
             most = max(most, len(logs(folder)))
@@ -124,11 +124,11 @@ def test_a_log_ends_and_another_begins_and_a_writer_has_three_at_most(
 
 def test_a_follower_that_lags_hears_what_is_left_and_goes_on(writer: FolderNews, follower: FolderNews) -> None:
     for number in range(10_000):
-        writer.tell("ns", digest(number))
+        writer.announce("ns", digest(number))
     heard = follower.hear("ns")
     assert 3_640 < len(heard) < 10_000
     assert set(heard) == set(map(digest, range(10_000 - len(heard), 10_000)))
-    writer.tell("ns", digest(10_000))
+    writer.announce("ns", digest(10_000))
     assert follower.hear("ns") == [digest(10_000)]
 
 
@@ -139,7 +139,7 @@ def test_more_than_is_read_at_once_is_heard_over_several_calls(
     for writer in range(3):
         news = FolderNews(folder)
         for number in range(150):
-            news.tell("ns", digest(1000 * writer + number))
+            news.announce("ns", digest(1000 * writer + number))
     turns = [follower.hear("ns") for _ in range(6)]
     assert [len(turn) for turn in turns] == [100, 100, 100, 100, 50, 0]
     assert len({key for turn in turns for key in turn}) == 450
@@ -152,7 +152,7 @@ def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follo
     """And if it was not torn, but seen in the middle of an append, it is heard once it is whole."""
     folder.mkdir()
     for torn in range(RECORD_BYTES):
-        log, whole = folder / f"{torn:024}", told(2 * torn, 2 * torn + 1)
+        log, whole = folder / f"{torn:024}", record(2 * torn, 2 * torn + 1)
         log.write_bytes(whole[: RECORD_BYTES + torn])
         assert follower.hear("ns") == [digest(2 * torn)]
         assert follower.hear("ns") == []
@@ -166,7 +166,7 @@ from pathlib import Path
 from lmcache_ec.tiers.disk_news import FolderNews
 news, number = FolderNews(Path(sys.argv[1])), int(sys.argv[2])
 while True:
-    news.tell("ns", number.to_bytes(32, "big"))
+    news.announce("ns", number.to_bytes(32, "big"))
     os.write(1, number.to_bytes(8, "big"))
     number += 1
 """
@@ -200,7 +200,7 @@ def test_whatever_was_told_before_a_kill_is_heard(folder: Path, follower: Folder
 def test_logs_without_a_writer_are_removed_after_a_minute_and_those_of_the_living_never(
     folder: Path, writer: FolderNews, follower: FolderNews
 ) -> None:
-    writer.tell("ns", digest(0))
+    writer.announce("ns", digest(0))
     [living] = logs(folder)
     dead, fresh, stranger = folder / ("d" * 24), folder / ("f" * 24), folder / "notes.txt"
     for path in (dead, fresh, stranger):
@@ -209,7 +209,7 @@ def test_logs_without_a_writer_are_removed_after_a_minute_and_those_of_the_livin
         age(path, MINUTE_S)
     follower.sweep()
     assert logs(folder) == sorted([living, fresh, stranger])
-    writer.tell("ns", digest(1))
+    writer.announce("ns", digest(1))
     assert logs(folder) == sorted([living, fresh, stranger])
 
 
@@ -220,13 +220,13 @@ def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begin
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    writer.tell("ns", digest(0))
+    writer.announce("ns", digest(0))
     [log] = logs(folder)
     for seconds, left in ((3500, [log]), (3700, [])):
         age(log, seconds)
         follower.sweep()
         assert logs(folder) == left
-    writer.tell("ns", digest(1))
+    writer.announce("ns", digest(1))
     assert follower.hear("ns") == [digest(1)]
 
 
@@ -237,7 +237,7 @@ def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begin
 def test_where_the_folder_is_removed_or_replaced_by_hand_news_go_on(
     folder: Path, writer: FolderNews, follower: FolderNews, how: str
 ) -> None:
-    writer.tell("ns", digest(0))
+    writer.announce("ns", digest(0))
     assert follower.hear("ns") == [digest(0)]
     if how == "only the log":
         logs(folder)[0].unlink()
@@ -250,7 +250,7 @@ def test_where_the_folder_is_removed_or_replaced_by_hand_news_go_on(
         elif how == "copied":
             shutil.copytree(f"{folder.parent}-away", folder.parent)
     assert follower.hear("ns") == []
-    writer.tell("ns", digest(1))
+    writer.announce("ns", digest(1))
     assert follower.hear("ns") == [digest(1)]
 
 
@@ -262,14 +262,14 @@ def test_something_else_in_the_folders_place_is_left_alone_and_entries_are_writt
     root.mkdir()
     place = root / ".news"
     if what == "file":
-        place.write_bytes(told(0))
+        place.write_bytes(record(0))
     elif what == "pipe":
         os.mkfifo(place)
     else:
         place.symlink_to(elsewhere)
         if what == "link":
             elsewhere.mkdir()
-            (elsewhere / LOG_NAME).write_bytes(told(0))
+            (elsewhere / LOG_NAME).write_bytes(record(0))
             age(elsewhere / LOG_NAME, 100_000)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     tiers = [DiskTier(root, 1000) for _ in range(2)]
@@ -299,7 +299,7 @@ def test_a_folder_that_can_only_be_read_is_followed(tmp_path: Path) -> None:
         with any_user_but_root():
             assert theirs.news("ns") == [key("a").digest]
             theirs._news.sweep()
-            theirs._news.tell("ns", digest(1))
+            theirs._news.announce("ns", digest(1))
         assert len(logs(root / ".news")) == 1
         (root / ".news").chmod(0o755)
 
@@ -312,9 +312,9 @@ def test_logs_that_another_user_may_not_read_are_passed_over(tmp_path: Path) -> 
         with any_user_but_root():
             follower = FolderNews(folder)
             assert follower.hear("ns") == []
-        (folder / LOG_NAME).write_bytes(told(0))
+        (folder / LOG_NAME).write_bytes(record(0))
         (folder / LOG_NAME).chmod(0o600)
-        (folder / ("1" * 24)).write_bytes(told(1))
+        (folder / ("1" * 24)).write_bytes(record(1))
         (folder / ("1" * 24)).chmod(0o644)
         with any_user_but_root():
             assert follower.hear("ns") == [digest(1)]
@@ -370,8 +370,8 @@ def test_where_nothing_can_be_told_a_put_is_as_ever(tmp_path: Path, monkeypatch:
     st.lists(
         st.one_of(
             st.binary(max_size=100),
-            st.integers(0, 3).map(told),
-            st.integers(0, 3).map(lambda number: told(number, namespace="other")),
+            st.integers(0, 3).map(record),
+            st.integers(0, 3).map(lambda number: record(number, namespace="other")),
         ),
         max_size=8,
     )
@@ -383,21 +383,21 @@ def test_whatever_a_log_holds_only_whole_records_that_verify_are_heard(parts: li
         assert follower.hear("ns") == []
         (Path(name) / LOG_NAME).write_bytes(data)
         records = [data[at : at + RECORD_BYTES] for at in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES)]
-        verified = {told(number): digest(number) for number in range(4)}
+        verified = {record(number): digest(number) for number in range(4)}
         assert follower.hear("ns") == [verified[record] for record in records if record in verified]
 
 
 @pytest.fixture
 def hostile(folder: Path, tmp_path: Path) -> Iterator[Path]:
     folder.mkdir(exist_ok=True)
-    (tmp_path / "secret").write_bytes(told(1))
+    (tmp_path / "secret").write_bytes(record(1))
     (folder / ("a" * 24)).symlink_to(tmp_path / "secret")
     os.mkfifo(folder / ("b" * 24))
     (folder / ("c" * 24)).mkdir()
     with (folder / ("d" * 24)).open("wb") as sparse:
         sparse.truncate(1 << 42)
     os.link(tmp_path / "secret", folder / ("not a log" + "e" * 15))
-    (folder / ("f" * 24)).write_bytes(told(2) * 10_000)
+    (folder / ("f" * 24)).write_bytes(record(2) * 10_000)
     for path in folder.iterdir():
         if not path.is_symlink():
             age(path, 100_000)
@@ -409,7 +409,7 @@ def test_what_strangers_put_there_holds_up_nobody_and_takes_no_memory(
     folder: Path, follower: FolderNews, hostile: Path, writer: FolderNews
 ) -> None:
     """Links, pipes, folders, other names, and logs longer than a log may be."""
-    writer.tell("ns", digest(0))
+    writer.announce("ns", digest(0))
     tracemalloc.start()
     heard = [key for _ in range(20) for key in follower.hear("ns")]
     _, most = tracemalloc.get_traced_memory()
@@ -426,7 +426,7 @@ def test_a_sweep_removes_no_file_that_is_no_log(folder: Path, follower: FolderNe
     kinds = {path.name[0]: stat.S_IFMT(path.lstat().st_mode) for path in folder.iterdir()}
     regular = {"d": stat.S_IFREG, "n": stat.S_IFREG}
     assert kinds == {"a": stat.S_IFLNK, "b": stat.S_IFIFO, "c": stat.S_IFDIR, **regular}
-    assert (folder.parent / "secret").read_bytes() == told(1)
+    assert (folder.parent / "secret").read_bytes() == record(1)
 
 
 def test_more_logs_than_a_folder_may_have_are_not_all_looked_at(
@@ -435,16 +435,16 @@ def test_more_logs_than_a_folder_may_have_are_not_all_looked_at(
     monkeypatch.setattr(disk_news, "_FOLLOWED", 10)
     folder.mkdir()
     for number in range(30):
-        (folder / f"{number:024}").write_bytes(told(number))
+        (folder / f"{number:024}").write_bytes(record(number))
     assert len(follower.hear("ns")) == 10
     assert follower.hear("ns") == []
 
 
 def test_descriptors_do_not_pile_up(folder: Path, writer: FolderNews, follower: FolderNews, hostile: Path) -> None:
-    writer.tell("ns", digest(0))
+    writer.announce("ns", digest(0))
     before = len(os.listdir("/proc/self/fd"))
     for number in range(2000):
-        writer.tell("ns", digest(number))
+        writer.announce("ns", digest(number))
         follower.hear("ns")
         if number % 100 == 0:
             follower.sweep()

@@ -223,7 +223,7 @@ def test_a_killed_server_is_an_error_and_after_its_restart_the_first_call_is_ser
         server.kill()
         try:
             for use in uses(tier):
-                with pytest.raises(TierError) as caught:
+                with pytest.raises(TierUnreachable) as caught:
                     use()
                 assert caught.value.errno == errno.ECONNREFUSED
             with pytest.raises(TierUnreachable):
@@ -242,7 +242,7 @@ def test_a_server_that_hangs_is_an_error_in_bounded_time_and_served_again(server
         server.freeze()
         try:
             for use in uses(tier):
-                with pytest.raises(TierError, match="no answer in time") as caught:
+                with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                     use()
                 assert caught.value.errno == errno.ETIMEDOUT
             with pytest.raises(TierUnreachable, match="no answer in time"):

@@ -31,9 +31,9 @@ from benchmarks.testbed.servers.redis import (
 )
 from benchmarks.testbed.servers.relay import Then, relay
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Tier, TierError
+from lmcache_ec.tiers.base import Tier, TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.redis import RedisTier, open_redis
-from lmcache_ec.tiers.redis_client import connect
+from lmcache_ec.tiers.redis_client import connect, fault_of
 from lmcache_ec.tiers.redis_url import Deployment, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import PayloadParser
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
@@ -256,7 +256,7 @@ def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer,
         if then is Then.CUT:
             assert tier.get_into(key, buffer) == 100_000
         else:
-            with pytest.raises(TierError, match="no answer in time") as caught:
+            with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                 tier.get_into(key, buffer)
             assert caught.value.errno == errno.ETIMEDOUT
             assert tier.get_into(key, buffer) == 100_000
@@ -416,7 +416,7 @@ def test_a_frozen_server_is_an_error_in_time_and_none_once_it_goes_on(server: Re
         server.freeze()
         try:
             for call in (*every_call(tier), lambda: tier.put(large, value("a", 32 * MIB))):
-                with pytest.raises(TierError, match="no answer in time") as caught:
+                with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                     call()
                 assert caught.value.errno == errno.ETIMEDOUT
         finally:
@@ -432,7 +432,7 @@ def test_a_killed_server_is_an_error_and_none_once_it_is_back(tmp_path: Path) ->
             list(threads.map(lambda _: [call() for call in every_call(tier)], range(4)))
         server.kill()
         for call in every_call(tier):
-            with pytest.raises(TierError, match="nothing listens there"):
+            with pytest.raises(TierUnreachable, match="nothing listens there"):
                 call()
         server.start()
         for _ in range(4):
@@ -451,12 +451,34 @@ def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> Non
                 tier.put(key, value(key.identifier, MIB))
                 stored.append(key)
 
-        with pytest.raises(TierError, match="full") as caught:
+        with pytest.raises(WritesRefused, match="full") as caught:
             fill()
         assert caught.value.errno == errno.ENOSPC
         assert {found.digest: found.length for found in tier.list("ns")} == {key.digest: MIB for key in stored}
         assert stored
         assert fetch(tier, stored[-1]) == bytes(value(stored[-1].identifier, MIB))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("LOADING Valkey is loading the dataset in memory", TierNotReady),
+        ("MASTERDOWN Link with MASTER is down", TierNotReady),
+        ("CLUSTERDOWN The cluster is down", TierNotReady),
+        ("BUSY Valkey is busy running a script", TierNotReady),
+        ("READONLY You can't write against a read only replica.", WritesRefused),
+        ("OOM command not allowed when used memory > 'maxmemory'.", WritesRefused),
+        ("NOPERM User reader has no permissions to run the 'set' command", WritesRefused),
+        ("MISCONF Errors writing to the AOF file", WritesRefused),
+        ("NOREPLICAS Not enough good replicas to write.", WritesRefused),
+        ("WRONGTYPE Operation against a key holding the wrong kind of value", TierError),
+        ("ERR something else", TierError),
+        ("NOAUTH Authentication required.", TierUnreachable),
+        ("WRONGPASS invalid username-password pair", TierUnreachable),
+    ],
+)
+def test_an_error_says_whether_it_is_about_the_entry_the_store_or_its_writes(line: str, kind: type[TierError]) -> None:
+    assert fault_of(PayloadParser.parse_error(line)) is kind
 
 
 def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_path: Path) -> None:
@@ -933,7 +955,7 @@ def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, ca
         admin.acl_setuser(USER, reset_passwords=True)
         admin.client_kill_filter(skipme=True)
         for call in every_call(tier):
-            with pytest.raises(TierError, match="refuses the credentials") as caught:
+            with pytest.raises(TierUnreachable, match="refuses the credentials") as caught:
                 call()
             texts.append("".join(traceback.format_exception(caught.value)))
         admin.acl_setuser(USER, enabled=True, passwords=[f"+{PASSWORD}"])
@@ -1014,3 +1036,35 @@ def test_the_tier_brings_along_no_torch_and_the_store_process_no_redis_until_it_
     for module, brought in (("lmcache_ec.tiers.redis", ["redis"]), ("lmcache_ec.store", [])):
         done = subprocess.run([sys.executable, "-c", code.format(module)], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == str(brought)
+
+
+@pytest.mark.parametrize("user", ["", "somebody@"])
+def test_a_password_that_is_replaced_in_its_file_is_used_by_the_next_connection(tmp_path: Path, user: str) -> None:
+    file, key = tmp_path / "password", new_key()
+    name = user.strip("@") or "default"
+
+    def rotate(password: str) -> None:
+        server.client().execute_command("ACL", "SETUSER", name, "on", "resetpass", f">{password}", "~*", "+@all")
+        file.write_text(f"{password}\n")
+
+    with redis_server(tmp_path / "redis") as server:
+        admin = server.client()
+        admin.execute_command("ACL", "SETUSER", "admin", "on", ">admin", "~*", "+@all")
+        server.client = lambda **_: redis.Redis(port=server.port, username="admin", password="admin")  # type: ignore[method-assign]
+        rotate("canary-one")
+        with opened(f"redis://{user}127.0.0.1:{server.port}?password_file={file}") as tier:
+            tier.put(key, value("a", 100))
+            rotate("canary-two")
+            server.client().client_kill_filter(_type="normal", skipme=True)
+            assert fetch(tier, key) == value("a", 100)
+            file.write_text("canary-wrong")
+            server.client().client_kill_filter(_type="normal", skipme=True)
+            with pytest.raises(TierUnreachable, match="refuses the credentials") as caught:
+                tier.contains(key)
+            assert "canary" not in str(caught.value)
+            rotate("canary-three")
+            assert tier.contains(key) == 100
+        with pytest.raises(ValueError, match="cannot be read, or is empty"):
+            open_redis(f"{server.url}?password_file={tmp_path / 'none'}")
+        with pytest.raises(ValueError, match="given twice"):
+            open_redis(f"redis://:secret@127.0.0.1:{server.port}?password_file={file}")

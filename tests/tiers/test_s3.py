@@ -23,12 +23,13 @@ from types import SimpleNamespace
 import pytest
 import trustme
 
+from benchmarks.testbed.servers.s3_front import s3_front
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers import s3, s3_access
-from lmcache_ec.tiers.base import TierError
+from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.lane import Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
 from lmcache_ec.tiers.s3 import S3Tier
@@ -164,7 +165,7 @@ def test_a_killed_server_is_an_error_and_its_entries_are_there_after_its_restart
     server.kill()
     try:
         for use in uses(tier):
-            with pytest.raises(TierError) as caught:
+            with pytest.raises(TierUnreachable) as caught:
                 use()
             assert caught.value.errno == errno.ECONNREFUSED
     finally:
@@ -179,7 +180,7 @@ def test_a_server_that_hangs_is_an_error_in_bounded_time(server: Seaweed, url: s
     tier.put(key("a"), value("a", 1000))
     with server.stopped():
         for use in uses(impatient):
-            with pytest.raises(TierError, match="no answer in time") as caught:
+            with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                 use()
             assert caught.value.errno == errno.ETIMEDOUT
     assert fetch(tier, key("a")) == value("a", 1000)
@@ -532,6 +533,63 @@ def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str
         open_s3(remote)
 
 
+@pytest.mark.parametrize(
+    ("status", "code", "reading", "writing"),
+    [
+        (503, "SlowDown", TierNotReady, TierNotReady),
+        (500, "InternalError", TierNotReady, TierNotReady),
+        (429, "TooManyRequests", TierNotReady, TierNotReady),
+        (403, "AccessDenied", TierUnreachable, WritesRefused),
+        (403, "SignatureDoesNotMatch", TierUnreachable, TierUnreachable),
+        (404, "NoSuchBucket", TierUnreachable, TierUnreachable),
+        (301, "PermanentRedirect", TierUnreachable, TierUnreachable),
+        (409, "OperationAborted", TierError, TierError),
+    ],
+)
+def test_an_answer_says_whether_it_is_about_the_entry_the_store_or_its_writes(
+    status: int, code: str, reading: type[TierError], writing: type[TierError]
+) -> None:
+    with answering((404, "NoSuchKey"), (status, code)) as remote, pytest.raises(TierError) as caught:
+        open_s3(remote).get_into(key("a"), memoryview(bytearray(10)))
+    assert type(caught.value) is reading
+    with answering((404, "NoSuchKey"), (404, ""), (status, code)) as remote, pytest.raises(TierError) as caught:
+        open_s3(remote).put(key("a"), value("a", 10))
+    assert type(caught.value) is writing
+
+
+@pytest.mark.parametrize(("status", "certain"), [(412, True), (404, True), (501, False), (400, False)])
+def test_it_is_asked_for_a_write_that_no_store_makes(status: int, certain: bool) -> None:
+    with answering((404, "NoSuchKey"), (status, "")) as remote:
+        assert open_s3(remote).check_writes() is certain
+    with answering((404, "NoSuchKey"), (403, "AccessDenied")) as remote, pytest.raises(WritesRefused):
+        open_s3(remote).check_writes()
+
+
+@pytest.mark.parametrize("status", [400, 501])
+def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
+    server: Seaweed, url: str, status: int
+) -> None:
+    with s3_front(int(server.endpoint.rpartition(":")[2])) as front:
+        tier = open_s3(f"{url.split('?')[0]}?endpoint=http://127.0.0.1:{front.port}")
+        front.rule = lambda request: (status, "Odd") if request.method == "PUT" else None
+        with pytest.raises(TierError):  # it takes it without a condition no more than with one
+            tier.put(key("a"), value("a", 10))
+        assert not tier.notice
+        front.rule = lambda request: (status, "NotImplemented") if "if-none-match" in request.headers else None
+        assert tier.put(key("a"), value("a", 10)) is True
+        assert "no conditional writes" in tier.notice
+        front.seen.clear()
+        assert tier.put(key("b"), value("b", 10)) is True
+        assert tier.put(key("b"), value("c", 10)) is False
+        assert [request.method for request in front.seen] == ["HEAD", "PUT", "HEAD"]
+
+
+def test_a_store_that_is_not_well_is_told_from_a_wrong_address() -> None:
+    for status in (500, 503, 429):
+        with answering((status, "SlowDown")) as remote, pytest.raises(TierNotReady):
+            open_s3(remote)
+
+
 def test_a_write_that_a_deletion_crossed_is_made_again() -> None:
     before = [(404, "NoSuchKey"), (404, "")]
     with answering(*before, (409, "ConditionalRequestConflict"), (200, "")) as remote:
@@ -543,7 +601,7 @@ def test_a_write_that_a_deletion_crossed_is_made_again() -> None:
 def test_a_bucket_that_is_gone_is_an_error_and_not_a_miss() -> None:
     with answering((404, "NoSuchKey"), (404, "NoSuchBucket")) as remote:
         tier = open_s3(remote)
-        with pytest.raises(TierError, match="HTTP 404 NoSuchBucket"):
+        with pytest.raises(TierUnreachable, match="HTTP 404 NoSuchBucket"):
             tier.get_into(key("a"), memoryview(bytearray(10)))
 
 

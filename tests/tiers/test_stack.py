@@ -238,3 +238,17 @@ def test_what_one_tier_cannot_say_the_next_one_is_asked(monkeypatch: pytest.Monk
     here.far.put(KEY, data)
     assert here.fetched(memoryview(bytearray(len(data)))) == Found(SPEC, "far")
     assert here.count["near_read_errors"] == 1
+
+
+def test_a_disk_that_only_reads_takes_no_write_without_an_error_each_and_the_remotes_do(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    assert setting.disk is not None
+    setting.disk.read_only = True
+    events = setting.written(sealed())
+    assert [event for event in events if isinstance(event, tuple)] == [
+        (0, Landing.REFUSED),
+        (1, Landing.TOOK),
+        (2, Landing.TOOK),
+    ]
+    assert not setting.lines
+    assert "disk_write_errors" not in setting.journal.counts

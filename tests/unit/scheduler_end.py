@@ -29,7 +29,7 @@ class SchedulerEnd:
                 self.links[rank].send(StoreLink(7), [saver_end.fileno()])
             self.links[rank].send(Segment(0, capacity))
             self.take(self.links[rank])
-            assert self.take(self.links[rank]) == SegmentReady(0)
+            assert self.take(self.links[rank]) == SegmentReady(0, capacity)  # and so the rank has taken all of it
         saver_end.close()
         os.close(fd)
 

@@ -23,10 +23,9 @@ def spec(mib: float) -> TensorSpec:
     return TensorSpec(int(mib * 512), 1024, "BF16")
 
 
-def opened(capacity: int, segment: int, ranks: int = 1) -> Book:
-    book = Book(capacity, segment, ranks)
-    while book.capacity > (now := book.snapshot()["opened_bytes"]):
-        book.open_segment(now, min(segment, capacity - now))
+def opened(capacity: int, ranks: int = 1) -> Book:
+    book = Book(capacity, capacity, ranks)
+    book.open(0, capacity)
     return book
 
 
@@ -46,8 +45,8 @@ class Life(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(8 * MIB, 4 * MIB, RANKS)
-        self.book.open_segment(0, 4 * MIB)
+        self.book = Book(8 * MIB, MIB, RANKS)
+        self.book.open(0, 4 * MIB)
         self.book.tiers = 0b11
         self.step = 0
         self.touched: dict[Place, set[object]] = {}
@@ -235,7 +234,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def once_a_pass(self) -> None:
         if (segment := self.book.next_segment()) is not None:
-            self.book.open_segment(*segment)
+            self.book.open(*segment)
         self.book.evict_ahead()
 
     # ---- the ranks
@@ -301,12 +300,12 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lost)
     @rule()
-    def store_gone(self) -> None:
+    def store_ended(self) -> None:
         gone = self.lost.pop(0)
         for place in list(self.touched):
             self.release(place, ("store", gone))
         self.handed = [(place, to) for place, to in self.handed if to != gone]
-        self.book.store_gone(gone)
+        self.book.store_ended(gone)
 
     def teardown(self) -> None:
         """Whatever happened: once everybody is done, nothing is held and the whole arena can be had again."""
@@ -320,7 +319,7 @@ class Life(RuleBasedStateMachine):
             self.book.store_lost(self.incarnation)
         for number in range(1, self.incarnation + 1):
             self.book.store_lost(number)
-            self.book.store_gone(number)
+            self.book.store_ended(number)
         for rank in range(RANKS):
             self.book.report(rank, self.step, [], frozenset())
         now = self.book.snapshot()
@@ -338,7 +337,7 @@ TestLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=
 
 
 def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:
-    book = opened(8 * MIB, 8 * MIB)
+    book = opened(8 * MIB)
     place = book.reserve_save("a", spec(1), persist=True)
     assert place is not None
     book.send_save(place, 1, 0)
@@ -350,12 +349,12 @@ def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:
     book.begin_write(place, 2)
     book.written(place.id, True)
     assert book.snapshot()["pins"] == 1, "the lost process may still read it"
-    book.store_gone(1)
+    book.store_ended(1)
     assert book.snapshot()["pins"] == 0
 
 
 def test_a_save_whose_store_process_is_lost_is_remembered_and_its_bytes_wait() -> None:
-    book = opened(8 * MIB, 8 * MIB)
+    book = opened(8 * MIB)
     place = book.reserve_save("a", spec(1), persist=True)
     assert place is not None
     book.send_save(place, 1, 0)
@@ -363,47 +362,72 @@ def test_a_save_whose_store_process_is_lost_is_remembered_and_its_bytes_wait() -
     book.store_lost(1)
     assert list(book.unsaved) == ["a"]
     assert place.state is State.ORPHANED
-    book.store_gone(1)
+    book.store_ended(1)
     assert book.snapshot()["used_bytes"] == 0
 
 
 def test_a_hand_over_to_a_store_process_already_lost_does_not_stay_for_ever() -> None:
-    book = opened(8 * MIB, 8 * MIB)
+    book = opened(8 * MIB)
     place = book.reserve_save("a", spec(1), persist=True)
     assert place is not None
     book.send_save(place, 1, 0)
     book.store_lost(1)
     book.report(0, 1, [(place.id, Outcome.COPIED, 1)], frozenset({1, 2}))
-    book.store_gone(1)
+    book.store_ended(1)
     assert book.snapshot()["used_bytes"] == 0
     assert "a" in book.unsaved
 
 
-def test_a_segment_is_due_as_soon_as_a_place_finds_no_run_long_enough() -> None:
-    """Not only once half of what is open is used: until it is there, what is stored is evicted though there is room."""
-    book = Book(24 * MIB, 8 * MIB, 1)
-    book.open_segment(0, 8 * MIB)
-    for number in range(8):
-        assert stored(book, f"small {number}", 0.9)
-    for number in range(0, 8, 2):
-        place = book.live(f"small {number}")
-        assert place is not None
-        book.forget(place)
-    assert book.next_segment() is None
-    assert book.reserve_fill("larger than a segment", 9 * MIB, 1, certain=True) is None
-    assert book.next_segment() is None, "no segment would help it"
-    assert book.reserve_fill("large", 4 * MIB, 1, certain=False) is None
-    assert book.next_segment() == (8 * MIB, 8 * MIB)
-    book.open_segment(8 * MIB, 8 * MIB)
-    assert book.next_segment() is None
-    assert book.reserve_fill("large", 4 * MIB, 1, certain=False)
+def test_more_is_opened_once_half_of_what_is_open_is_used_and_never_far_ahead() -> None:
+    book = Book(512 * MIB, 8 * MIB, 1)
+    assert book.next_segment() == (0, 8 * MIB)
+    book.open(0, 8 * MIB)
+    for number in range(200):
+        assert stored(book, str(number), 1)
+        while (segment := book.next_segment()) is not None:
+            book.open(*segment)
+        now = book.snapshot()
+        assert now["opened_bytes"] <= 2.5 * now["used_bytes"] + 8 * MIB
+        assert now["opened_bytes"] >= 2 * now["used_bytes"] - MIB
     assert book.snapshot()["evictions"] == 0
+
+
+def test_a_run_that_nothing_has_is_opened_at_once_and_nothing_is_evicted_for_it() -> None:
+    """A 134 MB video is not kept out by the 8 MiB that are open so far, nor does it push out what they hold."""
+    book = Book(512 * MIB, 8 * MIB, 1)
+    book.open(0, 8 * MIB)
+    assert stored(book, "small", 1)
+    assert book.reserve_fill("maybe", 100 * MIB, 1, certain=False) is None
+    assert book.next_segment() is None, "for what may not exist nothing is opened"
+    assert book.reserve_fill("larger than the arena", 513 * MIB, 1, certain=True) is None
+    assert book.next_segment() is None, "it would not help"
+    assert stored(book, "large", 134) is None
+    assert book.growing
+    assert book.next_segment() == (8 * MIB, 128 * MIB)
+    book.open(8 * MIB, 128 * MIB)
+    assert not book.growing
+    assert stored(book, "large", 134)
+    assert book.snapshot()["evictions"] == 0
+
+
+def test_where_no_more_can_be_opened_what_is_open_is_all_there_is() -> None:
+    book = Book(512 * MIB, 8 * MIB, 1)
+    book.open(0, 8 * MIB)
+    assert stored(book, "small", 3)
+    assert stored(book, "large", 9) is None
+    book.end_growth()
+    assert not book.growing
+    assert book.next_segment() is None
+    assert stored(book, "large", 9) is None, "it never fits, and nothing is evicted for it"
+    assert stored(book, "other", 6)
+    assert (book.live("small"), book.snapshot()["evictions"]) == (None, 1)
+    assert book.snapshot()["capacity_bytes"] == 8 * MIB
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_mixed_sizes_keep_the_arena_full_and_evict_no_more_than_twice_what_they_take(seed: int) -> None:
     """0.5 to 134 MiB into 2 GiB: at least 85 % of the bytes are live; nothing is evicted for a save that then fails."""
-    book, rng = opened(2048 * MIB, 256 * MIB), random.Random(seed)
+    book, rng = opened(2048 * MIB), random.Random(seed)
     live, failed = [], 0
     for number in range(4000):
         mib = rng.choices([0.5, 2.75, 9.8, 33.5, 134], [40, 30, 15, 10, 5])[0]
@@ -422,7 +446,7 @@ def test_mixed_sizes_keep_the_arena_full_and_evict_no_more_than_twice_what_they_
 
 
 def test_eviction_takes_the_least_recently_used_and_never_a_pinned_one() -> None:
-    book = opened(4 * MIB, 4 * MIB)
+    book = opened(4 * MIB)
     for name in "abc":
         assert stored(book, name, 1)
     pinned, used = book.live("a"), book.live("b")
@@ -437,7 +461,7 @@ def test_eviction_takes_the_least_recently_used_and_never_a_pinned_one() -> None
 
 def test_a_retry_evicts_nothing_whose_own_write_is_owed() -> None:
     """While a tier hangs, what could not be written yet must not push out its like, pass after pass."""
-    book = opened(4 * MIB, 4 * MIB)
+    book = opened(4 * MIB)
     for number, name in enumerate("abc"):  # a quarter of the arena may be dirty: the writes of b and c are owed
         place = book.reserve_save(name, spec(1), persist=True)
         assert place is not None
@@ -452,7 +476,7 @@ def test_a_retry_evicts_nothing_whose_own_write_is_owed() -> None:
 
 
 def test_an_entry_larger_than_the_arena_evicts_nothing() -> None:
-    book = opened(4 * MIB, 4 * MIB)
+    book = opened(4 * MIB)
     assert stored(book, "a", 1)
     assert book.reserve_save("b", spec(8), persist=False) is None
     assert book.live("a") is not None
@@ -460,7 +484,7 @@ def test_an_entry_larger_than_the_arena_evicts_nothing() -> None:
 
 
 def test_leases_hold_at_most_half_of_the_arena() -> None:
-    book = opened(8 * MIB, 8 * MIB)
+    book = opened(8 * MIB)
     places = [stored(book, str(number), 1) for number in range(7)]
     assert sum(book.lease(place) for place in places if place is not None) == 3
 
@@ -476,7 +500,7 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
 
 def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
     """Its write-through included; a write that would have been owed is not."""
-    book = opened(16 * MIB, 16 * MIB)
+    book = opened(16 * MIB)
     written, owed = under_way(book, "a", "b")[0], under_way(book, "c")[0]
     assert written.dirty
     assert not owed.dirty
@@ -494,7 +518,7 @@ def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None
 
 
 def test_what_was_forgotten_on_its_way_and_never_came_is_not_owed() -> None:
-    book = opened(8 * MIB, 8 * MIB)
+    book = opened(8 * MIB)
     [place] = under_way(book, "a")
     book.forget_all()
     book.report(0, 1, [], frozenset({1}))

@@ -33,7 +33,7 @@ def test_a_kind_is_logged_once_a_minute_and_another_is_not_held_up_by_it(
     for number in range(100):
         complaints.warn("redis-read", f"read {number}")
         complaints.warn("disk-read", f"file {number}")
-        complaints.tell_withheld()
+        complaints.report_withheld()
     assert lines(caplog) == ["read 0", "file 0"]
     clock.now += 61
     complaints.warn("redis-read", "read again")
@@ -50,10 +50,10 @@ def test_the_log_ends_on_the_last_state_even_if_its_line_was_withheld(
         complaints.warn("redis-back", f"back {number}")
         clock.now += 5
     assert lines(caplog) == ["gone 0", "back 0"]
-    complaints.tell_withheld()
+    complaints.report_withheld()
     assert lines(caplog) == []
     clock.now += 60
-    complaints.tell_withheld()
+    complaints.report_withheld()
     assert lines(caplog) == ["back 2 (3 more lines of this kind since the last)"]
-    complaints.tell_withheld()
+    complaints.report_withheld()
     assert lines(caplog) == []

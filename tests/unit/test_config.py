@@ -202,6 +202,10 @@ def test_a_limit_beyond_the_memory_at_hand_is_a_warning_and_no_error() -> None:
     assert "1048576.0 GiB" in warning
     assert room.limited_by in warning
     assert "lower max_local_cpu_size" in warning
+    assert memory_warning(room.available_bytes // 4) is None
+    eight = memory_warning(room.available_bytes // 4, engines=8)
+    assert eight is not None
+    assert "in each of 8 engines" in eight
 
 
 # ---- the manual

@@ -85,6 +85,17 @@ def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConne
     return worker, scheduler
 
 
+def test_an_engine_whose_vllm_hashes_no_media_says_that_only_what_clients_name_is_cached(
+    build: Build, configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = configs["qwen3vl"]
+    monkeypatch.setattr(config.model_config.multimodal_config, "mm_processor_cache_gb", 0)
+    monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
+    with caplog.at_level(logging.WARNING, connector_module.logger.name):
+        both(build)
+    assert "only what clients name is cached" in caplog.text
+
+
 def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
     for role in ECConnectorRole:
         with pytest.raises(ConfigError, match="max_local_cpu_size"):
@@ -118,7 +129,7 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
 ) -> None:
     folder = tmp_path / "entries"
     monkeypatch.setattr("lmcache_ec.arena.create", broken)
-    monkeypatch.setattr("lmcache_ec.incarnation.Incarnation.__init__", broken)
+    monkeypatch.setattr("lmcache_ec.store_process.StoreProcess.__init__", broken)
     monkeypatch.setattr("lmcache_ec.rank.Rank.__init__", broken)
     off: dict[str, Any] = {"enabled": False, "local_disk": str(folder)}
     worker = build(ECConnectorRole.WORKER, **off)
@@ -363,5 +374,6 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters.vllm.start",
         "lmcache_ec.adapters.vllm.worker_calls",
         "lmcache_ec.key",
+        "lmcache_ec.version",
     }
     assert not any(name.split(".")[0] in ("lmcache", "numba") for name in imported)

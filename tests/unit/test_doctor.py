@@ -253,9 +253,9 @@ def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path)
 
 def test_of_a_folder_in_which_nobody_can_write_that_is_said_and_not_its_size() -> None:
     (problem,) = examine('{"local_disk": "/proc/x"}', {}).problems
-    assert problem == "local_disk=/proc/x: nothing can be written there, /proc is on proc: name another folder"
+    assert problem == "local_disk=/proc/x: /proc is on proc, which cannot hold files: name another folder"
     (problem,) = examine('{"local_disk": "/proc/sys/kernel/x"}', {}).problems
-    assert "nothing can be written there" in problem
+    assert "which cannot hold files" in problem
     report = examine('{"local_disk": "/sys/x"}', {})
     assert (report.disk["writable"], len(report.problems)) == (False, 1)
 

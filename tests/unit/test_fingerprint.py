@@ -113,9 +113,31 @@ def test_place_time_and_bystanders_do_not_count(checkpoint: Path, tmp_path: Path
     assert checkpoint_fingerprint(copy) == before
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "visual.blocks.0.attn.qkv.weight",
+            "vision_tower.encoder.layers.3.mlp.fc1.weight",
+            "model.encoder.layers.1.w",
+        ),
+        *("multi_modal_projector.linear_1.weight", "audio_tower.conv1.weight", "model.mm_projector.0.weight", "odd"),
+    ],
+)
+def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
+    """Wherever it is: in the first quarter of a fused matrix, as of an adapter that was merged into queries alone."""
+    write_safetensors(tmp_path / "model.safetensors", {"model.layers.0.weight": 8 * MIB, name: 9 * MIB})
+    seen = {checkpoint_fingerprint(tmp_path)}
+    weights = tmp_path / "model.safetensors"
+    for back in (1, MIB + 7, 4 * MIB + 4097, 9 * MIB):
+        overwrite(weights, weights.stat().st_size - back, b"?")
+        seen.add(checkpoint_fingerprint(tmp_path))
+    assert len(seen) == 5
+
+
 def test_reads_stay_bounded_however_large_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 GiB in 30 000 tensors: the header, and not a hundredth of the rest."""
-    write_safetensors(tmp_path / "model.safetensors", {f"layer.{i}": (4 << 30) // 30_000 for i in range(30_000)})
+    write_safetensors(tmp_path / "model.safetensors", {f"layers.{i}": (4 << 30) // 30_000 for i in range(30_000)})
     (tmp_path / "unsafe.safetensors").write_bytes(b"\xff" * 8)
     os.truncate(tmp_path / "unsafe.safetensors", 1 << 30)  # claims a header of 16 EiB
     read = 0

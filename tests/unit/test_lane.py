@@ -3,13 +3,14 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.tiers import lane as module
-from lmcache_ec.tiers.base import Listed, Tier, TierError
+from lmcache_ec.tiers.base import Listed, Tier, TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.lane import NEVER, Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
 
@@ -25,7 +26,8 @@ class Scripted(Tier):
 
     def __init__(self) -> None:
         self.broken = False
-        self.torn = False
+        self.torn: Exception | None = None
+        self.refusal: Exception | None = None
         self.asked = self.listings = 0
         self.holds = [STORED]
         self.written: list[bytes] = []
@@ -43,8 +45,13 @@ class Scripted(Tier):
         self.asked += 1
         self.pass_time(self.takes_s)
         if self.broken:
-            raise TierError(None, "no answer")
+            raise TierUnreachable(None, "no answer")
         return None
+
+    def check_writes(self) -> bool:
+        if self.refusal is not None:
+            raise self.refusal
+        return True
 
     def delete(self, key: EncoderCacheKey) -> None:
         raise NotImplementedError
@@ -53,8 +60,8 @@ class Scripted(Tier):
         self.listings += 1
         for digest in self.holds:
             yield Listed(digest, 8192, 0.0)
-        if self.torn:
-            raise TierError(None, "cut off")
+        if self.torn is not None:
+            raise self.torn
 
     def news(self, namespace: str) -> Sequence[bytes]:
         news, self.written = self.written, []
@@ -86,15 +93,31 @@ class Setting:
     def asks(self) -> tuple[bool, bool]:
         return self.lane.asks(STORED), self.lane.asks(ABSENT)
 
-    def survey(self) -> float:
-        return self.lane.survey(NAMESPACE)
+    def survey(self) -> None:
+        self.lane.survey(NAMESPACE)
+
+    def probe(self) -> float:
+        """What is due, at the time that it is due. How long reads had rested."""
+        self.now = max(self.now, self.lane.probe_at)
+        reads, writes = self.lane.due_probes()
+        if writes:
+            self.lane.probe_writes()
+        return self.lane.probe_reads(NAMESPACE) if reads else 0.0
+
+    def takes_writes(self) -> bool:
+        return self.lane.enqueue(1, lambda: None)
+
+
+GONE = TierUnreachable(None, "no answer")
+BUSY = TierNotReady(None, "503")
+FULL = WritesRefused(None, "full")
 
 
 def test_a_quick_tier_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.AUTO)
     here.survey()
     for _ in range(100):
-        here.lane.answered(QUICK)
+        here.lane.read(QUICK)
     assert here.asks() == (True, True)
     assert here.waited_for
     assert here.lane.due_at == NEVER
@@ -105,9 +128,9 @@ def test_one_found_slow_is_waited_for_no_more_and_asked_about_what_it_has_listed
 ) -> None:
     here = Setting(monkeypatch, Lookup.AUTO)
     here.survey()
-    here.lane.answered(SLOW)
+    here.lane.read(SLOW)
     assert here.waited_for, "one alone may be this machine's fault"
-    here.lane.answered(SLOW)
+    here.lane.read(SLOW)
     assert not here.waited_for, "at once, before it is listed"
     assert here.lane.due_at <= here.now
     assert here.asks() == (False, False)
@@ -138,8 +161,8 @@ def test_one_slow_answer_among_many_quick_ones_is_forgiven(monkeypatch: pytest.M
     here = Setting(monkeypatch, Lookup.AUTO)
     here.survey()
     for _ in range(20):
-        here.lane.answered(QUICK)
-    here.lane.answered(0.06)
+        here.lane.read(QUICK)
+    here.lane.read(0.06)
     assert here.waited_for
 
 
@@ -147,7 +170,7 @@ def test_a_catalog_is_asked_until_it_is_complete_and_then_about_what_is_in_it(mo
     here = Setting(monkeypatch, Lookup.CATALOG)
     assert here.asks() == (True, True)
     assert here.waited_for
-    here.lane.answered(SLOW)
+    here.lane.read(SLOW)
     here.survey()
     assert here.asks() == (True, False)
     assert not here.waited_for
@@ -156,66 +179,186 @@ def test_a_catalog_is_asked_until_it_is_complete_and_then_about_what_is_in_it(mo
 def test_always_probed_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     here.survey()
-    here.lane.answered(SLOW)
+    here.lane.read(SLOW)
     assert here.asks() == (True, True)
 
 
 @pytest.mark.parametrize("lookup", list(Lookup))
-def test_one_that_fails_is_left_alone_longer_each_time_and_comes_back(
+def test_one_that_cannot_be_reached_is_left_alone_longer_each_time_and_comes_back(
     lookup: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Setting(monkeypatch, lookup)
+    here.probe()
     here.tier.broken = True
-    rests, first = [], here.now
-    here.lane.failed()
+    first = here.now
+    here.lane.read_failed(GONE)
+    assert here.lane.probe_at == here.now, "at once"
+    rests = []
     for _ in range(7):
         assert here.asks() == (False, False)
         assert not here.waited_for
-        assert not here.lane.enqueue(1, lambda: None)
-        rests.append(here.lane.due_at - here.now)
-        here.now = here.lane.due_at
+        assert here.lane.due_at == NEVER
         with pytest.raises(TierError):
-            here.survey()
-    assert rests == sorted(rests)
-    assert rests[0] <= 1.0
-    assert rests[-1] <= 60.0
-    here.now = here.lane.due_at
+            here.probe()
+        assert not here.takes_writes()
+        rests.append(here.lane.probe_at - here.now)
+    assert rests[0] <= 1.2
+    assert all(later > rest / 1.5 for rest, later in pairwise(rests))
+    assert 20 < rests[-1] <= 60.0
     here.tier.broken = False
-    assert here.survey() == here.now - first, "for how long it was away, once"
-    assert here.survey() == 0
+    assert here.probe() == here.now - first, "for how long it was away, once"
+    assert here.probe() == 0
+    here.survey()
     assert here.lane.asks(STORED)
+    assert here.takes_writes()
     assert here.waited_for == (lookup is not Lookup.CATALOG)
+
+
+def test_a_failure_that_was_one_requests_alone_ends_with_the_first_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    for error in (GONE, BUSY):
+        here.lane.read_failed(error)
+        assert here.asks() == (False, False)
+        assert here.takes_writes(), "in the time that a probe takes nothing is dropped"
+        assert here.probe() == 0, "nothing to report"
+        assert here.asks() == (True, True)
+
+
+def test_any_answer_ends_the_rest_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    here.tier.broken = True
+    here.lane.read_failed(GONE)
+    with pytest.raises(TierError):
+        here.probe()
+    here.turn(3.0)
+    assert here.lane.read() == 3.0
+    assert here.asks() == (True, True)
+
+
+def test_what_a_tier_says_of_one_entry_is_that_entrys(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    for _ in range(100):
+        here.lane.read_failed(TierError(None, "unreadable"))
+        here.lane.write_failed(TierError(None, "too large"))
+    assert here.asks() == (True, True)
+    assert here.takes_writes()
+
+
+def test_failed_writes_say_nothing_about_reads_and_rest_only_after_some_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    here.probe()
+    for _ in range(50):
+        here.lane.write_failed(BUSY)
+        here.lane.write_failed(GONE)
+        assert not here.lane.wrote()
+    for error in (GONE, BUSY, GONE):
+        assert here.takes_writes()
+        here.lane.write_failed(error)
+    assert not here.takes_writes()
+    assert here.asks() == (True, True)
+    assert not here.lane.read_only
+    first = here.lane.probe_at - here.now
+    here.probe()
+    assert here.takes_writes(), "a probe that passes lets the next one try"
+    here.lane.write_failed(BUSY)
+    assert not here.takes_writes()
+    assert here.lane.probe_at - here.now > 1.3 * first, "which fails, and the rest is longer"
+    here.probe()
+    assert here.lane.wrote(), "it had rested"
+    assert not here.lane.wrote()
+
+
+def test_a_store_that_refuses_writes_is_read_only_until_it_takes_some_and_is_read_all_the_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    here.probe()
+    here.lane.write_failed(FULL)
+    here.probe()
+    assert (here.lane.read_only, here.takes_writes()) == (False, True), "it was this one entry"
+    here.tier.refusal = FULL
+    here.lane.write_failed(FULL)
+    assert here.lane.probe_at == here.now, "it is asked at once"
+    here.probe()
+    assert (here.lane.read_only, here.takes_writes()) == (False, False), "for a moment, perhaps"
+    assert here.lane.probe_at - here.now < 0.3
+    here.probe()
+    assert (here.lane.read_only, here.takes_writes()) == (True, False)
+    waits = []
+    for _ in range(6):
+        waits.append(here.lane.probe_at - here.now)
+        here.probe()
+        assert here.lane.read_only
+        assert here.asks() == (True, True)
+    assert waits[-1] > 45
+    here.tier.refusal = None
+    here.probe()
+    assert (here.lane.read_only, here.takes_writes()) == (False, True)
+
+
+def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = Setting(monkeypatch, Lookup.PROBE)
+    here.tier.refusal = FULL
+    assert here.lane.due_probes() == (False, True)
+    assert here.lane.probe_writes() is None
+    assert here.lane.probe_writes() == "full"
+    assert here.lane.probe_writes() is None
+    here.tier.refusal = None
+    assert here.lane.probe_writes() == ""
+    assert here.lane.probe_writes() is None
 
 
 def test_many_failures_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads that fail in the same outage do not make it eight times as long."""
     here = Setting(monkeypatch, Lookup.AUTO)
+    here.tier.broken = True
+    here.lane.read_failed(GONE)
+    with pytest.raises(TierError):
+        here.probe()
     for _ in range(8):
-        here.lane.failed()
-    assert here.lane.due_at <= here.now + 1.0
+        here.lane.read_failed(GONE)
+    assert here.lane.probe_at <= here.now + 1.2
 
 
 def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it, nothing is lost of what was seen, and it is listed again."""
+    """Nobody waits for a tier that went meanwhile, nothing is lost of what was seen, and it is listed again."""
     here = Setting(monkeypatch, Lookup.CATALOG)
-    here.tier.torn = True
+    here.tier.torn = GONE
     with pytest.raises(TierError):
         here.survey()
-    assert here.lane.rests
+    assert here.asks() == (False, False)
     assert not here.waited_for
-    here.now = here.lane.due_at
-    here.tier.torn = False
+    here.tier.torn = None
+    here.probe()
+    assert here.asks() == (True, True), "its catalog is not complete"
+    here.now = max(here.now, here.lane.due_at)
     here.survey()
     assert here.asks() == (True, False)
+
+
+def test_one_that_does_not_let_itself_be_listed_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.CATALOG)
+    here.tier.torn = TierError(None, "no right to list")
+    with pytest.raises(TierError):
+        here.survey()
+    assert here.asks() == (True, True)
+    assert here.lane.due_at == here.now + 300
 
 
 def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look-up there costs microseconds, and an unreadable file says nothing about the others."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.survey()
-    here.lane.failed()
+    for _ in range(9):
+        here.lane.read_failed(GONE)
+        here.lane.write_failed(FULL)
     assert here.asks() == (True, True)
-    assert here.lane.enqueue(1, lambda: None)
+    assert here.takes_writes()
+    assert here.lane.probe_at == NEVER
 
 
 def known(here: Setting) -> tuple[bool, bool]:

@@ -4,6 +4,7 @@
 import enum
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.models import ROOT, model_path
-from lmcache_ec.adapters.vllm.namespace import NamespaceUnknown, canonical, engine_namespace
+from lmcache_ec.adapters.vllm.namespace import NamespaceUnknown, canonical, engine_namespace, note_checkpoint
 from lmcache_ec.config import EncoderCacheConfig
 
 MODEL = "qwen3vl"
@@ -299,3 +300,28 @@ def test_a_value_without_stable_text_has_no_namespace() -> None:
     config = vllm_config(model_path(MODEL), mm_processor_kwargs={"hook": object()})
     with pytest.raises(NamespaceUnknown, match=r"mm_processor_kwargs\.hook.*set ec\.namespace"):
         engine_namespace(config, EncoderCacheConfig())
+
+
+# ---- a checkpoint that is replaced while an engine loads it
+
+
+def test_weights_that_are_replaced_while_an_engine_loads_them_have_no_namespace(checkpoint: Path, own: str) -> None:
+    """The engine has what was there before; the fingerprint would be of what came after."""
+    config = vllm_config(checkpoint)
+    note_checkpoint(config)
+    weights = next(checkpoint.glob("*.safetensors"))
+    other = checkpoint.parent / "other"
+    other.write_bytes(bytes(reversed(weights.read_bytes())))
+    other.rename(weights)
+    with pytest.raises(NamespaceUnknown, match=f"{re.escape(str(weights))} was replaced while the engine loaded it"):
+        engine_namespace(config, EncoderCacheConfig())
+    assert engine_namespace(config, EncoderCacheConfig(namespace="vouched")) == "vouched"
+    note_checkpoint(config)
+    assert engine_namespace(config, EncoderCacheConfig()) != own
+
+
+def test_what_a_download_adds_while_an_engine_loads_is_no_replacement(checkpoint: Path) -> None:
+    config = vllm_config(checkpoint)
+    note_checkpoint(config)
+    (checkpoint / "vocab.txt").write_text("added")
+    assert engine_namespace(config, EncoderCacheConfig())

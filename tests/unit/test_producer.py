@@ -180,7 +180,9 @@ def test_what_goes_while_its_request_runs_on_is_not_announced(
     passed_s[0] = 2.0
     assert producer.side.ensure_cache_available(long, 2)
     producer.step(long)
-    wait_until("its probes are answered", lambda: (producer.settle(), not producer.cache._probes)[1], PATIENCE_S)
+    wait_until(
+        "its probes are answered", lambda: (producer.settle(), not producer.cache._fetches._probes)[1], PATIENCE_S
+    )
     assert producer.side.request_finished(long) == {X: False, Y: False}
 
 

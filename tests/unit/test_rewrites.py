@@ -15,7 +15,7 @@ ALL = 0b111
 
 def a_book(mib: int = 64) -> Book:
     book = Book(mib * MIB, mib * MIB, 1)
-    book.open_segment(0, mib * MIB)
+    book.open(0, mib * MIB)
     book.tiers = ALL
     return book
 
@@ -151,7 +151,7 @@ def test_what_a_lost_store_process_had_to_write_again_is_owed_to_the_same_tiers(
     book.store_lost(1)
     assert (book.owed_write(), book.owed_rewrite()) == (None, place)
     assert place.owed == 1 << NEAR
-    book.store_gone(1)
+    book.store_ended(1)
     assert written_again(book) == [("a", 1 << NEAR)]
     assert book.snapshot()["pins"] == 0
 

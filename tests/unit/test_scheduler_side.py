@@ -5,6 +5,7 @@ Every scenario ends with nothing held: no pin, lease, order, place on its way, f
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -325,9 +326,91 @@ def test_a_step_without_tokens_drops_reservations_and_keeps_loads(serve: Serve) 
     assert (count(served, "places_reserved"), count(served, "pins")) == (0, 1)
     served.runner.run(output)
     served.vllm.cached.discard(Y)
-    served.step(text=1)  # vLLM believes that it holds the item: any request may use it from now on
+    served.step(text=1)
+    assert served.runner.cache == {}
+    assert served.vllm.offer(stored) == ""  # vLLM believes that it holds the item
+    served.step(stored)
     assert torch.equal(served.runner.cache[X], embedding(X))
     finish(served, new, stored)
+
+
+def test_a_load_goes_out_with_a_step_that_could_encode_the_item_in_its_place(serve: Serve) -> None:
+    """Its own request was preempted in the pass that promised it. vLLM takes the item for cached from then on: a load
+    that failed with nobody there to be encoded for would end the engine when the next request gathers it."""
+    served = serve()
+    served.store(X)
+    preempted, text, other = request("preempted", X), request("text"), request("other", Y, X)
+    assert served.vllm.offer(preempted) == "load"
+    served.vllm.preempt(preempted)
+    assert served.vllm.offer(text) == ""
+    output = served.vllm.end_pass()
+    assert output.ec_connector_metadata.loads == []
+    served.runner.run(output, text)
+    finish(served, preempted)
+    assert served.vllm.offer(other) == "encode"
+    output = served.vllm.end_pass()
+    [load] = output.ec_connector_metadata.loads
+    assert load.item == ("other", 1)
+    output.ec_connector_metadata.loads = [replace(load, offset=1 << 30)]
+    served.runner.encoded.clear()
+    served.runner.run(output, other)
+    assert sorted(served.runner.encoded) == sorted([X, Y])
+    assert torch.equal(served.runner.cache[X], embedding(X))
+    finish(served, text, other)
+
+
+def test_a_load_that_waits_is_given_up_when_vllm_empties_its_cache(serve: Serve) -> None:
+    served = serve()
+    served.store(X, Y)
+    preempted, held = request("preempted", X), request("held", Y)
+    assert served.vllm.offer(held) == "load"
+    assert served.vllm.offer(preempted) == "load"
+    served.vllm.preempt(preempted)
+    served.step(held)
+    assert set(served.side._loads) == {X}
+    served.vllm.cached.clear()
+    again = request("again", Y)
+    assert served.vllm.offer(again) == "load"
+    served.step(again)
+    assert not served.side._loads
+    finish(served, preempted, held, again)
+
+
+def test_of_two_requests_for_an_item_the_one_that_carries_it_has_it_encoded_if_the_load_fails(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    without, with_media = metadata_only("without", X), request("with", X)
+    assert (served.vllm.offer(without), served.vllm.offer(with_media)) == ("load", "")
+    output = served.vllm.end_pass()
+    [load] = output.ec_connector_metadata.loads
+    assert load.item == ("with", 0)
+    served.runner.run(output, without, with_media)
+    finish(served, without, with_media)
+
+
+def test_what_vllm_has_taken_back_from_its_workers_is_not_promised(serve: Serve) -> None:
+    """0.33's V2 runner lets go of an item's pixels once it is computed. After a rollback, and an eviction, a load that
+    failed could not be made up for; an encode that vLLM schedules brings the pixels along."""
+
+    def updates(payload: Any) -> None:
+        served.vllm._output.scheduled_new_reqs = []
+        served.vllm._output.encoder_input_updates = {"asking": {0: payload}}
+
+    served = serve()
+    served.store(X)
+    asking = request("asking", X)
+    assert served.schedule(asking) == "load"
+    updates(None)
+    served.vllm.evict(X)
+    served.step()
+    assert served.vllm.offer(asking) == "encode"
+    updates("pixels")
+    served.step(asking)
+    served.vllm.evict(X)
+    served.step()
+    assert served.vllm.offer(asking) == "load"
+    served.step(asking)
+    finish(served, asking)
 
 
 def test_a_load_put_off_that_vllm_no_longer_wants_is_dropped(serve: Serve) -> None:
@@ -690,7 +773,7 @@ def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
 def test_first_requests_wait_for_the_ranks_and_then_no_longer(clock: Clock) -> None:
     served = Served(None, start_timeout_s=3.0)
     try:
-        served.cache._attached.clear()
+        served.cache._growth._attached.clear()
         served.cache._from_rank = lambda *_: None  # type: ignore[method-assign]
         served.cache._rank_takers = []
         early = metadata_only("early", X)

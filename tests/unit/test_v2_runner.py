@@ -1,24 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector under vLLM's own runner code: the V2 runner's `ActiveECConnector` and the V1 runner's mixin.
+"""The connector under vLLM's own runner code: the V2 runner's `ActiveECConnector` and `EncoderRunner`, and the V1
+runner's mixin.
 
-Around them a scheduler side with a real cache and store process; the encoder is a fake, vLLM's calls are not.
+Around them a scheduler side with a real cache and store process; the model is a fake, vLLM's calls are not.
 """
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm.distributed.ec_transfer import ec_transfer_state
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.v1.worker.ec_connector_model_runner_mixin import ECConnectorModelRunnerMixin
 from vllm.v1.worker.gpu.ec_connector import ActiveECConnector
+from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
+from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
+from vllm.v1.worker.gpu.model_states.interface import ModelState
 
 from benchmarks.testbed.models import model_path
-from benchmarks.testbed.stand_ins import WIDTH, Request, Served, digest, embedding, request, sent
+from benchmarks.testbed.stand_ins import (
+    WIDTH,
+    Feature,
+    Request,
+    Served,
+    digest,
+    embedding,
+    request,
+    scheduler_output,
+    sent,
+)
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
 from lmcache_ec.adapters.vllm.layout import engine_name
 from tests.unit.preallocated import PreallocatedCache
@@ -61,11 +86,14 @@ class VllmRunner:
             return
         by_name = {request.request_id: request for request in requests}
         with self.connector_output(output):
-            for name, indices in output.scheduled_encoder_inputs.items():
-                for index in indices:
-                    feature = by_name[name].mm_features[index]
-                    self.encoded.append(feature.identifier)
-                    self.put(feature.identifier, self.encode(feature.identifier, feature.mm_position.length))
+            self.encode_all(output, by_name)
+
+    def encode_all(self, output: Any, by_name: dict[str, Request]) -> None:
+        for name, indices in output.scheduled_encoder_inputs.items():
+            for index in indices:
+                feature = by_name[name].mm_features[index]
+                self.encoded.append(feature.identifier)
+                self.put(feature.identifier, self.encode(feature.identifier, feature.mm_position.length))
 
 
 class V1Runner(VllmRunner):
@@ -81,17 +109,62 @@ class V1Runner(VllmRunner):
 
 
 class V2Runner(VllmRunner):
-    """It saves the keys that are new since the loads."""
+    """It saves the keys that are new since the loads. What encodes and gathers is vLLM's `EncoderRunner`, too; only the
+    model is a fake, which makes of an item's payload what the encoder of these tests makes of the item."""
 
     def __init__(self, config: Any, cache: Any) -> None:
         super().__init__(config, cache)
         self._active = ActiveECConnector(config, cache)
+        self.features = EncoderCache()
+        self.features.encoder_outputs = cache
+        self._encoder = EncoderRunner(
+            SimpleNamespace(embed_multimodal=self._embed), 64, WIDTH, self.features, torch.float32, torch.device("cpu")
+        )
 
     def connector_output(self, output: Any) -> AbstractContextManager[Any]:
         return self._active.maybe_get_output(output)
 
     def no_forward(self, output: Any) -> None:
         self._active.no_forward(output)
+
+    def encode_all(self, output: Any, by_name: dict[str, Request]) -> None:
+        for name, each in by_name.items():
+            if name not in self.features.mm_features:
+                self.features.add_request(name, [_feature(feature) for feature in each.mm_features])
+        for name, changes in getattr(output, "encoder_input_updates", {}).items():  # of 0.33
+            for index, data in changes.items():
+                features = self.features.mm_features[name]
+                features[index] = dataclasses.replace(features[index], data=data and _payload(features[index]))
+        state = SimpleNamespace(encoder_runner=self._encoder, encoder_cache=self.features)
+        ModelState.execute_mm_encoder(state, output.scheduled_encoder_inputs)
+        for name in output.num_scheduled_tokens:
+            if name in by_name:
+                self._gather(name)
+
+    def _embed(self, name: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        items = [(bytes(each.tolist()).decode(), int(number)) for each, number in zip(name, rows, strict=True)]
+        self.encoded += [identifier for identifier, _ in items]
+        return [self.encode(identifier, number) for identifier, number in items]
+
+    def _gather(self, name: str) -> None:
+        """vLLM's own: a RuntimeError for an item that is not there, which would end the engine."""
+        end = max(each.mm_position.offset + each.mm_position.length for each in self.features.mm_features[name])
+        tokens = [np.array([number]) for number in (end, 0, end + 1, 0)]
+        self._encoder.gather_mm_embeddings([name], end, *tokens)
+
+
+def _feature(feature: Feature) -> MultiModalFeatureSpec:
+    position = PlaceholderRange(feature.mm_position.offset, feature.mm_position.length)
+    made = MultiModalFeatureSpec(None, feature.modality, feature.identifier, position)
+    return dataclasses.replace(made, data=_payload(made)) if feature.data is not None else made
+
+
+def _payload(feature: MultiModalFeatureSpec) -> MultiModalKwargsItem:
+    name, rows = torch.tensor(list(feature.identifier.encode())), torch.tensor(feature.mm_position.length)
+    fields = {"name": name, "rows": rows}
+    return MultiModalKwargsItem(
+        {key: MultiModalFieldElem(data=value, field=MultiModalBatchedField()) for key, value in fields.items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +188,8 @@ def served(request: pytest.FixtureRequest, config: Any, tmp_path: Path) -> Itera
     served = Served(tmp_path / "entries", runner=runner(config, cache()), name=engine_name(config))
     yield served.ready()
     try:
-        assert served.held() == {}
+        if not served.cache.inert:
+            assert served.held() == {}
     finally:
         served.close()
         ec_transfer_state._EC_CONNECTOR_AGENT = None
@@ -199,3 +273,55 @@ def test_a_save_dropped_once_is_made_up_for_from_the_runners_cache(
     assert (counts["saves"], counts["unsaved"]) == (1, 0)
     assert served.runner.encoded == [X]
     assert book.live(X) is not None
+
+
+def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(served: Served) -> None:
+    """Its scheduler side promised it in a step that was under way: there is nothing to encode in its place, and what is
+    missing when it is gathered ends the engine."""
+    served.store(X)
+    asking = request("asking", X, data=None)
+    assert served.vllm.offer(asking) == "load"
+    output = served.vllm.end_pass()
+    served.runner.worker._worker.abandon()
+    served.runner.run(output, asking)
+    finish(served, asking)
+    assert torch.equal(served.runner.cache[X], embedding(X))
+
+    def inert() -> bool:
+        served.side.build_connector_meta(scheduler_output())
+        return bool(served.cache.inert)
+
+    wait_until("the scheduler side sees the link end", inert)
+
+
+def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(served: Served) -> None:
+    served.store(X)
+    asking, side = request("asking", X, data=None), served.side
+    assert side.ensure_cache_available(asking, 0)
+    assert side.has_cache_item(X)
+    served.cache.close()
+    side.give_up_item(asking, 0)
+    output = scheduler_output()
+    output.num_scheduled_tokens["asking"] = 1
+    output.ec_connector_metadata = side.give_up(output)
+    served.runner.run(output, asking)
+    assert torch.equal(served.runner.cache[X], embedding(X))
+
+
+def test_after_a_rollback_an_item_whose_payload_vllm_took_back_is_encoded(served: Served) -> None:
+    """0.33's V2 runner: were it promised, and could not be loaded, nobody could encode it."""
+    if not isinstance(served.runner, V2Runner):
+        pytest.skip("the V1 runner keeps payloads")
+    served.store(X)
+    asking = request("asking", X)
+    assert served.schedule(asking) == "load"
+    served.vllm._output.scheduled_new_reqs = []
+    served.vllm._output.encoder_input_updates = {"asking": {0: None}}
+    served.vllm.evict(X)
+    served.step(asking)
+    assert served.vllm.offer(asking) == "encode"
+    served.vllm._output.scheduled_new_reqs = []
+    served.vllm._output.encoder_input_updates = {"asking": {0: "installed again"}}
+    served.step(asking)
+    assert torch.equal(served.runner.cache[X], embedding(X))
+    finish(served, asking)

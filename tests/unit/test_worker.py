@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's side over its real links: what is copied, reported and handed over, and what is encoded after all."""
 
-import logging
 import threading
 import time
 import uuid
@@ -18,8 +17,9 @@ from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
-from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved, Segment
+from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved
 from lmcache_ec.entry import TensorSpec, entry_length, room
+from lmcache_ec.rank import Rank
 from tests.unit.preallocated import PreallocatedCache
 from tests.unit.scheduler_end import SchedulerEnd
 
@@ -333,16 +333,6 @@ def test_a_step_that_carries_nothing_costs_no_report(rig: Rig) -> None:
     assert rig.end.silent()
 
 
-class Refusing(HostCopier):
-    """A device that takes no segment, or has lost its context."""
-
-    def register(self, memory: Any, offset: int, length: int) -> None:
-        raise RuntimeError("cudaHostRegister of 1048576 bytes failed with status 2")
-
-    def finish(self, done: Any) -> None:
-        raise RuntimeError("copies of an earlier step failed")
-
-
 def closed(end: SchedulerEnd) -> bool:
     try:
         return end.links[0].receive() is not None
@@ -350,26 +340,44 @@ def closed(end: SchedulerEnd) -> bool:
         return True
 
 
-def test_a_segment_that_the_device_refuses_ends_the_rank_and_not_its_worker(caplog: Any) -> None:
-    """The scheduler side sees the link end and promises nothing more; what it has promised is encoded."""
-    caplog.set_level(logging.ERROR, "lmcache_ec")
-    rig = Rig()
-    rig.workers[0]._rank._register = Refusing().register  # type: ignore[union-attr]
-    rig.end.links[0].send(Segment(1 << 19, 4096))
-    wait_until("the link to the rank is closed", lambda: closed(rig.end), PATIENCE_S)
-    meta, cache = loads(load_of("x")), {}
-    step(rig.workers[0], meta, cache, {"y": embedding("y")})
-    assert meta.encoder_inputs == {"request": [0]}
-    assert "cudaHostRegister" in caplog.text
-    rig.close()
+def test_a_copy_that_fails_of_an_item_with_nothing_to_encode_is_made_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM ends the engine over an item that never comes. One that can be encoded is."""
 
+    def broken(source: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no room on the stream")
 
-def test_a_rank_that_gives_up_ends_its_link_and_has_promised_items_encoded(rig: Rig) -> None:
-    worker, meta = rig.workers[0], loads(load_of("x"))
-    worker.abandon()
-    wait_until("the link to the rank is closed", lambda: closed(rig.end), PATIENCE_S)
+    rig.fill(0, "x", embedding("x"))
+    worker = rig.workers[0]
+    monkeypatch.setattr(worker._copier, "load", broken)
+    meta, cache = loads(load_of("x", encodable=False)), dict[str, torch.Tensor]()
+    step(worker, meta, cache, {})
+    assert torch.equal(cache["x"], embedding("x"))
+    assert meta.encoder_inputs == {}
+    meta = loads(load_of("x"))
     step(worker, meta, {}, {"y": embedding("y")})
     assert meta.encoder_inputs == {"request": [0]}
+
+
+def test_a_rank_that_gives_up_ends_its_link_and_still_loads_what_was_promised(rig: Rig) -> None:
+    """Steps that were scheduled before may hold items that carry nothing to encode."""
+    rig.fill(0, "x", embedding("x"))
+    worker, meta, cache = rig.workers[0], loads(load_of("x")), dict[str, torch.Tensor]()
+    worker.abandon()
+    wait_until("the link to the rank is closed", lambda: closed(rig.end), PATIENCE_S)
+    step(worker, meta, cache, {"y": embedding("y")})
+    assert meta.encoder_inputs == {}
+    assert torch.equal(cache["x"], embedding("x"))
+
+
+def test_a_rank_that_has_left_gives_its_memory_back_after_a_while() -> None:
+    rank = Rank(name := uuid.uuid4().hex, 0, linger_s=0.05)
+    end = SchedulerEnd(name)
+    assert rank.memory is not None
+    end.close()
+    wait_until("its memory is given back", lambda: rank.memory is None, PATIENCE_S)
+    rank.close()
 
 
 def test_a_load_of_no_arena_is_an_encode_even_while_the_link_ends(rig: Rig) -> None:

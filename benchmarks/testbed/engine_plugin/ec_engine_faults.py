@@ -51,7 +51,10 @@ class FaultyCopier:
         self._late: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._run, name="late-copies", daemon=True)
         self._thread.start()
-        self.register = copier.register
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the copier's own."""
+        return getattr(self._copier, name)
 
     def load(self, source: Any) -> Any:
         try:

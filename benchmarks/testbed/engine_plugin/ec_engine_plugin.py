@@ -25,8 +25,10 @@ GUARD_LOG = "EC_TEST_GUARD_LOG"
 
 
 def count_encodes() -> None:
-    """vllm.general_plugins entry point. The V1 runner caches an output right after the encoder made it."""
+    """vllm.general_plugins entry point. The V1 runner caches an output right after the encoder made it; the V2 runner
+    names beforehand what its encoder is about to make."""
     after_import("vllm.v1.worker.gpu_model_runner", log_encodes)
+    after_import("vllm.v1.worker.gpu.mm.encoder_runner", log_encodes_of_v2)
 
 
 def guard_tiers() -> None:
@@ -57,6 +59,22 @@ def log_encodes(module: ModuleType) -> None:
         cache_output(self, mm_hash, *args, **kwargs)
 
     runner._cache_encoder_output = cache_and_log
+
+
+def log_encodes_of_v2(module: ModuleType) -> None:
+    runner = module.EncoderRunner
+    prepare = runner.prepare_mm_inputs
+
+    def prepare_and_log(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hashes, inputs = prepare(self, *args, **kwargs)
+        if path := os.environ.get(ENCODE_LOG):
+            from vllm.distributed.parallel_state import get_world_group
+
+            for mm_hash in hashes:
+                append(path, f"{get_world_group().rank} {os.getpid()} {mm_hash}")
+        return hashes, inputs
+
+    runner.prepare_mm_inputs = prepare_and_log
 
 
 def refuse_methods(tier: type) -> None:

@@ -163,7 +163,7 @@ class OpenAIServer:
         [status] = [status for status in engines() if status["engine"].startswith(self.engine_id)]
         return status
 
-    def last_words(self) -> str:
+    def log_end(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
     # ---- its death
@@ -209,7 +209,7 @@ def data_url(image: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def shown(picture: int | str, uuid: str | None = None) -> Json:
+def image_part(picture: int | str, uuid: str | None = None) -> Json:
     """A picture in a chat: a seed, which is sent along, or a URL."""
     url = picture if isinstance(picture, str) else data_url(png(picture))
     part: Json = {"type": "image_url", "image_url": {"url": url}}
@@ -234,14 +234,14 @@ def ask(url: str, *pictures: Json, **body: Any) -> Output:
     request = chat(*pictures, **body)
     answer = post(f"{url}/v1/chat/completions", request)
     if not request.get("stream"):
-        return _said(answer["choices"])
+        return _output_of(answer["choices"])
     chunks = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
     if errors := [chunk["error"] for chunk in chunks if "error" in chunk]:
         raise Refused(int(errors[0]["code"]), str(errors[0]))
-    return _said([choice for chunk in chunks for choice in chunk["choices"]])
+    return _output_of([choice for chunk in chunks for choice in chunk["choices"]])
 
 
-def _said(choices: Sequence[Json]) -> Output:
+def _output_of(choices: Sequence[Json]) -> Output:
     tokens: list[int] = []
     logprobs: list[float] = []
     for choice in choices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One store process, as the scheduler side sees it: started, spoken to, killed, and known to be gone."""
+"""One store process, as the scheduler side sees it: started, killed, and known to have ended."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lmcache_ec.channel import pair
 _KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """What of the engine's environment a store process gets: enough to import itself and to name files. No secrets."""
 
-_LAST_WORDS_BYTES = 2000
+_LAST_ERRORS_BYTES = 2000
 
 PROCESS_NAME = "lmcache-ec"
 """As `ps -o comm` and /proc/<pid>/stat give it; 15 characters at most."""
 
 
-class Incarnation:
+class StoreProcess:
     """A store process and the scheduler side's end of its link. Runs on the scheduler side's one thread.
 
     The process detaches itself (see store.main), so that a signal to the engine's process tree does not reach it; its
@@ -36,7 +36,7 @@ class Incarnation:
         self.number = number
         self.link, link_end = pair()
         saver_end, self.saver_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._words = os.memfd_create("lmcache-ec-store-errors", os.MFD_CLOEXEC)
+        self._errors = os.memfd_create("lmcache-ec-store-errors", os.MFD_CLOEXEC)
         self._pidfd = -1
         self.closed = False
         fds = (arena_fd, link_end.fileno(), saver_end.fileno())
@@ -48,14 +48,14 @@ class Incarnation:
                 [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._words,
+                stderr=self._errors,
                 pass_fds=fds,
                 env=environment,
             )
         except OSError:
             self.link.close()
             self.saver_socket.close()
-            os.close(self._words)
+            os.close(self._errors)
             raise
         finally:
             link_end.close()
@@ -73,7 +73,7 @@ class Incarnation:
         return self._pidfd >= 0
 
     @property
-    def gone(self) -> bool:
+    def ended(self) -> bool:
         """Whether the *process* has ended, so that nothing of it can touch the arena any more.
 
         Before its first message the end of its link says the same: nobody else holds that descriptor.
@@ -86,7 +86,7 @@ class Incarnation:
         return bool(poller.poll(0))
 
     def kill(self) -> None:
-        """End it. Before its first message it can only be told that it is not needed, which it learns if it goes on."""
+        """End it. Before its first message there is no way but to close its link, which it notices if it goes on."""
         if self._pidfd < 0:
             self._starter.kill()
             self.link.finish()
@@ -96,10 +96,10 @@ class Incarnation:
         except ProcessLookupError:
             pass
 
-    def last_words(self) -> str:
+    def last_errors(self) -> str:
         """The end of what it wrote to its standard error."""
-        size = os.fstat(self._words).st_size
-        return os.pread(self._words, _LAST_WORDS_BYTES, max(0, size - _LAST_WORDS_BYTES)).decode(errors="replace")
+        size = os.fstat(self._errors).st_size
+        return os.pread(self._errors, _LAST_ERRORS_BYTES, max(0, size - _LAST_ERRORS_BYTES)).decode(errors="replace")
 
     def reap(self) -> None:
         """Collect the short-lived process that started it, once that has ended. Never waits."""
@@ -109,8 +109,8 @@ class Incarnation:
         """Close the link and the descriptors; again does nothing. The process drains and ends by itself."""
         self.link.close()
         self.saver_socket.close()
-        for fd in (self._words, self._pidfd):
+        for fd in (self._errors, self._pidfd):
             if fd >= 0:
                 os.close(fd)
-        self._words = self._pidfd = -1
+        self._errors = self._pidfd = -1
         self.reap()

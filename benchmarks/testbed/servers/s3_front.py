@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A front of a real S3 server, that answers some requests itself, as other stores or policies would."""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a rule may judge by; names of headers are in lower case."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+
+    @property
+    def writes(self) -> bool:
+        return self.method not in ("GET", "HEAD")
+
+
+Rule = Callable[[Request], tuple[int, str] | None]
+"""HTTP status and S3 error code of an answer that the server itself is not asked for; None: it is."""
+
+
+class S3Front:
+    """Passes requests on to a port of 127.0.0.1, unless `rule` answers. Runs on threads of its own."""
+
+    def __init__(self, port: int) -> None:
+        self.rule: Rule = lambda request: None
+        self.seen: list[Request] = []
+        front = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _serve(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                headers = {name.lower(): value for name, value in self.headers.items()}
+                request = Request(self.command, self.path, headers)
+                front.seen.append(request)
+                answer = front.rule(request)
+                if answer is not None:
+                    self._answer(*answer)
+                else:
+                    self._pass_on(body)
+
+            def _answer(self, status: int, code: str) -> None:
+                text = f"<Error><Code>{code}</Code></Error>".encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(text)
+
+            def _pass_on(self, body: bytes) -> None:
+                server = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                server.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+                for name, value in self.headers.items():
+                    server.putheader(name, value)
+                server.endheaders(body)
+                answer = server.getresponse()
+                data = answer.read()
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                        self.send_header(name, value)
+                if "Content-Length" not in answer.headers:
+                    self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+                server.close()
+
+            do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_port
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def s3_front(port: int) -> Iterator[S3Front]:
+    front = S3Front(port)
+    try:
+        yield front
+    finally:
+        front.close()

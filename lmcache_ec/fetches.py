@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the scheduler side asks of the tiers: entries to fetch into the arena, and which tiers have one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from lmcache_ec.book import Book
+from lmcache_ec.channel import Fill, Locate, NotFilled
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.recent import Recent
+from lmcache_ec.supervisor import Supervisor
+
+MISFIT_REMEMBERED_S = 60.0
+"""How long nobody asks again for an entry that is there and of no use here."""
+
+_MISS_REMEMBERED_S = 2.0
+
+_ASKED_AGAIN_S = 0.05
+"""Between two questions about an entry that a producer has announced."""
+
+_AT_ONCE = 4096
+"""While a tier answers nothing and passes for alive, no more than this waits for it."""
+
+
+@dataclass(slots=True, eq=False)
+class Probe:
+    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
+
+    asked_at: float
+    held: int | None = None
+
+
+class Fetches:
+    """Runs on the scheduler's thread alone; no call waits.
+
+    Single-flight: an identifier is asked for once at a time, in `namespace`. A miss is remembered for two seconds. An
+    entry is believed to be one up to `largest` bytes. `absent` says of a key's digest that no tier can have it.
+    """
+
+    def __init__(
+        self, book: Book, store: Supervisor, namespace: str, largest: int, absent: Callable[[bytes], bool]
+    ) -> None:
+        self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0}
+        self._book = book
+        self._store = store
+        self._namespace = namespace
+        self._largest = largest
+        self._absent = absent
+        self._under_way: dict[str, int] = {}  # identifier -> times asked
+        self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
+        self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
+        self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
+        self._probes: dict[int, tuple[str, int, Probe]] = {}  # not yet answered
+        self._probed = 0
+
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self._under_way
+
+    def __len__(self) -> int:
+        return len(self._under_way)
+
+    # ---- entries
+
+    def fetch(self, identifier: str, length: int, now: float, announced: bool) -> bool:
+        """See `EncoderCache.fetch`."""
+        if len(self._under_way) >= _AT_ONCE or length > self._book.capacity or self._unusable.holds(identifier, now):
+            return False
+        if announced:
+            just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
+            return just_missed or self._ask(identifier, length, certain=False, insist=True)
+        if self._misses.holds(identifier, now):
+            return False
+        return not self._filtered(identifier) and self._ask(identifier, length, certain=False)
+
+    def filled(self, identifier: str) -> None:
+        self._under_way.pop(identifier, None)
+
+    def not_filled(self, answer: NotFilled, now: float) -> None:
+        """A miss, or an entry of another length than guessed: then it is fetched once more.
+
+        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
+        """
+        self._book.filled(answer.place, None)
+        if answer.namespace != self._namespace:
+            return  # nobody waits for it any more
+        plausible = 0 < answer.length <= self._largest
+        if plausible and self._under_way.get(answer.identifier, 0) == 1:
+            self._put_off.append((answer.identifier, answer.length))
+            return
+        if answer.length > self._largest or answer.kept:
+            self._unusable.add(answer.identifier, now)
+        self._miss(answer.identifier, now)
+
+    def ask_again(self, now: float) -> None:
+        """Fetch what is there, with its length, as far as the budget of fills goes; the others wait for its turn."""
+        while self._put_off:
+            identifier, length = self._put_off[0]
+            if self._book.live(identifier) is not None or self._book.under_way(identifier):
+                self.filled(identifier)  # encoded and saved meanwhile
+            elif not self._ask(identifier, length, certain=True, insist=True):
+                if self._book.filling or self._book.growing:
+                    return
+                self._miss(identifier, now)
+            self._put_off.popleft()
+
+    def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
+        """Ask the store process for an entry, with a place for it where its length is known."""
+        place = self._book.reserve_fill(identifier, length, self._store.number, certain) if length else None
+        if place is None and length and certain:
+            return False  # without one it is asked for all the same: once it is known to be there, room may be made
+        fill = (place.id, place.offset, place.length) if place else (0, 0, 0)
+        asked = self._store.send(Fill(*fill, self._namespace, identifier, insist))
+        if asked:
+            self.counts["fetches"] += 1
+            self._under_way[identifier] = self._under_way.get(identifier, 0) + 1
+        elif place is not None:
+            self._book.filled(place.id, None)
+        return asked
+
+    def _miss(self, identifier: str, now: float) -> None:
+        self._under_way.pop(identifier, None)
+        self.counts["fetch_misses"] += 1
+        self._misses.add(identifier, now)
+
+    def _filtered(self, identifier: str) -> bool:
+        if not self._absent(EncoderCacheKey(self._namespace, identifier).digest):
+            return False
+        self.counts["filtered"] += 1
+        return True
+
+    # ---- which tiers have one
+
+    def probe(self, identifier: str, length: int, tiers: int, now: float) -> Probe:
+        """See `EncoderCache.probe`. `tiers` are those that are asked, a bit each."""
+        probe, number = Probe(now), self._probed + 1
+        if self._filtered(identifier):
+            return self._answer(identifier, tiers, probe, 0)
+        question = Locate(number, self._namespace, identifier, length, tiers)
+        if len(self._probes) >= _AT_ONCE or not self._store.send(question):
+            return self._answer(identifier, tiers, probe, 0)
+        self.counts["probes"] += 1
+        self._probed = number
+        self._probes[number] = (identifier, tiers, probe)
+        return probe
+
+    def in_none(self, identifier: str, tiers: int, now: float) -> Probe:
+        """The answer that none of `tiers` has it, where they cannot be asked."""
+        return self._answer(identifier, tiers, Probe(now), 0)
+
+    def located(self, number: int, held: int) -> None:
+        """A probe's answer, which nobody may wait for any more."""
+        if number in self._probes:
+            self._answer(*self._probes.pop(number), held)
+
+    def _answer(self, identifier: str, tiers: int, probe: Probe, held: int) -> Probe:
+        probe.held = held
+        self._book.located(identifier, tiers, held)
+        return probe
+
+    # ---- all of them
+
+    def lost(self, identifiers: Iterable[str], now: float) -> None:
+        """The store process was lost, and with it what it was to fill, `identifiers`: all that was asked is a miss."""
+        for identifier in identifiers:
+            self._miss(identifier, now)
+        self._put_off.clear()
+        for asked in self._probes.values():
+            self._answer(*asked, 0)
+        self._probes.clear()
+        for identifier in list(self._under_way):
+            self._miss(identifier, now)
+
+    def forget(self, namespace: str) -> None:
+        """Entries are asked for in this namespace from now on."""
+        self._namespace = namespace
+        for asked in (self._under_way, self._put_off, self._misses, self._unusable, self._probes):
+            asked.clear()

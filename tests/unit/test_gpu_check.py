@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make gpu-check`, over a stand-in for the card: on the first real one only the card is new."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import correctness
+from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.card import Card
+from benchmarks.gpu_check.correctness import Plan
+from benchmarks.gpu_check.report import Check, Figure, Report
+from benchmarks.testbed.models import ROOT
+from lmcache_ec.adapters.vllm.copier import DeviceCopier
+from tests.cuda import Cuda, OnDevice
+
+
+def test_every_check_is_right_and_every_figure_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--card", "tests.cuda:stand_in_card", "--quick", "--json", str(tmp_path / "found.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    found = json.loads(lines[-1])
+    assert found == json.loads((tmp_path / "found.json").read_text())
+    assert found["right"]
+    assert found["card"] == "stand-in"
+    assert [check["wrong"] for check in found["checks"]] == [""] * len(correctness.CHECKS)
+    figures = {figure["name"]: figure["value"] for figure in found["figures"]}
+    assert [name for name, value in figures.items() if value is None and "digest" not in name] == []
+    assert figures["resident at the start"] == 32
+    assert len([line for line in lines if line.startswith(("save ", "load ", "hooks, "))]) == 12
+
+
+# ---- each check can fail
+
+
+@pytest.fixture
+def plan(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Plan]:
+    """Each copy takes as long as the parameter says, so that what must not come before its end would."""
+    cuda = Cuda(running=True, device_bytes=512 << 20, pace_s=request.param)
+    with OnDevice(cuda):
+        card = Card(torch.device("cuda", 0), cuda, "", {})
+        yield Plan(card, tmp_path, megabytes=(0.5,), large=16.0, repeats=2)
+
+
+def overwrites(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceCopier, "begin_step", lambda self: None)
+
+
+def holds_nothing(patch: pytest.MonkeyPatch) -> None:
+    def save(self: Any, source: torch.Tensor, destination: torch.Tensor) -> None:
+        saved(self, source, destination)
+        self._held.clear()
+
+    saved = DeviceCopier.save
+    patch.setattr(DeviceCopier, "save", save)
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+def does_not_wait(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceCopier, "finish", lambda self, done: done())
+
+
+Breaks = Callable[[pytest.MonkeyPatch], None]
+
+
+@pytest.mark.parametrize(
+    ("plan", "check", "broken"),
+    [
+        (0.05, correctness.every_size_in_bf16_and_fp32, does_not_wait),
+        (0.05, correctness.views_of_a_batch_that_is_freed_at_once, holds_nothing),
+        (0.05, correctness.a_source_overwritten_by_the_step_after, overwrites),
+        (0.5, correctness.a_place_is_not_reused_while_a_copy_of_it_runs, does_not_wait),  # by another process
+    ],
+    indirect=["plan"],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_a_check_finds_what_it_is_there_to_find(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, check: Callable[[Plan], None], broken: Breaks
+) -> None:
+    with monkeypatch.context() as patch:
+        broken(patch)
+        patch.setattr(correctness, "CHECKS", (check,))
+        [found] = correctness.run(plan, lambda line: None)
+    assert "bytes differ" in found.wrong, found
+
+
+# ---- where there is no card
+
+
+def test_without_a_gpu_it_says_so_in_one_line() -> None:
+    command = ["make", "gpu-check", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""})
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = [line for line in done.stderr.splitlines() if not line.startswith("make")] or [done.stderr.splitlines()[0]]
+    assert "finds no GPU" in line
+    assert sys.executable in line
+
+
+def test_it_needs_neither_vllm_nor_lmcache_nor_an_installation() -> None:
+    code = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+for name in ("vllm", "lmcache", "lmcache_ec.adapters.vllm.metadata"):
+    sys.modules[name] = None
+from benchmarks.gpu_check import correctness, model, speed, child
+import lmcache_ec.adapters.vllm.worker as worker
+print(worker.__file__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(ROOT / "adapters" / "vllm" / "worker.py")
+
+
+# ---- what it says
+
+
+def test_the_table_says_what_is_wrong_and_which_bars_are_missed() -> None:
+    report = Report({"card": "a card"})
+    report.checks = [Check("bytes", "", 1.0), Check("other bytes", "3 of 4 bytes differ", 2.0)]
+    report.figures = [
+        Figure("fast enough", 1.01, "x", 1.05, "of 3 us"),
+        Figure("too slow", 2.0, "x", 1.05),
+        Figure("only stated", 7.0, "ms"),
+        Figure("unknown", None, "GB/s", 1.0),
+    ]
+    table = report.table()
+    assert "3 of 4 bytes differ" in table
+    rows = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert "<= 1.05: yes" in rows["fast enough"]
+    assert "<= 1.05: NO" in rows["too slow"]
+    assert "7 ms" in rows["only stated"]
+    assert "not measured" in rows["unknown"]
+    assert not report.right
+    assert json.loads(report.json())["figures"][1]["met"] is False

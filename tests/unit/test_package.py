@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed is what is here: an editable install shows files that a wheel lacks."""
+
+import tomllib
+
+from benchmarks.testbed.models import ROOT
+
+
+def test_every_folder_with_code_is_a_package_that_is_installed() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {"lmcache_ec": ROOT / "lmcache_ec", "lmcache_ec.adapters": ROOT / "adapters"}
+    there = {
+        ".".join((name, *path.parent.relative_to(top).parts))
+        for name, top in folders.items()
+        for path in top.rglob("*.py")
+    }
+    assert set(setuptools["packages"]) == there
