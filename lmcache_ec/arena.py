@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena's memory: anonymous, shared, sealed against shrinking, gone with its last process.
+"""The arena's memory: anonymous, shared, sealed against shrinking, freed with its last process.
 
 The scheduler side creates it and never maps it; the store process and the ranks attach. Its full length is given at
 once and costs nothing: pages come into being where an entry is written, or where a device registers them (`growth`).

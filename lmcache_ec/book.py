@@ -7,7 +7,7 @@ Who owns what, and when it may be freed:
 2. RESERVED belongs to the scheduling pass: it goes out with a step or is dropped in the same pass.
 3. WRITING belongs to the saving rank until its report covers the step. *Copied* passes the place to the store process;
    *absent*, *failed* or not named voids it.
-4. SEALING belongs to the store process until it answers, or until its *process* is gone. The rank hands over before it
+4. SEALING belongs to the store process until it answers, or its *process* has ended. The rank hands over before it
    reports, so the answer may come while the place is still WRITING: the copy is over by then, and the answer counts.
 5. FILLING belongs to the store process in the same way.
 6. LIVE belongs to the index. Promises, leases, loads under way, a write-through under way and a store process that may
@@ -16,7 +16,7 @@ Who owns what, and when it may be freed:
    when its write-through is over.
 7. A load holds its pin until every rank's report has covered its step.
 8. When a store process is lost, what it was filling and sealing is ORPHANED and what it was writing stays pinned, until
-   that process is gone; then the bytes are free, and the writes are owed again.
+   that process has ended; then the bytes are free, and the writes are owed again.
 9. No abort, preemption, deadline or timeout frees a place.
 10. Identities of places are never reused, so a late answer about a freed place names nothing.
 """
@@ -464,7 +464,7 @@ class Book:
     def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, Outcome, int]], alive: frozenset[int]) -> None:
         """A rank has finished every step up to `step`; `outcomes` are (place, outcome, incarnation handed to).
 
-        Orders of those steps that it does not name are void. `alive` are the store processes not yet gone.
+        Orders of those steps that it does not name are void. `alive` are the store processes that have not ended.
         """
         named = {place: (outcome, incarnation) for place, outcome, incarnation in outcomes}
         orders = self._orders[rank]

@@ -121,7 +121,7 @@ class EncoderCache:
         self._presence: PresenceFilter | None = None
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
-        self._revision = -1
+        self._handed = (-1, -1)  # the book's revision, and the ping, of the last ledger
         self._closed = False
         self._arena_fd = arena.create(capacity)
         self._store = Supervisor(
@@ -235,7 +235,7 @@ class EncoderCache:
         return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
 
     def drain(self, now: float) -> None:
-        """Take in what ranks and store process have said. Once a scheduling pass, before anything is decided."""
+        """Take in what ranks and store process have reported. Once a scheduling pass, before anything is decided."""
         if self.inert:
             return
         for link, take in self._rank_takers:
@@ -254,11 +254,13 @@ class EncoderCache:
         self._complaints.report_withheld()
 
     def hand_ledger(self, counts: dict[str, int]) -> None:
-        """Hand all counts, with the caller's, to the store process if the book has changed. It tells whoever asks."""
-        if self._revision == self.book.revision or self.inert or not self._responsive(time.monotonic()):
+        """Hand all counts, with the caller's, to the store process, which answers whoever asks: at once if the book has
+        changed, and with each ping, since the caller's may have changed without it."""
+        handed = self.book.revision, self._store.ping
+        if self._handed == handed or self.inert or not self._responsive(time.monotonic()):
             return
         if self._send(Ledger({**self.snapshot(), **counts})):
-            self._revision = self.book.revision
+            self._handed = handed
 
     def snapshot(self) -> dict[str, int]:
         """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
@@ -311,7 +313,7 @@ class EncoderCache:
 
     def _begin_store(self) -> None:
         """The first message to a new store process, and its link for the saving rank."""
-        self._revision = -1  # it has not been told the counts
+        self._handed = (-1, -1)
         self._listed, self._enters = self.namespace, False
         disk = self._config.local_disk
         self._send(

@@ -313,7 +313,7 @@ class Report(Message, frozen=True):
 class WeightsReport(Message, frozen=True):
     """The digest of the encoder's weights on this rank after so many `calls` that may have changed them.
 
-    No digest: they cannot be told at the moment. Sent before a call begins and once it is over.
+    No digest: they cannot be computed at the moment. Sent before a call begins and once it is over.
     """
 
     calls: int
@@ -332,7 +332,7 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 class LinkClosed(ConnectionError):
-    """The other end is gone, or sent what is no message."""
+    """The other end has closed, or sent what is no message."""
 
 
 class Link:

@@ -89,13 +89,13 @@ class PresenceFilter:
         creation. 0.3 µs for the first tier and half of that for each other; runs on the scheduler thread.
         """
         one, other = _PROBES.unpack(digest)
-        words, pattern, place = self._words, _PATTERNS[one & 4095], one >> 12
+        words, pattern, spread = self._words, _PATTERNS[one & 4095], one >> 12
         for section in self._all if tier is None else self._sections[tier]:
             while True:
                 shape, first, mask = section.seen
                 if words[section.shape_at] != shape:
                     shape, first, mask = section.look(words)
-                if words[first + (place & mask)] & pattern == pattern:
+                if words[first + (spread & mask)] & pattern == pattern:
                     another = _PATTERNS[other & 4095]
                     if words[first + (other >> 12 & mask)] & another == another:
                         return True
@@ -251,11 +251,11 @@ class _Region:
     def add(self, one: int, other: int) -> bool:
         words, pattern, another = self._words, _PATTERNS[one & 4095], _PATTERNS[other & 4095]
         first, mask = self._first, self.size - 1
-        place, elsewhere = first + (one >> 12 & mask), first + (other >> 12 & mask)
-        if words[place] & pattern == pattern and words[elsewhere] & another == another:
+        one_word, other_word = first + (one >> 12 & mask), first + (other >> 12 & mask)
+        if words[one_word] & pattern == pattern and words[other_word] & another == another:
             return False
-        words[place] |= pattern
-        words[elsewhere] |= another
+        words[one_word] |= pattern
+        words[other_word] |= another
         self.count += 1
         if self.count * _FULL_AT > self.size * 64 and self.size < _REGION_BYTES // 8:
             self._double()

@@ -100,7 +100,7 @@ class Store:
         self._links = {link, saver}
 
     def run(self) -> None:
-        """Serve until the scheduler side is gone, then finish what was handed over."""
+        """Serve until the scheduler side has closed its link, then finish what was handed over."""
         while self._link in self._links:
             due_at = min(self._stack.due_at, self._looks.due_at) if self._looks else self._stack.due_at
             self._turn(max(0.0, min(due_at - time.monotonic(), 3600.0)))

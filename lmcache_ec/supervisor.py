@@ -79,6 +79,11 @@ class Supervisor:
         return self._process.number
 
     @property
+    def ping(self) -> int:
+        """The number of the last ping: one a second while there are passes."""
+        return self._ping
+
+    @property
     def link(self) -> Link:
         return self._process.link
 

@@ -3,7 +3,7 @@
 
 `ec_transfer_params` maps an identifier to what is known of the item. vLLM's own connectors put in `metadata`, with
 which a proxy can leave the media out of the consumer's request (vllm/distributed/ec_transfer/ec_connector/utils.py);
-ours adds `namespace`, so that engines that encode differently are told apart at once and not by a miss each time.
+ours adds `namespace`, so that engines that encode differently are distinguished at once and not by a miss each time.
 
 Both name an item as client and proxy do: by its uuid where it has one, not as the front end spells that.
 """

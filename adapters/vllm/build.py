@@ -15,8 +15,8 @@ from lmcache_ec.version import __version__
 
 from .front_end import problem
 from .identifiers import Naming
-from .layout import counts_items, engine_name, engines_on_host, loading_ranks, why_inert
 from .ours import watched
+from .topology import counts_items, engine_name, engines_on_host, loading_ranks, why_inert
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PLAUSIBLE_ROWS = 32768
 _PLAUSIBLE_WIDTH_FACTOR = 16
-"""A consumer is not told widths: DeepStack packs several layers into a row, four in the models at hand."""
+"""A consumer does not know widths: DeepStack packs several layers into a row, four in the models at hand."""
 
 
 def build_scheduler_side(
@@ -96,7 +96,7 @@ def _scheduler_side(
     try:
         namespace = engine_namespace(vllm_config, config)
     except NamespaceUnknown as error:
-        logger.error("encoder cache: kept in memory only, because what it holds could not be told apart: %s", error)
+        logger.error("encoder cache: kept in memory only, because what it holds could not be distinguished: %s", error)
         namespace = "unknown-" + hashlib.sha256(engine_name(vllm_config).encode()).hexdigest()[:16]
         config = config.model_copy(update={"local_disk": None, "remotes": ()})
     transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config

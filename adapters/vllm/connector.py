@@ -108,7 +108,7 @@ class ECLMCacheConnector(ECConnectorBase):
     def start_worker_services(self) -> None:
         side = self._worker
         if side is not None:
-            from .layout import engine_name
+            from .topology import engine_name
 
             name = engine_name(self._vllm_config)
             self._guarded(lambda: side.start(name), None)

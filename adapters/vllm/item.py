@@ -40,7 +40,7 @@ class Item:
     names: tuple[Name, ...]
     encodable: bool
     announced: bool = False
-    """A producer has said that it stored the item: it is waited for even if no listing has it."""
+    """A producer has announced the item: it is waited for even if no listing has it."""
     missed: bool = False
     held_at: tuple[int, int] | None = None
     dropped: bool = False

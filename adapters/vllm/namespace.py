@@ -77,7 +77,7 @@ _MEMORY_ADDRESS = re.compile(r"\bat 0x[0-9a-f]", re.IGNORECASE)
 
 
 class NamespaceUnknown(ValueError):
-    """What the engine encodes with cannot be told, so nothing may outlive it: keep the cache in memory only."""
+    """What the engine encodes with is unknown, so nothing may outlive it: keep the cache in memory only."""
 
     def __init__(self, reason: object) -> None:
         text = str(reason)

@@ -29,9 +29,9 @@ from .identifiers import (
     without_signature,
 )
 from .item import Item, Memo, Shape, Standing
-from .layout import SAVING_RANK
 from .metadata import Load, Save, StepMetadata
 from .producer import Producer
+from .topology import SAVING_RANK
 
 if TYPE_CHECKING:
     import logging
@@ -333,7 +333,7 @@ class SchedulerSide:
         return self.cache.under_way(name.text, self._now)
 
     def _fits(self, place: Place, item: Item) -> bool:
-        """Whether an entry is what the request needs. A width nobody has told is learned from the first that fits."""
+        """Whether an entry is what the request needs. An unknown width is learned from the first that fits."""
         spec = place.spec
         if spec is None or spec.rows != item.rows or spec.dtype != self._policy.dtype:
             return False
@@ -682,7 +682,7 @@ class SchedulerSide:
         return self._policy.follows_weight_versions
 
     def set_weight_version(self, version: str) -> None:
-        """vLLM was told the version of the weights that its workers have. Between passes, after a look at these."""
+        """vLLM was given the version of the weights that its workers have. Between passes, after a look at these."""
         self.cache.drain(time.monotonic())
         if problem := self.cache.weights.set_version(version):
             self._complaints.warn("version", f"{problem}: entries are kept in memory only")

@@ -17,9 +17,9 @@ from lmcache_ec.entry import room
 from lmcache_ec.rank import LINGER_S, Rank
 
 from .copier import Copier
-from .layout import SAVING_RANK
 from .orders import Load, Orders, Save
 from .tensors import dtype_name, view
+from .topology import SAVING_RANK
 from .weights import EncoderWeights
 
 EncoderTensors = MutableMapping[str, torch.Tensor]

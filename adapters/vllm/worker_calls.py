@@ -17,8 +17,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .layout import engine_name, why_inert
 from .ours import is_ours, watched
+from .topology import engine_name, why_inert
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,9 +19,9 @@ import torch
 from benchmarks.gpu_check.card import Card
 from benchmarks.gpu_check.payload import bytes_of, spec_of_tensor
 from lmcache_ec.adapters.vllm.copier import DeviceCopier
-from lmcache_ec.adapters.vllm.layout import SAVING_RANK
 from lmcache_ec.adapters.vllm.orders import Load, Orders, Save
 from lmcache_ec.adapters.vllm.tensors import view
+from lmcache_ec.adapters.vllm.topology import SAVING_RANK
 from lmcache_ec.adapters.vllm.worker import WorkerSide
 from lmcache_ec.cache import EncoderCache, Engine
 from lmcache_ec.config import EncoderCacheConfig

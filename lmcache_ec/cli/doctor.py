@@ -46,9 +46,9 @@ _KV_POOL_GIB = 5.0
 """LMCache's default."""
 
 _PASSING = {
-    "tmpfs": "is memory and gone with the host",
-    "ramfs": "is memory and gone with the host",
-    "overlay": "is the container's own and gone with it",
+    "tmpfs": "is memory and lost with the host",
+    "ramfs": "is memory and lost with the host",
+    "overlay": "is the container's own and lost with it",
 }
 
 

@@ -207,7 +207,7 @@ class EncoderCacheConfig(BaseModel):
     remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("auto, probe or catalog is accepted")] = (
         Field(
             "auto",
-            description="How a remote is asked for what nobody has told of: always (probe), only what its listing has "
+            description="How a remote is asked for what no listing mentions: always (probe), only what its listing has "
             "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
         )
     )
@@ -243,7 +243,7 @@ class EncoderCacheConfig(BaseModel):
     ] = Field(
         False,
         description="Whether outputs of weights that were changed under a running engine may leave LocalCPU: under a "
-        "namespace with the weights' digest (true), or with the version that vLLM was told (by_version).",
+        "namespace with the weights' digest (true), or with the version that vLLM was given (by_version).",
     )
     weights_check_s: SecondsFromZero = Field(
         60.0, description="Between two looks at the weights for a change that no call to the workers made; 0: none."

@@ -168,7 +168,7 @@ def _is_strange_variable(setting: Setting) -> bool:
 
 
 def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
-    """What is said of variables with our prefix that configure nothing."""
+    """What is noted about variables with our prefix that configure nothing."""
     if links:
         yield (
             f"ignored, as Kubernetes sets them for a Service: {', '.join(map(masked_name, links))} "

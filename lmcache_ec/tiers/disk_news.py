@@ -61,7 +61,7 @@ _REMADE = 16
 """Times that the folder is made again for one log, if somebody removes it each time."""
 
 
-class _Place(NamedTuple):
+class _LogFolder(NamedTuple):
     """The folder of the logs, `name` below `root`."""
 
     root: str
@@ -80,8 +80,8 @@ class FolderNews:
     """
 
     def __init__(self, path: Path) -> None:
-        self._place = _Place(str(path.parent), path.name)
-        self._log = _Log(self._place)
+        self._where = _LogFolder(str(path.parent), path.name)
+        self._log = _Log(self._where)
         self._heard_to: dict[str, int] | None = None  # name of a log -> bytes of it that were read
         self._telling, self._hearing = threading.Lock(), threading.Lock()
 
@@ -101,7 +101,7 @@ class FolderNews:
         with self._hearing:
             before, after = self._heard_to, dict[str, int]()
             try:
-                for folder, name, status in _logs(self._place, _FOLLOWED):
+                for folder, name, status in _logs(self._where, _FOLLOWED):
                     if name.startswith(self._log.writer):
                         continue
                     begin = _whole(status.st_size) if before is None else before.get(name, 0)
@@ -116,7 +116,7 @@ class FolderNews:
     def sweep(self) -> None:
         """Remove the logs that nobody writes any more."""
         try:
-            for folder, name, status in _logs(self._place):
+            for folder, name, status in _logs(self._where):
                 if (age := time.time() - status.st_mtime) > _UNREAD_S:
                     _remove_dead(folder, name, age)
         except OSError:
@@ -126,10 +126,10 @@ class FolderNews:
 class _Log:
     """The log of one writer, and those that it has filled before. The caller has the lock."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, where: _LogFolder) -> None:
         self.writer = os.urandom(8).hex()
         """What the names of its logs begin with."""
-        self._place = place
+        self._where = where
         self._names: deque[str] = deque()
         self._begun = 0
         self._file: FileIO | None = None  # not a descriptor: it is closed with whatever the tier was part of
@@ -155,18 +155,18 @@ class _Log:
         self.leave()
         name = f"{self.writer}{self._begun % (1 << 32):08x}"
         self._begun += 1
-        self._file = _create(self._place, name)
+        self._file = _create(self._where, name)
         status = os.fstat(self._file.fileno())
         self._identity, self._room = (status.st_dev, status.st_ino), _LOG_BYTES
         try_lock(self._file.fileno())
         self._names.append(name)
         if len(self._names) > _KEPT_LOGS:
-            _remove(self._place, self._names.popleft())
+            _remove(self._where, self._names.popleft())
         return self._file
 
     def _has_its_name(self) -> bool:
         try:
-            status = os.lstat(f"{self._place.root}/{self._place.name}/{self._names[-1]}")
+            status = os.lstat(f"{self._where.root}/{self._where.name}/{self._names[-1]}")
         except FileNotFoundError:
             return False
         return (status.st_dev, status.st_ino) == self._identity
@@ -181,10 +181,10 @@ def _whole(length: int) -> int:
     return length - length % _RECORD.size
 
 
-def _logs(place: _Place, at_most: int | None = None) -> Iterator[tuple[int, str, os.stat_result]]:
+def _logs(where: _LogFolder, at_most: int | None = None) -> Iterator[tuple[int, str, os.stat_result]]:
     """The folder's descriptor, and name and status of each log in it; of so many files at most. OSError if there is no
     folder."""
-    with place.open(LISTED) as folder, os.scandir(folder) as found:
+    with where.open(LISTED) as folder, os.scandir(folder) as found:
         for file in islice(found, at_most):
             if _NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
                 try:
@@ -205,13 +205,13 @@ def _read(folder: int, name: str, begin: int, end: int) -> bytes:
     return data[: _whole(len(data))]
 
 
-def _create(place: _Place, name: str) -> FileIO:
+def _create(where: _LogFolder, name: str) -> FileIO:
     """A new log; the folder is made where it is missing, or is being removed meanwhile."""
     for _ in range(_REMADE):
         try:
             with (
-                Descriptor(open_root(place.root, make=True)) as root,
-                Descriptor(open_or_make(root, place.name)) as folder,
+                Descriptor(open_root(where.root, make=True)) as root,
+                Descriptor(open_or_make(root, where.name)) as folder,
             ):
                 return FileIO(create_file(folder, name, root), "w")
         except FileNotFoundError:
@@ -219,9 +219,9 @@ def _create(place: _Place, name: str) -> FileIO:
     raise FileNotFoundError(errno.ENOENT, "the folder of the logs is removed again and again")
 
 
-def _remove(place: _Place, name: str) -> None:
+def _remove(where: _LogFolder, name: str) -> None:
     try:
-        with place.open(FOLDER) as folder:
+        with where.open(FOLDER) as folder:
             os.unlink(name, dir_fd=folder)
     except OSError:
         pass  # swept, or the folder is gone

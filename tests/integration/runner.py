@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from benchmarks.testbed.stand_ins import WIDTH, sent
 from lmcache_ec.adapters.vllm import ours
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
-from lmcache_ec.adapters.vllm.layout import engine_name
+from lmcache_ec.adapters.vllm.topology import engine_name
 
 
 class EngineDied(Exception):

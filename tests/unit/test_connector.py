@@ -21,9 +21,9 @@ from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import connector as connector_module
 from lmcache_ec.adapters.vllm import namespace
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
-from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
 from lmcache_ec.adapters.vllm.scheduler import Promised
+from lmcache_ec.adapters.vllm.topology import engine_name
 from lmcache_ec.config import ConfigError
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
 from lmcache_ec.host import memory
@@ -161,7 +161,7 @@ def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
 def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
 ) -> None:
-    """What it stores could not be told apart from what others store, wherever it lies."""
+    """What it stores could not be distinguished from what others store, wherever it lies."""
 
     def unknown(*_: object) -> str:
         raise namespace.NamespaceUnknown("the weights cannot be seen")
@@ -368,7 +368,7 @@ print(*sorted(set(sys.modules) - before))
         "lmcache_ec.adapters.vllm.connector",
         "lmcache_ec.adapters.vllm.front_end",
         "lmcache_ec.adapters.vllm.identifiers",
-        "lmcache_ec.adapters.vllm.layout",
+        "lmcache_ec.adapters.vllm.topology",
         "lmcache_ec.adapters.vllm.ours",
         "lmcache_ec.adapters.vllm.plugin",
         "lmcache_ec.adapters.vllm.start",

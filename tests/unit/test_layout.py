@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lmcache_ec.adapters.vllm import build
-from lmcache_ec.adapters.vllm.layout import engines_on_host, why_inert
+from lmcache_ec.adapters.vllm.topology import engines_on_host, why_inert
 
 
 def config(device: str = "cuda", v2: bool = True, lora: Any = None, **parallel: Any) -> Any:

@@ -45,7 +45,7 @@ from benchmarks.testbed.stand_ins import (
 )
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
-from lmcache_ec.adapters.vllm.layout import engine_name
+from lmcache_ec.adapters.vllm.topology import engine_name
 from tests.unit.preallocated import PreallocatedCache
 from tests.unit.test_namespace import vllm_config
 

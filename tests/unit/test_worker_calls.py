@@ -17,9 +17,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lmcache_ec.adapters.vllm import worker_calls
-from lmcache_ec.adapters.vllm.layout import engine_name
 from lmcache_ec.adapters.vllm.ours import NAME
 from lmcache_ec.adapters.vllm.plugin import register
+from lmcache_ec.adapters.vllm.topology import engine_name
 from lmcache_ec.adapters.vllm.worker_calls import UNCHANGING, carry_out, may_change_weights
 
 CHANGING = {
