@@ -47,7 +47,7 @@ def _metadata_fields(model_config: "ModelConfig") -> dict[str, frozenset[str]]:
         return {modality: frozenset(fields_of(modality)) for modality in info.supported_mm_limits}
     except Exception as error:  # a processor runs the model's own code
         logger.warning(
-            "encoder cache: a request without media cannot be distinguished from one with media, as the model's processor "
+            "encoder cache: a request without media cannot be distinguished from one with media: the model's processor "
             "does not say which fields are metadata (%s: %s)",
             type(error).__name__,
             error,
