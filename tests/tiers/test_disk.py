@@ -626,6 +626,6 @@ def test_what_stands_where_an_entry_belongs_and_is_no_file_is_a_miss_and_a_faile
         path.mkdir()
     assert fetch(tier, key("picture")) is None
     assert tier.contains(key("picture")) is None
-    with pytest.raises(TierError, match="no file"):
+    with pytest.raises(TierError, match="not a regular file"):
         tier.put(key("picture"), value("a", 100))
     assert not temporaries(tmp_path)
