@@ -301,7 +301,7 @@ def test_the_pool_of_the_kv_part_counts_against_the_memory_at_hand(tmp_path: Pat
     """Either alone would fit."""
     room = memory()
     assert room is not None
-    share = round(room.available_bytes / GIB * 0.6, 3)
+    share = round(room.available_bytes / GIB * 0.6, 1)
     (tmp_path / "lmcache.yaml").write_text(f"max_local_cpu_size: {share}\nec: {{max_local_cpu_size: {share}}}")
     (problem,) = examine("{}", {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}).problems
     assert problem.startswith(f"LocalCPU may grow to {share:.1f} GiB beside the {share:.1f} GiB of LMCache's KV pool")
