@@ -86,3 +86,8 @@ class Memo:
     leases: dict[str, Place] = field(default_factory=dict)
     waiting_since: float | None = None
     waited_s: float = 0.0
+    count: int = field(init=False)
+    """Of items: looked at in every pass."""
+
+    def __post_init__(self) -> None:
+        self.count = len(self.items)

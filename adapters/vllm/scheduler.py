@@ -120,7 +120,7 @@ class SchedulerSide:
         self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
         self._memos: dict[str, Memo] = {}
         self._asked: Memo | None = None
-        self._drained = False
+        self._drained = self._in_use = False
         self._now = 0.0
         self._start_deadline: float | None = None
         self._looked = time.monotonic()  # when a step was last asked to look at the weights
@@ -141,7 +141,7 @@ class SchedulerSide:
         if not self._drained:
             self._begin_pass()
         memo = self._memos.get(request.request_id)
-        if memo is None or len(memo.items) != len(request.mm_features):  # a streaming session adds media as it goes
+        if memo is None or memo.count != len(request.mm_features):  # a streaming session adds media as it goes
             memo = self._remember(request)
         self._asked = memo
         if num_computed_tokens >= memo.end:
@@ -162,6 +162,7 @@ class SchedulerSide:
         self.cache.drain(self._now)
         if self.cache.weights.moved:
             self._follow_weights()
+        self._in_use = self._records  # until the next drain nothing changes that
 
     def _follow_weights(self) -> None:
         if self.cache.follow_weights():
@@ -301,7 +302,7 @@ class SchedulerSide:
 
     def _usable(self, item: Item) -> bool:
         """Whether an entry may stand for the item at all."""
-        return self._records and bool(item.names)
+        return self._in_use and bool(item.names)
 
     def _serves(self, item: Item) -> bool:
         """Whether an entry may be loaded for the item."""
@@ -369,7 +370,7 @@ class SchedulerSide:
             return False
         if self._producer is not None:
             return self._producer.has(item, self._find(item))
-        if not self._serves(item):
+        if item.dropped or not self._policy.consumer:
             return False
         place = memo.leases.get(identifier) or self._held(item)
         if place is None or not self._fits(place, item):
@@ -656,6 +657,7 @@ class SchedulerSide:
         if self._announcer is None or not request.mm_features:
             return None
         self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
+        self._in_use = self._records
         return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
     def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
