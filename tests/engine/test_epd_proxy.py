@@ -253,6 +253,7 @@ def test_as_shipped_no_picture_is_served_once_it_was_replaced_behind_its_url(
             assert ask(joined.proxy.url, url).equals(plain.ask(image_part(seed)))
             assert joined.consumer.encoded() == 1
         assert joined.producer.log.read_text().count("persist_client_ids") == 1
+        joined.producer.encoded()  # so far, under names that stay in its memory
         for seed in (92, 93):
             pictures.put("today.png", png(seed))
             joined.asked(url, encodes=1, media=True)
