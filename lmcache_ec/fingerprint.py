@@ -37,7 +37,10 @@ _CHUNK_BYTES = 8 << 20
 
 MAX_UNKNOWN_BYTES = 2 << 30
 """In a file, of tensors whose names say neither. More are no encoder's alone."""
-_LANGUAGE = re.compile(r"(^|\.)(lm_head|language_model|text_model|llm|embed_tokens|layers|h|decoder)(\.|$)")
+_LANGUAGE = re.compile(
+    r"((model|transformer|thinker)\.)*(lm_head|language_model|text_model|llm|embed_tokens|layers|h|decoder)(\.|$)"
+)
+"""From a name's beginning: `layers` within something else may be a resampler's or an aligner's."""
 _ENCODER = re.compile(r"vis|vit|image|img|audio|speech|video|encoder|tower|projector|mm_|multi_modal", re.IGNORECASE)
 
 Region = tuple[int, int]
@@ -151,7 +154,7 @@ def _file_digest(path: Path) -> bytes:
 
 def _parts(tensors: list[tuple[str, Region]]) -> tuple[list[Region], list[Region]]:
     """Which tensors to read whole, as an encoder's may be, and which to sample."""
-    unknown = [name for name, _ in tensors if not _ENCODER.search(name) and not _LANGUAGE.search(name)]
+    unknown = [name for name, _ in tensors if not _ENCODER.search(name) and not _LANGUAGE.match(name)]
     lengths = {name: length for name, (_, length) in tensors}
     few = sum(lengths[name] for name in unknown) <= MAX_UNKNOWN_BYTES
     whole = {name for name in lengths if _ENCODER.search(name)} | set(unknown if few else ())

@@ -121,6 +121,7 @@ def test_place_time_and_bystanders_do_not_count(checkpoint: Path, tmp_path: Path
             "vision_tower.encoder.layers.3.mlp.fc1.weight",
             "model.encoder.layers.1.w",
         ),
+        *("model.connector.perceiver_resampler.layers.0.weight", "aligner.layers.0.weight", "resampler.h.0.weight"),
         *("multi_modal_projector.linear_1.weight", "audio_tower.conv1.weight", "model.mm_projector.0.weight", "odd"),
     ],
 )
