@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from os import PathLike
@@ -156,15 +156,15 @@ class Cache:
     def get(self, identifier: str) -> Tensor | None:
         """The tensor, verified to the last bit, in memory of its own; None if no tier that answers has it.
 
-        Waits for a `put` of this cache's that is under way. What is found in a later tier is copied into those before
-        it, in the background.
+        Waits for a `put` of this cache's that is under way, for `ec.drain_s` at most. What is found in a later tier is
+        copied into those before it, in the background.
         """
         self._check_open()
         key = self._key(identifier)
         under_way = self._writes.done(key)
         tensor = self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
         if tensor is None and under_way is not None:
-            under_way.result()
+            wait([under_way], self._config.drain_s)  # no longer: what is queued when the cache is closed never ends
             tensor = self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
         return tensor
 
