@@ -61,8 +61,11 @@ class _Memory:
         self._limit_bytes = limit_bytes
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
-        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be."""
+        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be. ValueError
+        for a shape that no value has: what follows it on the connection is then unknown."""
         shapes, dtypes = ([one] if not isinstance(one, list) else one for one in (shapes, dtypes))
+        if any(size < 0 for shape in shapes for size in shape):
+            raise ValueError(f"a value of the shapes {shapes}")
         length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
         reading = reading_now.get()
         if reading is not None:

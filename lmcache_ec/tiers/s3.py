@@ -153,7 +153,7 @@ class S3Tier(Tier):
             if not self._aged(held):
                 return False
             try:  # replace what has aged, and nothing that a neighbour wrote meanwhile
-                self._put(client, key.object_name, data, {"e_tag": held["e_tag"]})
+                self._put(client, key.object_name, data, _unchanged(held))
                 return True
             except (PreconditionError, FileNotFoundError):
                 return False
@@ -251,7 +251,7 @@ class S3Tier(Tier):
 
         try:
             client = self._within(self._timeout_s)
-            self._put(client, _BORN, name.encode(), {"e_tag": meta["e_tag"]})
+            self._put(client, _BORN, name.encode(), _unchanged(meta))
         except (BaseError, OSError):
             pass
 
@@ -407,6 +407,11 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
         if Fault.of(error).code in ("", "NoSuchKey"):
             return None
         raise
+
+
+def _unchanged(found: ObjectMeta) -> PutMode:
+    """The condition that an object is the one that was found; none where its store names no versions."""
+    return {"e_tag": found["e_tag"]} if found["e_tag"] else "overwrite"
 
 
 def _is_entry(found: ObjectMeta) -> bool:
