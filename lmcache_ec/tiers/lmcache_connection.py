@@ -15,7 +15,6 @@ import secrets
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -163,11 +162,13 @@ def _temporary_folders(connector: Any) -> list[Path]:
 
 
 def _sweep(connector: Any) -> None:
-    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder."""
+    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder. Our own was
+    made just now, by the clock that dates the others."""
     for own in _temporary_folders(connector):
+        now = own.stat().st_mtime
         for folder in own.parent.glob(f"{_TEMPORARY}*"):
             try:
-                if time.time() - folder.stat().st_mtime > _OLD_S:
+                if now - folder.stat().st_mtime > _OLD_S:
                     shutil.rmtree(folder, ignore_errors=True)
             except OSError:
                 pass
