@@ -136,7 +136,7 @@ def test_a_host_without_a_disk_writes_and_reads_the_remote(remote: Remote) -> No
         other.settle()
 
 
-@pytest.mark.parametrize("kind", ["lm", pytest.param("fs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fs", pytest.param("lm", marks=pytest.mark.slow)])
 def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str) -> None:
     """Through LMCache's own connector, in the store process."""
     with ExitStack() as stack:
