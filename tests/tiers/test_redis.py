@@ -917,7 +917,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
         (_another_authority, "TLS: the server's certificate is refused: .*certificate"),
         (_another_address, "TLS: the server's certificate is refused: .*127.0.0.1"),
         (_no_client_certificate, "(refuses|want) .*client('s)? certificate"),
-        (_tls_to_a_plain_server, "TLS: .*does the server speak TLS"),
+        (_tls_to_a_plain_server, "TLS handshake failed: does the server speak TLS"),
         (_plain_to_a_tls_server, "rediss://"),
         (_no_such_file, "TLS: /no/such/file cannot be used: No such file"),
         (_no_certificate, "TLS: .*authority.pem, with its key cannot be used"),
