@@ -118,6 +118,8 @@ class SchedulerSide:
         self._loads: dict[str, Promised] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
+        if cache.weights.moved:  # the ranks have reported during the start
+            self._follow_weights()
 
     # ---- before a request is scheduled for the first time
 
