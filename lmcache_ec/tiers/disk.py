@@ -74,14 +74,17 @@ class DiskTier(Tier):
     different limits each keep the folder to their own when they write. Where less than `min_free_bytes` of the file
     system would stay free, nothing is written, and nothing evicted for it. A folder that can be read and not written
     is served so: `read_only`, which `notice` says. ValueError if `root` cannot be made, or nothing in it can be read;
-    without `make`, nothing is made or written there before something is put or removed.
+    without `make`, nothing is made or written there before something is put or removed. One that does not evict
+    (`evicts`) fails with EDQUOT what finds no room.
 
     Runs in the store process, on the tier's own threads.
     """
 
     name = "disk"
 
-    def __init__(self, root: Path, max_bytes: int, min_free_bytes: int = 0, *, make: bool = True) -> None:
+    def __init__(
+        self, root: Path, max_bytes: int, min_free_bytes: int = 0, *, make: bool = True, evicts: bool = True
+    ) -> None:
         if max_bytes <= 0:
             raise ValueError(f"size of the disk tier: {max_bytes} bytes given, a positive number is accepted")
         try:
@@ -98,6 +101,7 @@ class DiskTier(Tier):
         self._path = str(root)
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
+        self._evicts = evicts
         self._account = FolderAccount(root / ".usage")
         self._news = FolderNews(root / ".news")
         self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, name; the least recently used first
@@ -127,10 +131,11 @@ class DiskTier(Tier):
                     raise
         return None
 
-    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+    def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
+        """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
         with self._reporting("write", key.object_name):
             try:
-                return self._put(key, data)
+                return self._put(key, data, used)
             except OSError as error:
                 if error.errno not in _FORBIDDEN or isinstance(error, TierError):
                     raise
@@ -180,6 +185,10 @@ class DiskTier(Tier):
 
     def news(self, namespace: str) -> Sequence[bytes]:
         return self._news.hear(namespace)
+
+    def namespace_names(self) -> Sequence[str]:
+        with self._reporting("list", "the folder"), Descriptor(open_root(self._path)) as root:
+            return namespaces_in(root)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier; without a survey, and so without the sweep that goes with one."""
@@ -278,12 +287,12 @@ class DiskTier(Tier):
             text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
             raise TierError(errno.ENOSPC, f"the disk tier does not write {length} bytes: {text}")
 
-    def _put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+    def _put(self, key: EncoderCacheKey, data: memoryview, used: float | None) -> bool:
         problem: OSError = _no_room(len(data), self.max_bytes)
         for _ in range(_ATTEMPTS):
             try:
                 with Descriptor(open_root(self._path, make=True)) as root:
-                    written = self._put_below(root, key, data)
+                    written = self._put_below(root, key, data, used)
             except FileNotFoundError as error:
                 problem = error  # somebody removes the folder at this moment
                 continue
@@ -293,7 +302,7 @@ class DiskTier(Tier):
                 return written
         raise problem
 
-    def _put_below(self, root: int, key: EncoderCacheKey, data: memoryview) -> bool | None:
+    def _put_below(self, root: int, key: EncoderCacheKey, data: memoryview, used: float | None) -> bool | None:
         """As `put`; or None if a neighbour was quicker to take the room."""
         if find(root, key.object_name) is not None:
             return False
@@ -305,7 +314,7 @@ class DiskTier(Tier):
             sweep(root, key.namespace)
         if self._total is None or self._total + len(data) > self.max_bytes:
             self._make_room(len(data))
-        return self._write(root, key, data)
+        return self._write(root, key, data, used)
 
     def _make_room(self, length: int) -> None:
         """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
@@ -315,12 +324,15 @@ class DiskTier(Tier):
                 missing = account.total + length - self.max_bytes
                 if missing <= 0:
                     return
+                if not self._evicts:
+                    text = f"the disk tier may hold {self.max_bytes} bytes, and nothing is evicted for {length}"
+                    raise TierError(errno.EDQUOT, text)
                 if self._evict(missing):
                     continue
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(self, root: int, key: EncoderCacheKey, data: memoryview) -> bool | None:
+    def _write(self, root: int, key: EncoderCacheKey, data: memoryview, used: float | None) -> bool | None:
         reserved, published = None, False
         try:
             with (
@@ -334,6 +346,8 @@ class DiskTier(Tier):
                 write_full(fd, data)
                 mark_used(fd)
                 published = publish(workshop, temporary, root, key.object_name)
+                if used is not None:  # not before: a temporary of that age would be taken for a dead writer's
+                    os.utime(fd, (used, used))
         finally:
             if reserved is not None and not published:
                 self._give_back(len(data), reserved)
