@@ -17,7 +17,8 @@ the file system has no links it is renamed, and two processes that write one ent
 temporary without a lock is what a writer left that was killed; where there are no locks, one an hour old. Nothing is
 synced: an entry outlives its processes; the loss of power may tear it, and then its digest tells. What does not verify
 is deleted, not kept aside: it would take room that nothing accounts for. The folder, or any in it, may be removed by
-hand while engines run, or another mounted in its place: what was there is missed, and what is written makes it again.
+hand while engines run, or another mounted in its place: what was there is missed (after 50 ms at most where the old
+folder still exists), and what is written makes it again.
 
 There is no index: the file's name alone decides whether an entry is there, the account whether there is room. What to
 evict is known from surveys, walks over the whole folder in the background: each leaves the paths of the least recently
@@ -34,7 +35,7 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
@@ -57,7 +58,7 @@ from lmcache_ec.tiers.disk_files import (
     temporary_file,
     write_full,
 )
-from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, open_or_make, open_root
+from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, KeptRoot, open_or_make, open_root
 from lmcache_ec.tiers.disk_news import FolderNews
 from lmcache_ec.tiers.disk_survey import Survey
 
@@ -99,6 +100,7 @@ class DiskTier(Tier):
             raise ValueError(f"disk tier at {root}: nothing in this folder can be read: {error.strerror}") from error
         self.root = root
         self._path = str(root)
+        self._kept = KeptRoot(self._path)
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self._evicts = evicts
@@ -123,13 +125,7 @@ class DiskTier(Tier):
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         name = key.object_name
         with self._reporting("read", name):
-            try:
-                with Descriptor(open_root(self._path)) as root:
-                    return read_into(root, name, buffer)
-            except OSError as error:
-                if error.errno not in GONE:
-                    raise
-        return None
+            return self._looked_up(lambda root: read_into(root, name, buffer))
 
     def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
         """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
@@ -147,13 +143,7 @@ class DiskTier(Tier):
     def contains(self, key: EntryName) -> int | None:
         name = key.object_name
         with self._reporting("look for", name):
-            try:
-                with Descriptor(open_root(self._path)) as root:
-                    return find(root, name)
-            except OSError as error:
-                if error.errno not in GONE:
-                    raise
-        return None
+            return self._looked_up(lambda root: find(root, name))
 
     def peek(self, key: EntryName, most: int) -> bytes | None:
         name = key.object_name
@@ -243,7 +233,21 @@ class DiskTier(Tier):
                 self._evict(account.total - self.max_bytes)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Let go of the folder. A call after that opens it again."""
+        self._kept.close()
+
+    def _looked_up(self, look: Callable[[int], int | None]) -> int | None:
+        """What `look` finds below the root; None also where there is no root."""
+        try:
+            root = self._kept.recent()
+            found = look(root.fd)
+            if found is None and (current := self._kept.current()) is not root:
+                found = look(current.fd)
+            return found
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+        return None
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
         return _Reporting(action, name, self._path)
