@@ -105,6 +105,12 @@ class Lane:
         return not (self._reading.rests or self._writing.rests)
 
     @property
+    def queued(self) -> tuple[int, int]:
+        """Writes that wait or are under way, and their bytes."""
+        with self._lock:
+            return self._queued_items, self._queued_bytes
+
+    @property
     def new_notice(self) -> bool:
         """Whether the tier's notice is another than at the last call. The first one is reported by who opened it."""
         new = self.tier.notice not in ("", self._notice)

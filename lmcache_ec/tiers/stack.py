@@ -180,12 +180,15 @@ class Stack:
             told: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
         except Exception as failure:
             told = [failure] * len(wanted)
+        took_s = time.monotonic() - began
         moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
+        if moved:
+            self._journal.took(f"{lane.name}_read_ns", took_s)
         errors = [length for length in told if isinstance(length, Exception)]
         for one_error in errors:
             self._unread(lane, one_error)
         if len(errors) < len(told):
-            self._welcome(lane, lane.read(None if moved or errors else time.monotonic() - began))
+            self._welcome(lane, lane.read(None if moved or errors else took_s))
         elif errors:
             lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
             self._wake()
