@@ -385,6 +385,9 @@ class Cuda:
     def set_device(self, device: Any) -> None:
         pass
 
+    def empty_cache(self) -> None:
+        pass
+
     # ---- host memory
 
     def cudart(self) -> Cuda:
@@ -481,14 +484,19 @@ class Cuda:
 
 @contextmanager
 def stand_in_card() -> Iterator[Any]:
-    """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time."""
+    """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time. Engines on it run on the
+    CPU, their V2 runner's kernels interpreted."""
     from benchmarks.gpu_check.card import Card
+    from benchmarks.gpu_check.model import Engines
+    from benchmarks.testbed import triton_interpreter
+    from tests import warm_start
 
     cuda, threads = Cuda(running=True, device_bytes=1 << 30, pace_s=0.002), torch.get_num_threads()
+    engines = Engines({"V2": triton_interpreter.ENVIRONMENT, "V1": {}}, {"begin": warm_start.begin})
     torch.set_num_threads(1)  # theirs would spin on the cores that the streams' threads need
     try:
         with OnDevice(cuda):
-            yield Card(torch.device("cuda", 0), cuda, f"{__name__}:stand_in_card", {"card": "stand-in"})
+            yield Card(torch.device("cuda", 0), cuda, f"{__name__}:stand_in_card", {"card": "stand-in"}, engines)
     finally:
         torch.set_num_threads(threads)
     cuda.check()

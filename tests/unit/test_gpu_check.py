@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make gpu-check`, over a stand-in for the card: on the first real one only the card is new."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import correctness
+from benchmarks.demo import Phase
+from benchmarks.gpu_check import correctness, model
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.card import Card
 from benchmarks.gpu_check.correctness import Plan
+from benchmarks.gpu_check.model import Engines
 from benchmarks.gpu_check.report import Check, Figure, Report
 from benchmarks.testbed.models import ROOT
 from lmcache_ec.adapters.vllm.copier import DeviceCopier
@@ -103,6 +107,25 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert sys.executable in line
 
 
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("vllm", "needs vLLM"), ("skimage", "needs scikit-image"), (None, "no checkpoint, there is no config.json")],
+)
+def test_without_what_engines_need_it_says_so_in_one_line_before_anything_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    missing: str | None,
+    says: str,
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else there(name))
+    assert main(["--card", "tests.cuda:stand_in_card", "--model", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    [line] = err.splitlines()
+    assert (out, says in line, f"MODEL={tmp_path}" in line, sys.executable in line) == ("", True, True, True)
+
+
 def test_it_needs_neither_vllm_nor_lmcache_nor_an_installation() -> None:
     code = """
 import sys
@@ -138,3 +161,39 @@ def test_the_table_says_what_is_wrong_and_which_bars_are_missed() -> None:
     assert "not measured" in rows["unknown"]
     assert not report.right
     assert json.loads(report.json())["figures"][1]["met"] is False
+
+
+GOOD = {
+    "off": Phase(6, {}, 9.0, True, True, 0),
+    "cold": Phase(6, {}, 9.5, True, True, 700),
+    "repeat": Phase(0, {"cpu": 6}, 3.0, False, True, 700),
+    "restart": Phase(0, {"disk": 6}, 4.0, False, True, 700),
+}
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "wrong"),
+    [
+        ("off", {}, ""),
+        ("cold", {"encodes": 0}, "no encode was counted"),
+        ("repeat", {"encodes": 1}, "encoded again though they were in memory"),
+        ("restart", {"encodes": 2}, "2 pictures were encoded again after the restart"),
+        ("repeat", {"tokens_equal": False}, "other tokens than without the cache: repeat"),
+    ],
+)
+def test_an_engine_is_right_if_nothing_was_encoded_twice_and_tokens_are_equal(
+    monkeypatch: pytest.MonkeyPatch, phase: str, change: dict[str, Any], wrong: str
+) -> None:
+    phases = {**GOOD, phase: replace(GOOD[phase], **change)}
+    monkeypatch.setattr("benchmarks.demo.run", lambda *_, **__: phases)
+    found = model.run("a model", Engines({"V2": {}}, {}), lambda line: None)
+    assert wrong in str(found["V2"]["wrong"])
+    assert model.is_right(found) is (wrong == "")
+    rows = [line.split()[:3] for line in model.table(found).splitlines()[1:5]]
+    assert rows == [["V2", name, str(each.encodes)] for name, each in phases.items()]
+    assert bool(wrong) is ("V2: WRONG" in model.table(found))
+
+
+def test_a_model_that_was_asked_for_and_did_not_run_is_not_right() -> None:
+    assert not model.is_right({"V2": {"not_run": "vLLM does not start"}, "V1": {"not_run": "the same"}})
+    assert model.is_right({"V2": {"not_run": "vLLM does not start"}, "V1": {"wrong": ""}})
