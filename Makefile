@@ -7,7 +7,7 @@ PYTHON ?= python3
 #   make demo TORCH_INDEX=<that address>
 TORCH_INDEX ?=
 # Of the demo: a name in benchmarks/testbed/models.py, or the folder of a checkpoint.
-MODEL ?= gemma3
+MODEL ?= gemma3_vit_b
 # Of the tests: more arguments for pytest, for example ARGS="-k whisper"; of benchmark and soak: ARGS=--help shows them.
 ARGS ?=
 
