@@ -2,16 +2,25 @@
 """`make gpu-check MODEL=`, with real engines on a CPU: on the first real card only the card is new."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import demo
 from benchmarks.gpu_check import model
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.model import Engines
 from tests import warm_start
 
 MODEL = "qwen2vl"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one of a `make demo` that may run beside."""
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "ENTRIES", tmp_path / "entries")
 
 
 def proves_what_it_is_there_for(found: dict[str, Any]) -> None:

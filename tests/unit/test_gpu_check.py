@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import demo
 from benchmarks.demo import Phase
 from benchmarks.gpu_check import correctness, model
 from benchmarks.gpu_check.__main__ import main
@@ -163,12 +164,13 @@ def test_the_table_says_what_is_wrong_and_which_bars_are_missed() -> None:
     assert json.loads(report.json())["figures"][1]["met"] is False
 
 
-GOOD = {
-    "off": Phase(6, {}, 9.0, True, True, 0),
-    "cold": Phase(6, {}, 9.5, True, True, 700),
-    "repeat": Phase(0, {"cpu": 6}, 3.0, False, True, 700),
-    "restart": Phase(0, {"disk": 6}, 4.0, False, True, 700),
-}
+def phase_of(encodes: int, **loads: int) -> Phase:
+    return Phase(
+        encodes, loads, ttft_ms_median=9.0, ttft_ms=[9.0], outputs_equal=False, tokens_equal=True, bytes_stored=700
+    )
+
+
+GOOD = {"off": phase_of(6), "cold": phase_of(6), "repeat": phase_of(0, cpu=6), "restart": phase_of(0, disk=6)}
 
 
 @pytest.mark.parametrize(
@@ -182,10 +184,11 @@ GOOD = {
     ],
 )
 def test_an_engine_is_right_if_nothing_was_encoded_twice_and_tokens_are_equal(
-    monkeypatch: pytest.MonkeyPatch, phase: str, change: dict[str, Any], wrong: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, change: dict[str, Any], wrong: str
 ) -> None:
     phases = {**GOOD, phase: replace(GOOD[phase], **change)}
-    monkeypatch.setattr("benchmarks.demo.run", lambda *_, **__: phases)
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "run", lambda *_, **__: phases)
     found = model.run("a model", Engines({"V2": {}}, {}), lambda line: None)
     assert wrong in str(found["V2"]["wrong"])
     assert model.is_right(found) is (wrong == "")
