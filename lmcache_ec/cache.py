@@ -36,6 +36,7 @@ from lmcache_ec.channel import (
     Report,
     Sealed,
     SegmentReady,
+    Staged,
     Start,
     StoreLink,
     ToStore,
@@ -53,6 +54,7 @@ from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
@@ -115,7 +117,8 @@ class EncoderCache:
         capacity = fit.bytes
         self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
-        self._arena_id = secrets.token_hex(8)
+        self.arena_id = secrets.token_hex(8)
+        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
         self._complaints = Complaints(_logger)
         self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
@@ -134,6 +137,7 @@ class EncoderCache:
         )
         self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._absent)
         self._ranks: list[Link] = []
+        self.staging = Staging(self._ranks, self._complaints)
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
             self._connect_ranks()
@@ -144,11 +148,6 @@ class EncoderCache:
             raise
 
     # ---- for the adapter
-
-    @property
-    def arena_id(self) -> str:
-        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
-        return self._arena_id
 
     @property
     def ready(self) -> bool:
@@ -245,6 +244,7 @@ class EncoderCache:
         self._fetches.ask_again(now)
         self._introduce_saver()
         self._growth.advance(self._ranks)
+        self.staging.advance()
         self._enter()
         while (place := self.book.owed_write()) is not None and self._send(self._write(place)):
             self.book.begin_write(place, self._store.number)
@@ -268,6 +268,7 @@ class EncoderCache:
             **self.book.snapshot(),
             **self._fetches.counts,
             "fetches_under_way": len(self._fetches),
+            "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
             "weight_changes": self.weight_changes,
         }
@@ -290,7 +291,7 @@ class EncoderCache:
             self._presence.close()
             self._presence = None
         os.close(self._arena_fd)
-        self._ranks = []
+        self._ranks.clear()
         self.inert = self.inert or "closed"
 
     # ---- starting
@@ -305,7 +306,7 @@ class EncoderCache:
                 link = Link(sock)
                 self._ranks.append(link)
                 self._rank_takers.append((link, partial(self._from_rank, rank)))
-                link.send(Attach(self._arena_id), [self._arena_fd])
+                link.send(Attach(self.arena_id), [self._arena_fd])
             except OSError as error:
                 sock.close()
                 self._give_up(f"rank {rank} cannot be reached on this host ({error})")
@@ -393,6 +394,8 @@ class EncoderCache:
                 self.weights.report(rank, calls, digest)
             case SegmentReady():
                 self._growth.answered(rank, message)
+            case Staged():
+                self.staging.answered(rank, message)
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:

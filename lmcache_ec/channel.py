@@ -271,6 +271,22 @@ class Segment(Message, frozen=True):
     length: int
 
 
+class Stage(Message, frozen=True):
+    """Copy the payload at `offset` to the device, ahead of the step that loads it; the rank answers `Staged`."""
+
+    number: int
+    offset: int
+    rows: int
+    width: int
+    dtype: str
+
+
+class Unstage(Message, frozen=True):
+    """Let go of what was staged under this number: no step will load it."""
+
+    number: int
+
+
 # ---- rank -> scheduler side
 
 
@@ -303,6 +319,13 @@ class SegmentReady(Message, frozen=True):
     problem: str = ""
 
 
+class Staged(Message, frozen=True):
+    """The device has the payload; or not, and `problem` says why."""
+
+    number: int
+    problem: str = ""
+
+
 class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
 
@@ -323,8 +346,8 @@ class WeightsReport(Message, frozen=True):
 ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | Saved
 Answer = Filled | NotFilled | Sealed | Written | Landed | Located | Populated
 FromStore = Hello | Entered | Answer | Back | Born | Pong | Notice
-ToScheduler = FromStore | Attached | SegmentReady | Report | WeightsReport
-ToRank = Attach | StoreLink | Segment | Durable
+ToScheduler = FromStore | Attached | SegmentReady | Staged | Report | WeightsReport
+ToRank = Attach | StoreLink | Segment | Stage | Unstage | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 
 _encoder = msgspec.msgpack.Encoder()

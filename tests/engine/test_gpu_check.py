@@ -40,6 +40,7 @@ def test_an_engine_is_run_off_cold_repeated_and_restarted() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # nine engines, of which three import vLLM in each process
 def test_both_model_runners_are_run_behind_the_checks_of_the_card(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--card", "tests.cuda:stand_in_card", "--quick", "--model", MODEL]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])

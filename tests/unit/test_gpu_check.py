@@ -24,7 +24,7 @@ from benchmarks.gpu_check.model import Engines
 from benchmarks.gpu_check.report import Check, Figure, Report
 from benchmarks.testbed.models import ROOT
 from lmcache_ec.adapters.vllm.copier import DeviceCopier
-from tests.cuda import Cuda, OnDevice
+from tests.cuda import Cuda, OnDevice, stand_in_xpu
 
 
 def test_every_check_is_right_and_every_figure_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +39,20 @@ def test_every_check_is_right_and_every_figure_is_measured(tmp_path: Path, capsy
     assert [name for name, value in figures.items() if value is None and "digest" not in name] == []
     assert figures["resident at the start"] == 32
     assert len([line for line in lines if line.startswith(("save ", "load ", "hooks, "))]) == 12
+
+
+def test_a_device_that_is_no_cuda_copies_every_byte_right(tmp_path: Path) -> None:
+    """Sources that are freed and overwritten, and places that are used again: over pageable memory."""
+    with stand_in_xpu() as card:
+        plan = Plan(card, tmp_path, megabytes=(0.5, 2.75), large=16.0, repeats=1)
+        for check in (
+            correctness.every_size_in_bf16_and_fp32,
+            correctness.views_of_a_batch_that_is_freed_at_once,
+            correctness.a_source_overwritten_by_the_step_after,
+            correctness.a_place_is_not_reused_while_a_copy_of_it_runs,
+        ):
+            check(plan)
+        assert (card.cuda.registered, card.cuda.spins, card.cuda.stalls > 0) == ([], 0, True)
 
 
 # ---- each check can fail
