@@ -108,6 +108,8 @@ def _head(engine: dict[str, Any]) -> Iterator[str]:
     by_tier = ", ".join(f"{value:,} from {name}" for name, value in loads.items() if value)
     yield f"  loads          {sum(loads.values()):,}" + (f": {by_tier}" if by_tier else "") + f"; {failed:,} failed"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
+    for notice in filter(None, (tier.get("notice") for tier in engine["tiers"])):
+        yield f"  note           {notice}"
 
 
 def _table(engine: dict[str, Any]) -> Table:

@@ -18,7 +18,6 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trustme
@@ -33,6 +32,7 @@ from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, Writ
 from lmcache_ec.tiers.lane import Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
 from lmcache_ec.tiers.s3 import S3Tier
+from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
@@ -291,10 +291,10 @@ def test_prefixes_do_not_see_each_other(server: Seaweed) -> None:
     assert [bool(list(tier.list(names[prefix]))) for prefix, tier in tiers.items()] == [False, True, True, True, True]
 
 
-def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
+def test_more_entries_than_a_page_of_the_listing_are_listed_counted_and_removed_and_strangers_stay(
     server: Seaweed, url: str, tier: S3Tier
 ) -> None:
-    keys = [key(str(number)) for number in range(2000)]
+    keys = [key(str(number)) for number in range(1100)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda entry: tier.put(entry, memoryview(b"x" * 7)), keys))
     tier.put(key("a", "ns-2"), value("a", 11))
@@ -316,7 +316,7 @@ def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
     assert all(started - 300 < one.modified < started + 300 for one in found)
 
     uses = {use.namespace: use for use in tier.namespaces()}
-    assert {name: (use.entries, use.bytes) for name, use in uses.items()} == {"ns": (2000, 14_000), "ns-2": (1, 11)}
+    assert {name: (use.entries, use.bytes) for name, use in uses.items()} == {"ns": (1100, 7700), "ns-2": (1, 11)}
     assert started - 300 < (uses["ns"].written or 0) < started + 300
 
     abandoned = tier.list("ns")
@@ -324,7 +324,7 @@ def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
     del abandoned
     assert len(seen) == 1001
 
-    assert tier.remove("ns") == 2000
+    assert tier.remove("ns") == 1100
     assert list(tier.list("ns")) == []
     assert [use.namespace for use in tier.namespaces()] == ["ns-2"]
     for name in strangers:
@@ -347,7 +347,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
     assert fetch(aging, key("a")) == value("old", 1000)
     assert aging.put(key("a"), value("new", 1000)) is False
     with monkeypatch.context() as later:
-        later.setattr(s3, "time", SimpleNamespace(time=lambda: time.time() + 3700))
+        later.setattr(StoreClock, "now", lambda self: time.time() + 3700)
         assert fetch(aging, key("a")) is None
         assert aging.contains(key("a")) is None
         assert list(aging.list("ns")) == []
@@ -365,7 +365,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
         return held
 
     with monkeypatch.context() as later:
-        later.setattr(s3, "time", SimpleNamespace(time=lambda: time.time() + 3700))
+        later.setattr(StoreClock, "now", lambda self: time.time() + 3700)
         later.setattr(aging, "_head", slow_look)
         assert aging.put(key("a"), value("mine", 1000)) is False
     assert fetch(lasting, key("a")) == b"neighbour's"
@@ -484,7 +484,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
-        status, code = next(self.plays)
+        about_the_time = self.command == "HEAD" and self.path == "/bucket"
+        status, code = (200, "") if about_the_time else next(self.plays)
         told = f"<StringToSign>{self.headers}</StringToSign>" if code else ""
         region = "<Region>eu-north-1</Region>" if code == "AuthorizationHeaderMalformed" else ""
         body = f"<Error><Code>{code}</Code>{region}{told}</Error>".encode() if code else b""
@@ -523,7 +524,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         (403, "RequestTimeTooSkewed", "clock skew"),
         (403, "AccessDenied", "access denied: needed are s3:ListBucket"),
         (403, "", "access denied"),
-        (500, "InternalError", "a fault of its own"),
+        (500, "InternalError", "server error"),
         (200, "", "answers to any name"),
         (404, "", "does not answer as S3 does"),
     ],
@@ -707,7 +708,7 @@ def test_requests_are_signed_for_the_region_that_was_named(
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     open_s3(through(relay, url) + query)
-    assert relay.requests.count(f"/{region}/s3/aws4_request".encode()) == 1
+    assert relay.requests.count(b"/s3/aws4_request") == relay.requests.count(f"/{region}/s3/aws4_request".encode()) > 0
 
 
 @pytest.mark.parametrize("named", ["in the URL", "in the environment"])
