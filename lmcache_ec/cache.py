@@ -10,7 +10,7 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from lmcache_ec import arena
@@ -99,6 +99,9 @@ class EncoderCache:
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
         self.weight_changes = 0
+        self._signing = config.signing_key()
+        if self._signing is not None:
+            engine = replace(engine, namespace=self._signing.namespace(engine.namespace))
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -330,6 +333,7 @@ class EncoderCache:
                 remotes=self._config.remote_tiers,
                 saves=self._engine.saves,
                 look_s=_LOOK_S,
+                signing=self._signing,
             )
         )
         self._introduce_saver()

@@ -34,6 +34,7 @@ from lmcache_ec.tiers.base import (
     UNREACHABLE,
     Answer,
     Answers,
+    Held,
     Listed,
     NamespaceUse,
     Tier,
@@ -50,6 +51,7 @@ from lmcache_ec.tiers.resp import moment_of_end, until
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
+_NO_VALUE = "WRONGTYPE"  # what a server answers where a key holds a list, a hash or the like
 
 _Replies = list[object]
 _Numbers = list[int]
@@ -101,6 +103,7 @@ class RedisTier(Tier):
         self.read_only = options.read_only
         self._client = client
         self._prefix = options.prefix.encode()
+        self._lifetime = () if options.ttl_s is None else ("PX", max(1, round(options.ttl_s * 1000)))
         self._last_look: _Look | None = None
         self._slots = threading.BoundedSemaphore(options.connections)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
@@ -116,13 +119,25 @@ class RedisTier(Tier):
         limit, name = self.options.max_entry_bytes, self._name(key)
         if len(data) > limit:
             raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
-        ttl_s = self.options.ttl_s
-        lifetime = () if ttl_s is None else ("PX", max(1, round(ttl_s * 1000)))
         with self._call(f"write {key.object_name}, {len(data)} bytes", writes=True):
             # Asked first: what another engine has stored already would be sent for nothing.
-            if self._ask(_Command(("STRLEN", name))):
+            if self._taken(name):
                 return False
-            return bool(self._ask_master(_Command(("SET", name, data, "NX", *lifetime))))
+            return bool(self._ask_master(_Command(("SET", name, data, "NX", *self._lifetime))))
+
+    def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
+        """As every tier; a list or the like, which nobody here wrote, is no value."""
+        try:
+            return super().held(key, most_bytes)
+        except TierError as error:
+            if _NO_VALUE not in str(error):
+                raise
+            return Held(0, None)
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        """As every tier; what took the place of `held` meanwhile is written over, too."""
+        with self._call(f"replace {key.object_name}, {len(data)} bytes", writes=True):
+            return bool(self._ask_master(_Command(("SET", self._name(key), data, *self._lifetime))))
 
     def check_writes(self) -> bool:
         """As every tier: to write over a key that does not exist writes nothing, and is refused as any write is."""
@@ -269,6 +284,14 @@ class RedisTier(Tier):
         if reply is None or isinstance(reply, int):
             return reply
         raise InvalidResponse("a length was expected")
+
+    def _taken(self, name: bytes) -> bool:
+        try:
+            return bool(self._ask(_Command(("STRLEN", name))))
+        except ResponseError as error:
+            if _NO_VALUE not in str(error):
+                raise
+            return True
 
     def _name(self, key: EncoderCacheKey) -> bytes:
         return f"{self.options.prefix}{key.object_name}".encode()
