@@ -69,8 +69,12 @@ def _folder(value: object) -> object:
 
 
 def _file(value: object) -> object:
-    """As it is written; an empty text means none."""
-    return (value.strip() or None) if isinstance(value, str) else value
+    """The path of a file, as `_folder`."""
+    if not isinstance(value, str):
+        return value
+    if "://" in (path := value.strip().removeprefix("file://")):
+        raise ValueError
+    return path or None
 
 
 def _absolute(path: Path | None) -> Path | None:
