@@ -7,7 +7,7 @@ PYTHON ?= python3
 #   make demo TORCH_INDEX=<that address>
 TORCH_INDEX ?=
 # Of the demo: a name in benchmarks/testbed/models.py, or the folder of a checkpoint.
-MODEL ?= gemma3
+MODEL ?= gemma3_vit_b
 # Of the tests: more arguments for pytest, for example ARGS="-k whisper"; of benchmark and soak: ARGS=--help shows them.
 ARGS ?=
 
@@ -26,7 +26,7 @@ PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench soak gpu-check fuzz check test test-all lint types env clean
+.PHONY: help demo bench bench-engine soak gpu-check fuzz check test test-all lint types env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -35,6 +35,9 @@ demo: $(READY)  ## Encode once, kill the engine, start again: a table of what wa
 
 bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks/results/ (ARGS="--rounds 3"; 4 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-engine: $(READY)  ## What users wait for, through vLLM's server, with and without the cache (ARGS=; half an hour)
+	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)

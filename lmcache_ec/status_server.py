@@ -58,6 +58,7 @@ def _tier_status(lane: Lane, counts: Mapping[str, int], held: int | None, disk_b
         "limit_bytes": disk_bytes if lane.habits.local else None,
         "rests": lane.rests,
         "read_only": lane.read_only,
+        "notice": lane.tier.notice,
         "hits": count("hits"),
         "misses": count("misses"),
         "writes": count("writes"),

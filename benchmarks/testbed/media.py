@@ -87,6 +87,7 @@ QWEN_VL = Wording(
 GEMMA = Wording("<bos><start_of_turn>user\n{media}{text}<end_of_turn>\n", image="<start_of_image>")
 WORDINGS = {
     "gemma3": GEMMA,
+    "gemma3_vit_b": GEMMA,
     "gemma3_so400m": GEMMA,
     "gemma3_so400m_lm": GEMMA,
     "qwen2vl": QWEN_VL,

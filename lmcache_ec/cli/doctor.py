@@ -122,6 +122,7 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
         try:
             with tier.opened() as opened:
                 report.remotes[tier.name] = f"{tier.where}, answers"
+                report.notes += [opened.notice] if opened.notice else []
                 if opened.read_only:
                     report.remotes[tier.name] += ", read only as configured"
                 else:

@@ -111,6 +111,8 @@ def _head(engine: dict[str, Any]) -> Iterator[str]:
         if forged := tier.get("forged"):
             yield f"  not believed   {forged:,} reads of {tier['name']}: unsigned, or signed with another key"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
+    for notice in filter(None, (tier.get("notice") for tier in engine["tiers"])):
+        yield f"  note           {notice}"
 
 
 def _table(engine: dict[str, Any]) -> Table:

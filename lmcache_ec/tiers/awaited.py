@@ -84,13 +84,13 @@ class AwaitedTier(Tier):
             if self._tier is None:
                 try:
                     self._tier = self._attempt()
-                    self.batches, self.notice = self._tier.batches, self._tier.notice
-                    self.read_only = self._tier.read_only
                 except TierError:
                     raise
                 except ValueError as error:
                     raise TierUnreachable(errno.EIO, str(error)) from None
-            return self._tier
+            tier = self._tier
+        self.batches, self.notice, self.read_only = tier.batches, tier.notice, tier.read_only  # these may change
+        return tier
 
     def _attempt(self) -> Tier:
         if self._opening is None:

@@ -31,6 +31,7 @@ from lmcache_ec.tiers.disk_folder import (
     open_below,
     open_file,
     open_or_make,
+    present,
     try_lock,
 )
 
@@ -322,7 +323,7 @@ def _removed_as_dead(folder: int, name: str) -> bool:
     try:
         with Descriptor(open_file(folder, name, os.O_WRONLY)) as fd:
             locked = try_lock(fd)
-            if locked is False or (locked is None and time.time() - os.fstat(fd).st_mtime < _DEAD_AFTER_S):
+            if locked is False or (locked is None and present(folder) - os.fstat(fd).st_mtime < _DEAD_AFTER_S):
                 return False
             os.unlink(name, dir_fd=folder)
     except PermissionError:

@@ -18,6 +18,7 @@ import fcntl
 import os
 import stat
 import struct
+import time
 from functools import cache
 
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
@@ -112,6 +113,18 @@ def create_file(folder: int, name: str, root: int) -> int:
     fd = open_below(folder, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE, _rights(of_root, 0o666))
     _share(fd, of_root, 0o666)
     return fd
+
+
+def present(folder: int) -> float:
+    """The time (Unix) by the clock that dates files there: a share's server has its own, and ours may be hours from
+    it. Needs the right to make a file; without, ours has to do."""
+    name = f"0.{os.urandom(12).hex()}"  # as a temporary, so that one which stays is swept
+    try:
+        with Descriptor(open_below(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE, 0o600)) as fd:
+            os.unlink(name, dir_fd=folder)
+            return os.fstat(fd).st_mtime
+    except OSError:
+        return time.time()
 
 
 def open_or_make(root: int, name: str) -> int:

@@ -25,7 +25,6 @@ import os
 import re
 import struct
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -43,6 +42,7 @@ from lmcache_ec.tiers.disk_folder import (
     open_file,
     open_or_make,
     open_root,
+    present,
     try_lock,
 )
 
@@ -115,9 +115,11 @@ class FolderNews:
 
     def sweep(self) -> None:
         """Remove the logs that nobody writes any more."""
+        now: float | None = None
         try:
             for folder, name, status in _logs(self._where):
-                if (age := time.time() - status.st_mtime) > _UNREAD_S:
+                now = present(folder) if now is None else now
+                if (age := now - status.st_mtime) > _UNREAD_S:
                     _remove_dead(folder, name, age)
         except OSError:
             pass  # no folder

@@ -15,7 +15,6 @@ import secrets
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -61,8 +60,11 @@ class _Memory:
         self._limit_bytes = limit_bytes
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
-        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be."""
+        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be. ValueError
+        for a shape that no value has: what follows it on the connection is then unknown."""
         shapes, dtypes = ([one] if not isinstance(one, list) else one for one in (shapes, dtypes))
+        if any(size < 0 for shape in shapes for size in shape):
+            raise ValueError(f"a value of the shapes {shapes}")
         length = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
         reading = reading_now.get()
         if reading is not None:
@@ -160,11 +162,13 @@ def _temporary_folders(connector: Any) -> list[Path]:
 
 
 def _sweep(connector: Any) -> None:
-    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder."""
+    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder. Our own was
+    made just now, by the clock that dates the others."""
     for own in _temporary_folders(connector):
+        now = own.stat().st_mtime
         for folder in own.parent.glob(f"{_TEMPORARY}*"):
             try:
-                if time.time() - folder.stat().st_mtime > _OLD_S:
+                if now - folder.stat().st_mtime > _OLD_S:
                     shutil.rmtree(folder, ignore_errors=True)
             except OSError:
                 pass

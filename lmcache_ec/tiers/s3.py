@@ -11,6 +11,8 @@ An object is written with `If-None-Match: *`, so that a fleet writes it once, an
 that the server refuses what was torn or altered on the way. The object `<prefix>/lmcache-ec-born` holds the name of
 what is there (see `Tier.born`).
 
+The age of an object is counted by the store's clock (`s3_clock.py`).
+
 Every request is bounded. Reading is given up when nothing arrives for `timeout_s`. An upload cannot be watched like
 that, so it has a total that grows with its length, and a page of a list has a total of its own.
 """
@@ -21,10 +23,9 @@ import errno
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,7 @@ from lmcache_ec.tiers.base import (
 )
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
+from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_faults import Fault, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
@@ -91,7 +93,7 @@ class S3Tier(Tier):
     An aged object stays in the bucket until it is written again or a lifecycle rule (`set_lifecycle`) removes it.
 
     Runs in the store process, on the tier's own threads; `list` starts some for itself. Its state is the clients, one
-    for each time limit, kept under `_lock`, and whether the store knows conditional writes.
+    for each time limit, kept under `_lock`, whether the store knows conditional writes, and what its clock says.
     """
 
     name = "s3"
@@ -103,6 +105,7 @@ class S3Tier(Tier):
         self._timeout_s = timeout_s
         self.read_only = access.options.read_only
         self._conditions = True  # until the store refuses them
+        self._clock = StoreClock(access)
         self._attributes: Attributes | None = None
         if access.options.storage_class:
             self._attributes = {"Storage-Class": access.options.storage_class}
@@ -124,6 +127,8 @@ class S3Tier(Tier):
         except (BaseError, OSError) as error:
             fault = Fault.of(error)
             if fault.code == "NoSuchKey":
+                self._check_customer_key()
+                self._compare_clocks()
                 return
             advice = fault.advice(bucket=access.bucket, region=access.region, tls=access.tls)
             text = f"S3 at {access.where}: {advice}"
@@ -133,8 +138,32 @@ class S3Tier(Tier):
                 raise TierNotReady(errno.EAGAIN, text) from None
         raise ValueError(f"S3 at {access.where}: {advice}")
 
+    def _check_customer_key(self) -> None:
+        """ValueError if what is there was written with another key: nothing of it could be read, or replaced."""
+        from obstore.exceptions import BaseError
+
+        try:
+            if self._access.customer_key is not None:
+                self._prompt.get(_BORN)
+        except (BaseError, OSError) as error:
+            if Fault.of(error).of_another_key:
+                raise ValueError(
+                    f"S3 at {self._access.where}: what is there was written without the key of sse-c, or with another "
+                    f"one: correct sse_c_key_file, or let the URL name another prefix"
+                ) from None
+
+    def _compare_clocks(self) -> None:
+        self._clock.compare()
+        self._give_notice()
+
+    def _give_notice(self) -> None:
+        unconditional = (
+            f"S3 at {self._access.where}: it knows no conditional writes, so two engines may write one entry twice"
+        )
+        self.notice = "; ".join(filter(None, ("" if self._conditions else unconditional, self._clock.notice)))
+
     def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
-        with _reported(f"read {key.object_name}"):
+        with self._reported_entry(f"read {key.object_name}"):
             found = _unless_absent(lambda: self._prompt.get(key.object_name))
             if found is None or self._aged(found.meta):
                 return None
@@ -153,18 +182,19 @@ class S3Tier(Tier):
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         with _reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
-            held = self._head(key)  # bytes are sent before the store refuses them
+            with self._reported_entry(f"look for {key.object_name}"):
+                held = self._head(key)  # bytes are sent before the store refuses them
             if held is None:
                 return self._created(self._uploader(data), key, data)
-            return self._aged(held) and self._put_over(key, data, held["e_tag"])
+            return self._aged(held) and self._put_over(key, data, _unchanged(held))
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
-        with _reported(f"read {key.object_name}"):
+        with self._reported_entry(f"read {key.object_name}"):
             found = _unless_absent(lambda: self._prompt.get(key.object_name))
             if found is None or self._aged(found.meta):
                 return None
-            length, version = found.meta["size"], found.meta["e_tag"]
-            return Held(length, memoryview(found.bytes()) if length <= most_bytes else None, version)
+            data = memoryview(found.bytes()) if found.meta["size"] <= most_bytes else None
+            return Held(found.meta["size"], data, _unchanged(found.meta))
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         with _reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
@@ -189,7 +219,7 @@ class S3Tier(Tier):
         return True
 
     def contains(self, key: EncoderCacheKey) -> int | None:
-        with _reported(f"look for {key.object_name}"):
+        with self._reported_entry(f"look for {key.object_name}"):
             held = self._head(key)
         return None if held is None or self._aged(held) else held["size"]
 
@@ -198,7 +228,9 @@ class S3Tier(Tier):
             _unless_absent(lambda: self._prompt.delete(key.object_name))
 
     def list(self, namespace: str) -> Iterator[Listed]:
-        """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel."""
+        """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel. One
+        more asks for the time."""
+        self._compare_clocks()
         for page in self._pages(check_namespace(namespace)):
             for found in page:
                 entry = parse_object_name(found["path"])
@@ -230,6 +262,7 @@ class S3Tier(Tier):
 
     def born(self) -> str | None:
         """As every tier. Not in a bucket that may not be listed: there S3 does not tell what is not there."""
+        self._compare_clocks()
         with _reported("look whether it was emptied"):
             found = self._born()
             if found is None and self.read_only:
@@ -238,7 +271,7 @@ class S3Tier(Tier):
             if (
                 meta is not None
                 and not self.read_only
-                and time.time() - meta["last_modified"].timestamp() > _BORN_REWRITTEN_S
+                and self._clock.now() - meta["last_modified"].timestamp() > _BORN_REWRITTEN_S
             ):
                 self._rewrite_born(name, meta)
         return name
@@ -263,7 +296,7 @@ class S3Tier(Tier):
 
         try:
             client = self._within(self._timeout_s)
-            self._put(client, _BORN, name.encode(), {"e_tag": meta["e_tag"]})
+            self._put(client, _BORN, name.encode(), _unchanged(meta))
         except (BaseError, OSError):
             pass
 
@@ -332,12 +365,12 @@ class S3Tier(Tier):
                     return False
         raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others write and delete it")
 
-    def _put_over(self, key: EncoderCacheKey, data: memoryview, e_tag: Any) -> bool:
-        """Replace the object of this tag, and nothing that a neighbour wrote meanwhile."""
+    def _put_over(self, key: EncoderCacheKey, data: memoryview, unchanged: Any) -> bool:
+        """Replace an object, and nothing that a neighbour wrote meanwhile."""
         from obstore.exceptions import PreconditionError
 
         try:
-            self._put(self._uploader(data), key.object_name, data, {"e_tag": e_tag})
+            self._put(self._uploader(data), key.object_name, data, unchanged)
             return True
         except (PreconditionError, FileNotFoundError):
             return False
@@ -359,14 +392,17 @@ class S3Tier(Tier):
         client.put(name, data, mode="overwrite", use_multipart=False, attributes=self._attributes)
         if self._conditions:
             self._conditions = False
-            where = self._access.where
-            self.notice = f"S3 at {where}: it knows no conditional writes, so two engines may write one entry twice"
+            self._give_notice()
 
     def _head(self, key: EncoderCacheKey) -> ObjectMeta | None:
         return _unless_absent(lambda: self._prompt.head(key.object_name))
 
     def _aged(self, found: ObjectMeta) -> bool:
-        return self._ttl_s is not None and found["last_modified"].timestamp() < time.time() - self._ttl_s
+        return self._ttl_s is not None and found["last_modified"].timestamp() < self._clock.now() - self._ttl_s
+
+    def _reported_entry(self, action: str) -> AbstractContextManager[None]:
+        """As `_reported`. Where each object has a key that it was written with, a refusal is about that object."""
+        return _reported(action, keyed=self._access.customer_key is not None)
 
     @property
     def _lister(self) -> S3Store:
@@ -409,7 +445,7 @@ class S3Tier(Tier):
 
 
 @contextmanager
-def _reported(action: str, writes: bool = False) -> Iterator[None]:
+def _reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iterator[None]:
     from botocore.exceptions import BotoCoreError, ClientError
     from obstore.exceptions import BaseError
 
@@ -421,7 +457,7 @@ def _reported(action: str, writes: bool = False) -> Iterator[None]:
         raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
     except (BaseError, OSError) as error:
         fault = Fault.of(error)
-        raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes) from None
+        raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes, keyed=keyed) from None
 
 
 def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
@@ -432,6 +468,11 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
         if Fault.of(error).code in ("", "NoSuchKey"):
             return None
         raise
+
+
+def _unchanged(found: ObjectMeta) -> PutMode:
+    """The condition that an object is the one that was found; none where its store names no versions."""
+    return {"e_tag": found["e_tag"]} if found["e_tag"] else "overwrite"
 
 
 def _is_entry(found: ObjectMeta) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from lmcache_ec.tiers.s3_customer_key import customer_key
 from lmcache_ec.tiers.s3_faults import summary
 from lmcache_ec.tiers.s3_url import S3Options
 
@@ -33,6 +35,7 @@ class S3Access:
     address: str  # http(s)://host, with the bucket in the host or as the last part of the path
     virtual_host: bool
     certificates: bytes | None = field(repr=False)
+    customer_key: bytes | None = field(repr=False)
     credentials: Boto3CredentialProvider = field(repr=False)
     admin: Any = field(repr=False)  # boto3's S3 client
 
@@ -47,6 +50,7 @@ class S3Access:
         except ImportError as error:
             raise ValueError(f"S3 needs obstore and boto3, pip install 'lmcache-ec[s3]': {error}") from None
 
+        own_key = customer_key(options)
         core = botocore.session.Session(profile=options.profile)
         if options.access_key_id and options.secret_access_key:
             core.set_credentials(options.access_key_id, options.secret_access_key)
@@ -77,6 +81,7 @@ class S3Access:
             address=f"{scheme}://{netloc}{path.removesuffix('/x')}",
             virtual_host=not path.endswith(f"/{options.bucket}/x"),
             certificates=trusted,
+            customer_key=own_key,
             credentials=credentials,
             admin=admin,
         )
@@ -115,6 +120,8 @@ class S3Access:
             asked["server_side_encryption"] = options.sse
         if options.sse_kms_key_id:
             asked["sse_kms_key_id"] = options.sse_kms_key_id
+        if self.customer_key is not None:
+            asked["sse_customer_key_base64"] = base64.b64encode(self.customer_key).decode()
         if options.requester_pays:
             asked["request_payer"] = True
         if self.certificates is not None:

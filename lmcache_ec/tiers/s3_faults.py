@@ -47,8 +47,16 @@ class Fault:
         """Perhaps it does not know conditional writes: it refuses a header, or a request that has one."""
         return self.status in ("400", "501")
 
-    def error(self, text: str, *, writes: bool = False) -> TierError:
-        """As a tier raises it. What a request that `writes` is forbidden says nothing about reading."""
+    @property
+    def of_another_key(self) -> bool:
+        """Perhaps the object was written with another key of SSE-C: nothing else is wrong that the answer names."""
+        return self.status in ("400", "403") and self.code in ("", "AccessDenied", "InvalidArgument", "InvalidRequest")
+
+    def error(self, text: str, *, writes: bool = False, keyed: bool = False) -> TierError:
+        """As a tier raises it. What a request that `writes` is forbidden says nothing about reading; with `keyed`, what
+        may be the key's fault is about that object."""
+        if keyed and self.of_another_key:
+            return TierError(self.number, f"{text} (was it written with another key than that of sse-c?)")
         if self.kind or self.code in _BAD_REGION or self.code in _NOBODY_COMES_IN or self.status[:1] == "3":
             return TierUnreachable(self.number, text)
         if self.not_ready:

@@ -7,11 +7,12 @@ import re
 
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.remote import Lookup, Remote, RemoteKind
+from lmcache_ec.tiers.s3_customer_key import customer_key
 from lmcache_ec.tiers.s3_url import s3_options
 
 
 def _check(remote: Remote) -> None:
-    s3_options(remote.url, remote.extra_config)
+    customer_key(s3_options(remote.url, remote.extra_config))
 
 
 def _open(remote: Remote) -> Tier:

@@ -12,7 +12,8 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
 _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9a-fA-F:.]+\](?::[0-9]{1,5})?")
 _AWS_HOST = re.compile(r"(?P<bucket>.+)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com(?:\.cn)?")
-_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
+CUSTOMER_KEY = "sse-c"
+_ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse", CUSTOMER_KEY)
 _CREDENTIALS = "S3 URL with credentials: leave them to the environment, a profile or a role"
 
 
@@ -33,6 +34,7 @@ class S3Options:
     read_only: bool = False  # nothing is ever written
     sse: str | None = None  # server-side encryption that is asked for with each write
     sse_kms_key_id: str | None = None
+    sse_c_key_file: Path | None = None  # the key of sse-c; None: in the environment, see s3_customer_key.py
     storage_class: str | None = None
     requester_pays: bool = False
 
@@ -44,6 +46,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
       optional; `endpoint` with or without `http://` or `https://`
     - with `read_only=true` nothing is ever written; `sse=AES256`, `sse=aws:kms` and `sse_kms_key_id=…`,
       `storage_class=…` go with each write, `requester_pays=true` with each request
+    - `sse_c_key_file=/path`, or `sse=sse-c` and a key in the environment: encrypted with a key of the user's own
     - as LMCache writes it, bucket and host in one: `s3://bucket.s3.eu-west-1.amazonaws.com`, `s3://bucket.host:9000`,
       or without a port if `extra_config` has `s3_region`
 
@@ -71,6 +74,8 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
         raise ValueError(f"S3 URL: of sse {', '.join(_ENCRYPTIONS)} are accepted")
     if "sse_kms_key_id" in asked and not asked.get("sse", "").startswith("aws:kms"):
         raise ValueError("S3 URL: sse_kms_key_id belongs to sse=aws:kms")
+    if "sse_c_key_file" in asked and asked.setdefault("sse", CUSTOMER_KEY) != CUSTOMER_KEY:
+        raise ValueError(f"S3 URL: sse_c_key_file belongs to sse={CUSTOMER_KEY}")
     ca_bundle = Path(asked["ca_bundle"]) if "ca_bundle" in asked else None
     if ca_bundle is not None and not ca_bundle.is_file():
         raise ValueError(f"S3 URL: ca_bundle {ca_bundle} is no file")
@@ -88,6 +93,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
         read_only=asked.get("read_only", False),
         sse=asked.get("sse"),
         sse_kms_key_id=asked.get("sse_kms_key_id"),
+        sse_c_key_file=asked.get("sse_c_key_file"),
         storage_class=asked.get("storage_class"),
         requester_pays=asked.get("requester_pays", False),
     )
@@ -120,7 +126,8 @@ def _query(text: str) -> dict[str, Any]:
     """The options in a URL; an error names the key, and no value."""
     readers: dict[str, Callable[[str], object]] = {
         "endpoint": str, "region": str, "ca_bundle": str, "profile": str, "path_style": _bool, "tls": _bool,
-        "read_only": _bool, "sse": str, "sse_kms_key_id": str, "storage_class": str, "requester_pays": _bool,
+        "read_only": _bool, "sse": str, "sse_kms_key_id": str, "sse_c_key_file": Path, "storage_class": str,
+        "requester_pays": _bool,
     }  # fmt: skip
     found: dict[str, Any] = {}
     for key, value in parse_qsl(text, keep_blank_values=True):

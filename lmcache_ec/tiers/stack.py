@@ -281,6 +281,7 @@ class Stack:
         try:
             lane.survey(self.namespace)
             self.writes.weigh(lane)
+            self.writes.report_notice(lane)
         except Exception as error:
             self._journal.count(f"{lane.name}_survey_errors")
             self._journal.report(f"{lane.name}-scan", f"{lane.name}: {error}")

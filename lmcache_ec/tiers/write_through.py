@@ -252,7 +252,7 @@ class WriteThrough:
                 journal.report(f"{lane.name}-writes", f"{lane.name} takes writes again")
                 self._back(number)
             self.weigh(lane)
-            self._report_notice(lane)
+            self.report_notice(lane)
             if there:
                 lane.has(key.digest, stored)
             return Landing.TOOK if there else Landing.REFUSED
@@ -291,7 +291,8 @@ class WriteThrough:
         text = f"{lane.name}: read only, asked now and then whether it takes writes again: {why}"
         self._journal.report(f"{lane.name}-writes", text)
 
-    def _report_notice(self, lane: Lane) -> None:
+    def report_notice(self, lane: Lane) -> None:
+        """Say it where what a user has to know of a tier has changed. On the tier's threads."""
         if lane.new_notice:
             self._journal.report(f"{lane.name}-notice", lane.tier.notice)
 

@@ -382,17 +382,21 @@ def test_where_too_little_is_free_nothing_is_written_and_nothing_evicted(tmp_pat
     assert DiskTier(tmp_path, 1000, min_free_bytes=1).put(key("b"), value("b", 1000))
 
 
-def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ahead_s", [0, 9000, -9000])
+def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old_by_the_clock_that_dates_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
+    """On a network share that is its server's; this machine's may be ahead of it, or behind."""
     no_locks(monkeypatch)
+    server_s = time.time()
+    monkeypatch.setattr("time.time", lambda: server_s + ahead_s)
     tier = DiskTier(tmp_path, 1000)
     assert "no locks on this file system" in tier.notice
     tier.put(key("a"), value("a", 600))
     for name, age in (("cafe", 3700), ("beef", 3500)):
         path = tmp_path / "ns" / ".tmp" / f"100.{name}{0:020}"
         path.write_bytes(bytes(100))
-        os.utime(path, (time.time() - age,) * 2)
+        os.utime(path, (server_s - age,) * 2)
     assert len(list(tier.list("ns"))) == 1
     assert [path.name for path in temporaries(tmp_path)] == ["100.beef" + "0" * 20]
     tier.maintain()

@@ -213,9 +213,14 @@ def test_logs_without_a_writer_are_removed_after_a_minute_and_those_of_the_livin
     assert logs(folder) == sorted([living, fresh, stranger])
 
 
+@pytest.mark.parametrize("ahead_s", [0, 9000, -9000])
 def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begins_another(
-    folder: Path, writer: FolderNews, follower: FolderNews, monkeypatch: pytest.MonkeyPatch
+    folder: Path, writer: FolderNews, follower: FolderNews, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
+    """By the clock that dates files: this machine's may be ahead of a share's server, or behind it."""
+    server_s = time.time()
+    monkeypatch.setattr("time.time", lambda: server_s + ahead_s)
+
     def flock(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -223,7 +228,7 @@ def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begin
     writer.announce("ns", digest(0))
     [log] = logs(folder)
     for seconds, left in ((3500, [log]), (3700, [])):
-        age(log, seconds)
+        os.utime(log, (server_s - seconds,) * 2)
         follower.sweep()
         assert logs(folder) == left
     writer.announce("ns", digest(1))

@@ -18,7 +18,6 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trustme
@@ -33,6 +32,7 @@ from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, Writ
 from lmcache_ec.tiers.lane import Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
 from lmcache_ec.tiers.s3 import S3Tier
+from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
@@ -347,7 +347,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
     assert fetch(aging, key("a")) == value("old", 1000)
     assert aging.put(key("a"), value("new", 1000)) is False
     with monkeypatch.context() as later:
-        later.setattr(s3, "time", SimpleNamespace(time=lambda: time.time() + 3700))
+        later.setattr(StoreClock, "now", lambda self: time.time() + 3700)
         assert fetch(aging, key("a")) is None
         assert aging.contains(key("a")) is None
         assert list(aging.list("ns")) == []
@@ -365,7 +365,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
         return held
 
     with monkeypatch.context() as later:
-        later.setattr(s3, "time", SimpleNamespace(time=lambda: time.time() + 3700))
+        later.setattr(StoreClock, "now", lambda self: time.time() + 3700)
         later.setattr(aging, "_head", slow_look)
         assert aging.put(key("a"), value("mine", 1000)) is False
     assert fetch(lasting, key("a")) == b"neighbour's"
@@ -484,7 +484,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length") or 0))
-        status, code = next(self.plays)
+        about_the_time = self.command == "HEAD" and self.path == "/bucket"
+        status, code = (200, "") if about_the_time else next(self.plays)
         told = f"<StringToSign>{self.headers}</StringToSign>" if code else ""
         region = "<Region>eu-north-1</Region>" if code == "AuthorizationHeaderMalformed" else ""
         body = f"<Error><Code>{code}</Code>{region}{told}</Error>".encode() if code else b""
@@ -707,7 +708,7 @@ def test_requests_are_signed_for_the_region_that_was_named(
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
     open_s3(through(relay, url) + query)
-    assert relay.requests.count(f"/{region}/s3/aws4_request".encode()) == 1
+    assert relay.requests.count(b"/s3/aws4_request") == relay.requests.count(f"/{region}/s3/aws4_request".encode()) > 0
 
 
 @pytest.mark.parametrize("named", ["in the URL", "in the environment"])

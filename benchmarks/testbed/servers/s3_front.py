@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import http.client
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from email.utils import format_datetime, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -29,10 +33,12 @@ Rule = Callable[[Request], tuple[int, str] | None]
 
 
 class S3Front:
-    """Passes requests on to a port of 127.0.0.1, unless `rule` answers. Runs on threads of its own."""
+    """Passes requests on to a port of 127.0.0.1, unless `rule` answers, by a clock that is `ahead_s` of this machine's
+    (negative: behind it). Runs on threads of its own."""
 
     def __init__(self, port: int) -> None:
         self.rule: Rule = lambda request: None
+        self.ahead_s = 0.0
         self.seen: list[Request] = []
         front = self
 
@@ -65,16 +71,24 @@ class S3Front:
                     server.putheader(name, value)
                 server.endheaders(body)
                 answer = server.getresponse()
-                data = answer.read()
+                data = _LISTED_TIME.sub(lambda found: _shifted(found, front.ahead_s), answer.read())
                 self.send_response(answer.status)
                 for name, value in answer.getheaders():
-                    if name.lower() not in ("transfer-encoding", "connection", "date", "server"):
+                    if name.lower() == "last-modified":
+                        moment = parsedate_to_datetime(value) + timedelta(seconds=front.ahead_s)
+                        self.send_header(name, format_datetime(moment, usegmt=True))
+                    elif name.lower() == "content-length" and data:
+                        self.send_header(name, str(len(data)))  # that of HEAD is of what is not sent
+                    elif name.lower() not in ("transfer-encoding", "connection", "date", "server"):
                         self.send_header(name, value)
                 if "Content-Length" not in answer.headers:
                     self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
                 server.close()
+
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                return super().date_time_string((time.time() if timestamp is None else timestamp) + front.ahead_s)
 
             do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
 
@@ -89,6 +103,17 @@ class S3Front:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+_LISTED_TIME = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
+
+
+def _shifted(found: re.Match[bytes], seconds: float) -> bytes:
+    """A time in a listing, so many seconds later."""
+    if not seconds:
+        return found[0]
+    moment = datetime.fromisoformat(found[0].decode()) + timedelta(seconds=seconds)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.000Z").encode()
 
 
 @contextmanager
