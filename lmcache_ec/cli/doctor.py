@@ -139,6 +139,8 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
             report.problems.append(message(error))
+        if tier.credentials:
+            report.remotes[tier.name] += f"; credentials from {tier.credentials}"
 
 
 def render(report: Report) -> str:
