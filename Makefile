@@ -21,8 +21,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WITH_ENGINE := tests/engine tests/faults
 WITHOUT_ENGINE := $(filter-out $(WITH_ENGINE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-# An engine has all cores for itself. The other tests share them: two at a time wait for processes and servers anyway.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
+# An engine has all cores for itself. The other tests share them: most of their time they wait for processes and servers.
+PARALLEL := --numprocesses 4 --dist loadfile
+# Each process of the tests imports vLLM and the tests themselves: once compiled is enough.
+unexport PYTHONDONTWRITEBYTECODE
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
@@ -45,8 +47,10 @@ soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20
 fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten minutes (ARGS="--seconds 60")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-check: lint  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
-	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) $(ARGS)
+check: $(READY)  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
+	@found=$$(mktemp); $(MAKE) lint >"$$found" 2>&1 & passed=0; \
+	  $(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) $(ARGS) || passed=$$?; \
+	  wait $$! || passed=$$?; cat "$$found"; rm "$$found"; exit $$passed
 
 # Not in .venv, whose torch knows no GPU: with the torch of $(PYTHON), and nothing is installed or downloaded.
 gpu-check:  ## On a machine with a GPU: every byte and every bar, with the torch of PYTHON= (MODEL= goes on with vLLM)
