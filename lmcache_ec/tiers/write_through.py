@@ -21,7 +21,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lmcache_ec import entry
@@ -263,11 +263,11 @@ class WriteThrough:
         """Put an entry in the place of something unsigned: whether this call wrote it, and whether one of its length is
         there."""
         for _ in range(_REPLACEMENTS):
-            held = lane.tier.held(key, max(len(data), _PLAUSIBLE_BYTES))
+            held, signed = self._in_the_way(lane, key, len(data), signing)
             if held is None:
                 if lane.tier.put(key, data):
                     return True, True
-            elif _is_signed(held, key, signing):
+            elif signed:
                 return False, held.length == len(data)
             elif lane.tier.replace(key, data, held):
                 self._journal.count(f"{lane.name}_replaced")
@@ -275,6 +275,23 @@ class WriteThrough:
                 self._journal.report(f"{lane.name}-replaced", text)
                 return True, True
         raise TierError(errno.EAGAIN, f"{key.object_name} is not written: others write and remove it all the time")
+
+    def _in_the_way(
+        self, lane: Lane, key: EncoderCacheKey, length: int, signing: SigningKey
+    ) -> tuple[Held | None, bool]:
+        """What has the name of an entry of `length` bytes, without its bytes, and whether it is signed. What is longer
+        takes room of the copies: whoever may write to a store is not to fill this process' memory."""
+        held = lane.tier.held(key, length)
+        if held is None or held.data is not None or not length < held.length <= _PLAUSIBLE_BYTES:
+            return held, held is not None and _is_signed(held, key, signing)
+        if not self._copies.take(held.length):
+            raise TierError(errno.EAGAIN, f"{key.object_name} is not written: no memory to read what has its name")
+        try:
+            longer = lane.tier.held(key, held.length)
+            signed = longer is not None and _is_signed(longer, key, signing)
+            return longer and replace(longer, data=None), signed
+        finally:
+            self._copies.give_back(held.length)
 
     def _refused(self, lane: Lane, error: Exception) -> Landing:
         self._journal.count(f"{lane.name}_write_errors")

@@ -16,7 +16,8 @@ from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.status_server import tier_statuses
-from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers import write_through
+from lmcache_ec.tiers.base import Held, Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import Habits
@@ -60,11 +61,18 @@ FORGERIES: dict[str, Forge] = {
 class Engine:
     """The tiers of one engine, whose entries are signed with `signing`."""
 
-    def __init__(self, tier: Tier, local: bool, namespace: str, signing: SigningKey | None = OURS) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        local: bool,
+        namespace: str,
+        signing: SigningKey | None = OURS,
+        copied_bytes: int = 256 << 20,
+    ) -> None:
         habits = Habits(Lookup.CATALOG if local else Lookup.PROBE, 300.0, local=local)
         self.lines: list[str] = []
         self.journal = Journal(lambda _, text: self.lines.append(text))
-        self.stack = Stack([(tier, habits)], self.journal, namespace, signing=signing)
+        self.stack = Stack([(tier, habits)], self.journal, namespace, signing=signing, copied_bytes=copied_bytes)
 
     def look_up(self, key: EncoderCacheKey, length: int) -> Answer:
         answers: list[Answer] = []
@@ -155,8 +163,8 @@ def test_an_engine_that_never_read_a_forgery_replaces_it_when_it_writes(store: t
     engine = Engine(tier, local, namespace := new_namespace())
     key = EncoderCacheKey(namespace, "picture")
     tier.put(key, memoryview(sealed(key, None)))
-    assert engine.write(key, sealed(key, OURS))
-    assert fetch(tier, key) == sealed(key, OURS)
+    assert engine.write(key, ours := sealed(key, OURS))
+    assert fetch(tier, key) == ours
 
 
 def test_what_is_signed_keeps_its_name_whatever_its_length(store: tuple[Tier, bool]) -> None:
@@ -168,6 +176,31 @@ def test_what_is_signed_keeps_its_name_whatever_its_length(store: tuple[Tier, bo
     assert not engine.write(key, sealed(key, OURS))
     assert fetch(tier, key) == first
     assert engine.count["replaced"] == 0
+
+
+def test_a_huge_forgery_is_replaced_without_being_read(
+    store: tuple[Tier, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that is no longer than entries may be takes no more memory than copies may."""
+    tier, local = store
+    engine = Engine(tier, local, namespace := new_namespace(), copied_bytes=600_000)
+    read: list[int] = []
+    held = tier.held
+
+    def counted(key: EncoderCacheKey, most_bytes: int) -> Held | None:
+        found = held(key, most_bytes)
+        read.append(0 if found is None or found.data is None else len(found.data))
+        return found
+
+    monkeypatch.setattr(tier, "held", counted)
+    monkeypatch.setattr(write_through, "_PLAUSIBLE_BYTES", 1 << 20)
+    for number, (length, replaced) in enumerate(((2 << 20, True), (500_000, True), (1 << 20, False))):
+        key = EncoderCacheKey(namespace, f"picture {number}")
+        tier.put(key, memoryview(bytes(length)))
+        ours = sealed(key, OURS)
+        assert engine.write(key, ours) is replaced
+        assert (fetch(tier, key) == ours) is replaced
+    assert max(read) == 500_000
 
 
 def test_many_engines_that_find_one_forgery_leave_one_of_their_entries(store: tuple[Tier, bool]) -> None:
@@ -196,11 +229,12 @@ def test_without_a_key_nothing_is_read_that_stands_in_the_way_of_a_write(store: 
 def test_a_list_under_an_entrys_name_in_redis_is_replaced(server: RedisServer) -> None:
     tier, namespace = open_redis(server.url), new_namespace()
     engine, key = Engine(tier, False, namespace), EncoderCacheKey(namespace, "picture")
+    ours = sealed(key, OURS)
     with redis.Redis.from_url(server.url) as client:
         client.rpush(f"lmcache-ec/{key.object_name}", "x")
         assert engine.look_up(key, 1) == Absent()
-        assert engine.write(key, sealed(key, OURS))
-    assert fetch(tier, key) == sealed(key, OURS)
+        assert engine.write(key, ours)
+    assert fetch(tier, key) == ours
     tier.close()
 
 
@@ -222,8 +256,9 @@ def test_a_link_in_the_place_of_an_entry_is_replaced_and_what_it_leads_to_is_lef
     (elsewhere := tmp_path / "elsewhere").write_bytes(b"not ours")
     (path := tier.root / key.object_name).parent.mkdir(parents=True)
     path.symlink_to(elsewhere)
-    assert engine.write(key, sealed(key, OURS))
-    assert fetch(tier, key) == sealed(key, OURS)
+    ours = sealed(key, OURS)
+    assert engine.write(key, ours)
+    assert fetch(tier, key) == ours
     assert elsewhere.read_bytes() == b"not ours"
     tier.replace(key, memoryview(b"new"), held) if (held := tier.held(key, 1 << 20)) else pytest.fail("nothing held")
     assert tier.stored_bytes == 3
