@@ -25,7 +25,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,7 +43,7 @@ from lmcache_ec.tiers.base import (
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_clock import StoreClock
-from lmcache_ec.tiers.s3_faults import Fault, summary
+from lmcache_ec.tiers.s3_faults import Fault, OfAnotherKey, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
@@ -182,19 +182,23 @@ class S3Tier(Tier):
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         with _reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
-            with self._reported_entry(f"look for {key.object_name}"):
-                held = self._head(key)  # bytes are sent before the store refuses them
+            try:
+                with self._reported_entry(f"look for {key.object_name}"):
+                    held = self._head(key)  # bytes are sent before the store refuses them
+            except OfAnotherKey:
+                return False
             if held is None:
                 return self._created(self._uploader(data), key, data)
             return self._aged(held) and self._put_over(key, data, _unchanged(held))
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
-        with self._reported_entry(f"read {key.object_name}"):
+        with suppress(OfAnotherKey), self._reported_entry(f"read {key.object_name}"):
             found = _unless_absent(lambda: self._prompt.get(key.object_name))
             if found is None or self._aged(found.meta):
                 return None
             data = memoryview(found.bytes()) if found.meta["size"] <= most_bytes else None
             return Held(found.meta["size"], data, _unchanged(found.meta))
+        return Held(0, None, "overwrite")  # nobody here can tell which one it is
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         with _reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
