@@ -40,7 +40,7 @@ class SigningKey(msgspec.Struct, frozen=True, array_like=True):
     def namespace(self, namespace: str) -> str:
         """What `namespace` is called under this key; one that is called so already stays. ValueError if it is too
         long for that."""
-        if namespace.endswith(f"-{self.id}"):
+        if self.signs(namespace):
             return namespace
         if len(namespace) + 1 + _ID_CHARS > MAX_NAMESPACE_CHARS:
             longest = MAX_NAMESPACE_CHARS - 1 - _ID_CHARS
@@ -49,6 +49,10 @@ class SigningKey(msgspec.Struct, frozen=True, array_like=True):
                 f"which appends the id of the key"
             )
         return f"{namespace}-{self.id}"
+
+    def signs(self, namespace: str) -> bool:
+        """Whether `namespace` is called as under this key."""
+        return namespace.endswith(f"-{self.id}")
 
     def signature(self, *parts: bytes | memoryview) -> str:
         """32 hex digits over the bytes of `parts`, one after the other. They are not copied."""
