@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.named_tiers import NamedTier
+from lmcache_ec.cli.named_tiers import NamedTier, configured
+from lmcache_ec.config import ConfigError
 from lmcache_ec.key import EntryName, ObjectName, check_namespace
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Tier, message
@@ -99,6 +100,15 @@ def header_of(tier: Tier, name: EntryName) -> entry.Header | None:
     if wanted > len(start) == _HEADER_BYTES:
         start = tier.peek(name, wanted) or b""
     return entry.read_header(memoryview(start))
+
+
+def signing_of(extra: str) -> SigningKey | None:
+    """The key of a configuration. Ends the command if it cannot be used."""
+    try:
+        return configured(extra).signing_key()
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
 
 
 def verified(tier: Tier, name: EntryName, length: int, signing: SigningKey | None = None) -> entry.Header | None:

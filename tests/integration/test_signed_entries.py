@@ -151,6 +151,18 @@ def test_a_program_signs_and_believes_as_an_engine_does(folder: Path, key_file: 
             (folder / EncoderCacheKey(namespace, "dog").object_name).unlink()
 
 
+def test_inspect_says_of_a_forgery_that_it_is_not_signed(folder: Path, key_file: Path) -> None:
+    extra = json.dumps({"local_disk": str(folder), "signing_key_file": str(key_file)})
+    with Bench(folder, signing_key_file=key_file) as bench:
+        bench.encode(["cat"])
+        bench.settle()
+    namespace = read_key(key_file).namespace(NAMESPACE)
+    forge(folder, namespace, "dog")
+    for name, status, says in (("cat", 0, "verifies"), ("dog", 1, "it is not signed")):
+        result = CliRunner().invoke(app, ["inspect", name, "--namespace", namespace, "--extra", extra])
+        assert (result.exit_code, says in result.output) == (status, True)
+
+
 def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_says_why(
     folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
