@@ -114,12 +114,11 @@ class RedisOptions:
 
     @property
     def credentials_from(self) -> str:
-        """Where user and password come from, in words that hold none; empty if there are none."""
+        """Where user and password come from, in words that hold none; empty where that is the address."""
         if self.password_command:
             return f"password_command {shlex.split(self.password_command)[0]}"
         names = ("username_file", "password_file", "sentinel_password_file")
-        files = [f"{name} {path}" for name in names if (path := getattr(self, name))]
-        return ", ".join(files) or ("the address" if self.username or self.password else "")
+        return ", ".join(f"{name} {path}" for name in names if (path := getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)
