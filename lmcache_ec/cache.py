@@ -10,7 +10,6 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
@@ -48,6 +47,7 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
+from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
@@ -70,25 +70,6 @@ _PLAUSIBLE_BYTES = 256 << 20
 """An entry of this length is believed to be one, whatever the engine says of its largest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What the cache has to know of the engine that it serves.
-
-    `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
-    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
-    `saves` nothing, a consumer, never gives a tier again what that has lost.
-    """
-
-    name: str
-    namespace: str
-    producer: str
-    ranks: int
-    largest_entry_bytes: int
-    saves: bool = True
-    watched: bool = False
-
-
 class EncoderCache:
     """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
 
@@ -101,6 +82,8 @@ class EncoderCache:
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
         self.weight_changes = 0
+        self._signing = config.signing_key()
+        engine = engine.signing_with(self._signing)
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -338,6 +321,7 @@ class EncoderCache:
                 remotes=self._config.remote_tiers,
                 saves=self._engine.saves,
                 look_s=_LOOK_S,
+                signing=self._signing,
             )
         )
         self._introduce_saver()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.remote import Remote
 
@@ -39,8 +40,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials. For an engine that `saves`, the
-    tiers are looked at every `look_s` seconds, to see whether one was emptied.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials, and `signing` is one: only the
+    two ends of a link see what it carries. For an engine that `saves`, the tiers are looked at every `look_s` seconds,
+    to see whether one was emptied.
     """
 
     incarnation: int
@@ -55,6 +57,7 @@ class Start(Message, frozen=True):
     remotes: list[Remote]
     saves: bool
     look_s: float
+    signing: SigningKey | None = None
 
 
 class Enter(Message, frozen=True):

@@ -119,7 +119,7 @@ def _scheduler_side(
     )
     if cache.inert:
         cache.close()
-    logger.info("encoder cache: namespace %s", namespace)
+    logger.info("encoder cache: namespace %s", cache.namespace)
     policy = Policy(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
