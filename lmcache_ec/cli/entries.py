@@ -66,9 +66,7 @@ class OpenTiers:
                 typer.echo(f"{name}: {text}", err=True)
 
 
-Namespaces = Annotated[
-    list[str] | None, typer.Argument(metavar="[NAMESPACE]...", help="Of these; without any, of all.")
-]
+Namespaces = Annotated[list[str] | None, typer.Argument(metavar="NAMESPACE", help="Of these; without any, of all.")]
 """The arguments of a command that goes through entries."""
 
 
@@ -83,7 +81,7 @@ def check_namespaces(namespaces: Sequence[str]) -> None:
 
 def held_in(tier: Tier, namespaces: Sequence[str]) -> Iterator[Held]:
     """The entries of these namespaces, or of all, as the tier lists them. TierError as of the tier."""
-    for namespace in namespaces or [use.namespace for use in tier.namespaces()]:
+    for namespace in namespaces or tier.namespace_names():
         for listed in tier.list(namespace):
             yield Held(ObjectName(namespace, listed.digest), listed.length, listed.modified)
 

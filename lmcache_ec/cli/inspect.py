@@ -86,7 +86,7 @@ def _names(tier: Tier, wanted: str, namespace: str) -> Iterator[EntryName]:
     if name is not None:
         yield name
         return
-    for each in [namespace] if namespace else [use.namespace for use in tier.namespaces()]:
+    for each in [namespace] if namespace else tier.namespace_names():
         if _is_text(wanted):
             yield EncoderCacheKey(each, wanted)
         if _SHA256.fullmatch(wanted):

@@ -200,6 +200,10 @@ class Tier(abc.ABC):
         """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
         raise self._unlisted()
 
+    def namespace_names(self) -> Sequence[str]:
+        """The namespaces, without a count of their entries, which some may lack."""
+        return [use.namespace for use in self.namespaces()]
+
     def remove(self, namespace: str) -> int:
         """Delete all entries of a namespace, and nothing else: how many it found. Those that are written meanwhile may
         stay. An engine that uses it goes on, and misses."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lmcache_ec.key import check_namespace, parse_object_name
+from lmcache_ec.key import is_namespace, parse_object_name
 from lmcache_ec.tiers.disk_folder import (
     FILE,
     FOLDER,
@@ -258,14 +258,6 @@ def namespaces_in(root: int) -> list[str]:
     """The folders that may be namespaces, in alphabetical order."""
     with listing(root, ".") as (_, found):
         return sorted(one.name for one in found if is_namespace(one.name) and one.is_dir(follow_symlinks=False))
-
-
-def is_namespace(name: str) -> bool:
-    try:
-        check_namespace(name)
-    except ValueError:
-        return False  # not ours
-    return True
 
 
 def shards_of(root: int, namespace: str) -> list[str]:

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, parse_object_name
+from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, is_namespace, parse_object_name
 from lmcache_ec.tiers.base import (
     UNREACHABLE,
     Held,
@@ -256,12 +256,15 @@ class S3Tier(Tier):
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier, aged objects included; S3 knows when an object was written, not when it was read."""
-        with _reported("list the namespaces"):
-            folders = self._lister.list_with_delimiter()["common_prefixes"]
-        for folder in folders:
-            use = self._use(folder.strip("/"))
+        for namespace in self.namespace_names():
+            use = self._use(namespace)
             if use.entries:
                 yield use
+
+    def namespace_names(self) -> Sequence[str]:
+        with _reported("list the namespaces"):
+            folders = self._lister.list_with_delimiter()["common_prefixes"]
+        return [name for folder in folders if is_namespace(name := folder.strip("/"))]
 
     def remove(self, namespace: str) -> int:
         """As every tier, aged objects included."""
