@@ -77,4 +77,5 @@ def _tier_status(lane: Lane, journal: Journal, held: int | None, disk_bytes: int
         "backlog": backlog,
         "backlog_bytes": backlog_bytes,
         "last_error": None if error is None else error._asdict(),
+        "forged": count("forged"),
     }

@@ -34,6 +34,8 @@ class NamedTier:
     open: Callable[[], Tier]
     kind: RemoteKind | None = None
     unlisted: str = ""
+    credentials: str = ""
+    """Where they come from, as far as its kind says."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
@@ -96,4 +98,5 @@ def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:
 
 def _remote(remote: Remote) -> NamedTier:
     kind = kind_of(remote.url)
-    return NamedTier(kind.name, masked_url(remote.url), partial(open_remote, remote), kind, kind.no_namespaces)
+    opener, where = partial(open_remote, remote), masked_url(remote.url)
+    return NamedTier(kind.name, where, opener, kind, kind.no_namespaces, kind.credentials(remote))

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
-from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, WritesRefused
+from lmcache_ec.tiers.base import Held, Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
     check_no_stranger,
@@ -49,6 +49,7 @@ from lmcache_ec.tiers.disk_files import (
     mark_used,
     namespaces_in,
     publish,
+    publish_over,
     read_into,
     read_start,
     remove_empty,
@@ -129,9 +130,16 @@ class DiskTier(Tier):
 
     def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
         """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
+        return self._stored(key, data, used=used)
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        """As every tier; what took the place of `held` meanwhile is replaced, too."""
+        return self._stored(key, data, over=True)
+
+    def _stored(self, key: EncoderCacheKey, data: memoryview, over: bool = False, used: float | None = None) -> bool:
         with self._reporting("write", key.object_name):
             try:
-                return self._put(key, data, used)
+                return self._put(key, data, over, used)
             except OSError as error:
                 if error.errno not in _FORBIDDEN or isinstance(error, TierError):
                     raise
@@ -291,12 +299,12 @@ class DiskTier(Tier):
             text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
             raise TierError(errno.ENOSPC, f"the disk tier does not write {length} bytes: {text}")
 
-    def _put(self, key: EncoderCacheKey, data: memoryview, used: float | None) -> bool:
+    def _put(self, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None) -> bool:
         problem: OSError = _no_room(len(data), self.max_bytes)
         for _ in range(_ATTEMPTS):
             try:
                 with Descriptor(open_root(self._path, make=True)) as root:
-                    written = self._put_below(root, key, data, used)
+                    written = self._put_below(root, key, data, over, used)
             except FileNotFoundError as error:
                 problem = error  # somebody removes the folder at this moment
                 continue
@@ -306,9 +314,11 @@ class DiskTier(Tier):
                 return written
         raise problem
 
-    def _put_below(self, root: int, key: EncoderCacheKey, data: memoryview, used: float | None) -> bool | None:
-        """As `put`; or None if a neighbour was quicker to take the room."""
-        if find(root, key.object_name) is not None:
+    def _put_below(
+        self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None
+    ) -> bool | None:
+        """As `put`, or `replace` if `over`; or None if a neighbour was quicker to take the room."""
+        if not over and find(root, key.object_name) is not None:
             return False
         if self.read_only:
             raise self._refusal()
@@ -318,7 +328,7 @@ class DiskTier(Tier):
             sweep(root, key.namespace)
         if self._total is None or self._total + len(data) > self.max_bytes:
             self._make_room(len(data))
-        return self._write(root, key, data, used)
+        return self._write(root, key, data, over, used)
 
     def _make_room(self, length: int) -> None:
         """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
@@ -336,7 +346,7 @@ class DiskTier(Tier):
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(self, root: int, key: EncoderCacheKey, data: memoryview, used: float | None) -> bool | None:
+    def _write(self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None) -> bool | None:
         reserved, published = None, False
         try:
             with (
@@ -349,7 +359,10 @@ class DiskTier(Tier):
                     return None
                 write_full(fd, data)
                 mark_used(fd)
-                published = publish(workshop, temporary, root, key.object_name)
+                if over:
+                    published = self._replace(workshop, temporary, root, key.object_name)
+                else:
+                    published = publish(workshop, temporary, root, key.object_name)
                 if used is not None:  # not before: a temporary of that age would be taken for a dead writer's
                     os.utime(fd, (used, used))
         finally:
@@ -384,6 +397,12 @@ class DiskTier(Tier):
                 return 0
             self._give_back(length, account)
             return length
+
+    def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:
+        with self._looking:
+            account = self._account.read()
+            self._give_back(publish_over(workshop, temporary, root, name), account)
+        return True
 
     def _give_back(self, length: int, since: Account | None) -> None:
         try:

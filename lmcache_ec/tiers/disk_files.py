@@ -167,6 +167,19 @@ def publish(workshop: int, temporary: str, root: int, name: str) -> bool:
     raise problem
 
 
+def publish_over(workshop: int, temporary: str, root: int, name: str) -> int:
+    """Give a temporary the entry's name, whatever file or link has it: the length of the file that is replaced."""
+    above, _, last = name.rpartition("/")
+    with Descriptor(open_or_make(root, above)) as folder, _renaming:
+        try:
+            status = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            replaced = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        except FileNotFoundError:
+            replaced = 0
+        os.rename(temporary, last, src_dir_fd=workshop, dst_dir_fd=folder)
+    return replaced
+
+
 def _name(workshop: int, temporary: str, folder: int, name: str) -> bool:
     try:
         os.link(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder, follow_symlinks=False)
