@@ -120,11 +120,12 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(DTYPES)} is accepted")
+            raise ValueError(f"dtype {self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not (0 <= self.rows <= _MAX_COUNT and 0 <= self.width <= _MAX_COUNT and self.nbytes <= _MAX_COUNT):
             raise ValueError(f"shape [{self.rows}, {self.width}] of {self.dtype}: negative, or past 2**63 bytes")
         if len(self.layout) > MAX_LAYOUT_CHARS or not _LAYOUT.fullmatch(self.layout):
-            raise ValueError(f"layout {self.layout!r}: at most {MAX_LAYOUT_CHARS} of the characters that are accepted")
+            allowed = f"at most {MAX_LAYOUT_CHARS} letters, digits, spaces and _.,:=+[]-"
+            raise ValueError(f"layout {self.layout!r}: must be {allowed}")
 
     @property
     def nbytes(self) -> int:

@@ -34,7 +34,7 @@ class TierUnreachable(TierError, ValueError):
 
 
 class TierNotReady(TierUnreachable):
-    """The store answers that it cannot serve yet: it loads its data, is overloaded, or has a fault of its own."""
+    """The store answers that it cannot serve yet: it loads its data, is overloaded, or failed internally."""
 
 
 def message(error: BaseException) -> str:
@@ -159,7 +159,7 @@ class Tier(abc.ABC):
         return ()
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
+        """What each namespace with an entry takes. Counting does not update the last-used time, and changes nothing."""
         raise self._unlisted()
 
     def remove(self, namespace: str) -> int:
