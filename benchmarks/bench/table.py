@@ -50,7 +50,16 @@ _TOLD = {
     "save": "encoder output to arena",
     "disk_get": "disk, read and verified",
     "disk_put": "disk, written",
+    "redis_get": "Redis, read and verified",
+    "redis_put": "Redis, written",
+    "redis_get_16": "Redis, 16 entries in one call",
+    "redis_get_64": "Redis, 64 entries in one call",
+    "s3_get": "S3, read and verified",
+    "s3_put": "S3, written",
+    "s3_get_16": "S3, 16 entries in one call",
+    "s3_get_64": "S3, 64 entries in one call",
     "fetch_to_live": "on disk, asked for, to loadable",
+    "fetch_on_arrival": "the same, from the arrival of its request, 5 ms before its first pass",
     "save_to_written": "encoded, to on disk",
 }
 

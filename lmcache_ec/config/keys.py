@@ -160,7 +160,8 @@ class EncoderCacheConfig(BaseModel):
 
     enabled: Flag = Field(True, description="Whether the cache works at all; if not, the connector is inert.")
     namespace: Namespace = Field(
-        None, description="Replaces the computed namespace: the user vouches that all who share it encode alike."
+        None,
+        description="Replaces the computed namespace. Use it only if all engines that share it encode identically.",
     )
     salt: Text = Field("", description="Any text; entries are shared among engines of the same salt only.")
     epoch: Number = Field(0, description="Raise it to leave all entries so far behind.")

@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
 from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
@@ -50,6 +50,7 @@ from lmcache_ec.tiers.disk_files import (
     namespaces_in,
     publish,
     read_into,
+    read_start,
     remove_empty,
     remove_entry,
     shards_of,
@@ -117,7 +118,7 @@ class DiskTier(Tier):
             account = self._account.read()
         return None if account is None else account.total
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         name = key.object_name
         with self._reporting("read", name):
             return self._looked_up(lambda root: read_into(root, name, buffer))
@@ -134,12 +135,23 @@ class DiskTier(Tier):
                     raise self._refusal() from error
                 raise
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         name = key.object_name
         with self._reporting("look for", name):
             return self._looked_up(lambda root: find(root, name))
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def peek(self, key: EntryName, most: int) -> bytes | None:
+        name = key.object_name
+        with self._reporting("read", name):
+            try:
+                with Descriptor(open_root(self._path)) as root:
+                    return read_start(root, name, most)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+        return None
+
+    def delete(self, key: EntryName) -> None:
         with self._reporting("delete", key.object_name):
             self._remove(key.object_name)
 

@@ -243,4 +243,4 @@ def _explain_tls(error: BaseException) -> tuple[int, str]:
     reason = str(getattr(error, "reason", None) or "no answer")
     if "ALERT" in reason and re.search("CERT|CA$|HANDSHAKE|DENIED", reason):
         return errno.EPROTO, f"TLS: the server refuses the client's certificate, or wants one ({reason})"
-    return errno.EPROTO, f"TLS handshake failed; does the server speak TLS on this port? ({reason})"
+    return errno.EPROTO, f"TLS handshake failed: does the server speak TLS at this port? ({reason})"

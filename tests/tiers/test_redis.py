@@ -908,7 +908,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ("store", "says"),
     [
         (_wrong_password, "authentication failed"),
-        (_no_password, "authentication failed: wrong or missing"),
+        (_no_password, "authentication failed"),
         (_no_rights, "no right"),
         (_unknown_host, "no-such-host.invalid:6379: a host of this name is not known"),
         (_nobody_listens, "nothing listens there"),
@@ -917,7 +917,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
         (_another_authority, "TLS: the server's certificate is refused: .*certificate"),
         (_another_address, "TLS: the server's certificate is refused: .*127.0.0.1"),
         (_no_client_certificate, "(refuses|want) .*client('s)? certificate"),
-        (_tls_to_a_plain_server, "TLS handshake failed; does the server speak TLS"),
+        (_tls_to_a_plain_server, "TLS handshake failed: does the server speak TLS"),
         (_plain_to_a_tls_server, "rediss://"),
         (_no_such_file, "TLS: /no/such/file cannot be used: No such file"),
         (_no_certificate, "TLS: .*authority.pem, with its key cannot be used"),
@@ -1069,5 +1069,5 @@ def test_a_password_that_is_replaced_in_its_file_is_used_by_the_next_connection(
             assert tier.contains(key) == 100
         with pytest.raises(ValueError, match="cannot be read, or is empty"):
             open_redis(f"{server.url}?password_file={tmp_path / 'none'}")
-        with pytest.raises(ValueError, match="given twice"):
+        with pytest.raises(ValueError, match="must be given once"):
             open_redis(f"redis://:secret@127.0.0.1:{server.port}?password_file={file}")

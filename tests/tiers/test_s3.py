@@ -524,7 +524,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         (403, "RequestTimeTooSkewed", "clock skew"),
         (403, "AccessDenied", "access denied: needed are s3:ListBucket"),
         (403, "", "access denied"),
-        (500, "InternalError", "server error; retry later"),
+        (500, "InternalError", "server error"),
         (200, "", "answers to any name"),
         (404, "", "does not answer as S3 does"),
     ],
