@@ -129,11 +129,12 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(DTYPES)} is accepted")
+            raise ValueError(f"dtype {self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not (0 <= self.rows <= _MAX_COUNT and 0 <= self.width <= _MAX_COUNT and self.nbytes <= _MAX_COUNT):
             raise ValueError(f"shape [{self.rows}, {self.width}] of {self.dtype}: negative, or past 2**63 bytes")
         if len(self.layout) > MAX_LAYOUT_CHARS or not _LAYOUT.fullmatch(self.layout):
-            raise ValueError(f"layout {self.layout!r}: at most {MAX_LAYOUT_CHARS} of the characters that are accepted")
+            allowed = f"at most {MAX_LAYOUT_CHARS} letters, digits, spaces and _.,:=+[]-"
+            raise ValueError(f"layout {self.layout!r}: must be {allowed}")
 
     @property
     def nbytes(self) -> int:
@@ -232,7 +233,7 @@ def header_bytes(start: memoryview) -> int:
         raise EntryError(Reason.LENGTH, f"{len(start)} bytes are no entry")
     (given,) = _LENGTH.unpack_from(start)
     if given > _MAX_HEADER:
-        raise EntryError(Reason.HEADER, f"header of {given} bytes, at most {_MAX_HEADER} are accepted")
+        raise EntryError(Reason.HEADER, f"header of {given} bytes, longer than {_MAX_HEADER}")
     return int(_LENGTH.size + given)
 
 

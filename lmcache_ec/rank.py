@@ -191,7 +191,7 @@ class Rank:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            _logger.error("encoder cache: the device of rank %d does not answer; its memory stays mapped", self._rank)
+            _logger.error("encoder cache: the device of rank %d does not respond; its memory stays mapped", self._rank)
             return
         os.close(self._wake)
 
@@ -204,9 +204,9 @@ class Rank:
         except LinkClosed:
             pass
         except OSError as error:
-            _logger.error("encoder cache: rank %d saves nothing more: %s", self._rank, error.strerror)
+            _logger.error("encoder cache: rank %d no longer saves entries: %s", self._rank, error.strerror)
         except Exception:
-            _logger.exception("encoder cache: the link thread of rank %d failed; it saves nothing more", self._rank)
+            _logger.exception("encoder cache: the link thread of rank %d failed; it saves no more entries", self._rank)
         self._close_links()
         self._linger()
         self._unmap()
@@ -234,7 +234,7 @@ class Rank:
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
         if not same_user(sock):
-            _logger.warning("encoder cache: refused a connection of another user to rank %d", self._rank)
+            _logger.warning("encoder cache: rejected a connection by another user to rank %d", self._rank)
             sock.close()
             return
         self._link = Link(sock)

@@ -74,7 +74,7 @@ def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
     try:
         settings = PluginSettings.model_validate(values)
         if settings.local_disk is None and not settings.remotes:
-            problems.append(f"neither {PREFIX}local_disk nor {PREFIX}remotes says where to store anything")
+            problems.append(f"set {PREFIX}local_disk or {PREFIX}remotes: nothing could be stored")
         urls = tuple(map(_with_password, settings.remotes))
         for url in urls:
             check_remote(configured(url, extra_config))

@@ -302,7 +302,7 @@ class DeviceCopier(StagedTensors):
         self.thread.join(_END_S)
         if self.thread.is_alive():
             self._stuck = True
-            _logger.error("encoder cache: the device has not finished its copies in %.0f s and is given up", _END_S)
+            _logger.error("encoder cache: the device did not finish its copies within %.0f s; giving up on it", _END_S)
 
     # ---- the thread that waits
 

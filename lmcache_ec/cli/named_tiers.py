@@ -55,7 +55,7 @@ def configured(extra: str) -> EncoderCacheConfig:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise typer.BadParameter('a JSON map is accepted, such as \'{"local_disk": "/data"}\'', param_hint="--extra")
+        raise typer.BadParameter('must be a JSON map, for example \'{"local_disk": "/data"}\'', param_hint="--extra")
     try:
         return resolve(parsed).config
     except ConfigError as error:

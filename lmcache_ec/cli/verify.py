@@ -163,7 +163,7 @@ def _sampling(text: str) -> _Sampling:
     match = _SAMPLE.fullmatch(text)
     if match is None or (match[2] and float(match[2]) > 100):
         raise typer.BadParameter(
-            f"{text!r} given; a number of entries or a percentage is accepted, such as 1000 or 5%",
+            f"must be a number of entries or a percentage, for example 1000 or 5%, not {text!r}",
             param_hint="--sample",
         )
     return _Sampling(int(match[1]), 0.0) if match[1] else _Sampling(None, float(match[2]) / 100)

@@ -158,7 +158,7 @@ def _bytes(text: str) -> int:
         return 1 << 62
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} given; bytes are accepted, such as 500MiB or 10GiB", param_hint="--bytes")
+        raise typer.BadParameter(f"must be bytes, for example 500MiB or 10GiB, not {text!r}", param_hint="--bytes")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -172,7 +172,7 @@ def _remote(config: EncoderCacheConfig, source: str) -> NamedTier:
     found = [tier for tier in remotes if source in ("", tier.name)]
     if not found:
         names = ", ".join(tier.name for tier in remotes)
-        raise typer.BadParameter(f"{source!r} given; accepted here: {names}", param_hint="--from")
+        raise typer.BadParameter(f"must be one of {names}, not {source!r}", param_hint="--from")
     return found[0]
 
 

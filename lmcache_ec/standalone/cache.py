@@ -248,11 +248,11 @@ class Cache:
 
     def _key(self, identifier: str) -> EncoderCacheKey:
         if not isinstance(identifier, str):
-            raise TypeError(f"identifier of type {type(identifier).__name__}: text is accepted")
+            raise TypeError(f"identifier of type {type(identifier).__name__}: must be text")
         key = EncoderCacheKey(self.namespace, identifier)
         size = len(identifier.encode())
         if size > MAX_IDENTIFIER_BYTES:
-            raise ValueError(f"identifier of {size} bytes: at most {MAX_IDENTIFIER_BYTES} are accepted")
+            raise ValueError(f"identifier of {size} bytes: must be at most {MAX_IDENTIFIER_BYTES}")
         return key
 
 

@@ -197,7 +197,7 @@ class Tier(abc.ABC):
         return ()
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
+        """What each namespace with an entry takes. Counting does not update the last-used time, and changes nothing."""
         raise self._unlisted()
 
     def namespace_names(self) -> Sequence[str]:

@@ -88,7 +88,7 @@ class DiskTier(Tier):
         self, root: Path, max_bytes: int, min_free_bytes: int = 0, *, make: bool = True, evicts: bool = True
     ) -> None:
         if max_bytes <= 0:
-            raise ValueError(f"size of the disk tier: {max_bytes} bytes given, a positive number is accepted")
+            raise ValueError(f"size of the disk tier: must be a positive number of bytes, not {max_bytes}")
         try:
             if make:
                 os.close(open_root(str(root), make=True))

@@ -61,7 +61,7 @@ def check_remote(remote: Remote) -> None:
     try:
         urlsplit(remote.url)
     except ValueError:
-        raise ValueError("URLs are accepted, such as redis://host:6379 or s3://bucket/prefix") from None
+        raise ValueError("must be a URL, for example redis://host:6379 or s3://bucket/prefix") from None
     kind_of(remote.url).check(remote)
 
 

@@ -184,7 +184,7 @@ class RedisTier(Tier):
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier; `modified` is the present where the server does not say when an entry was last used.
 
-        It says so unless it evicts by frequency. To be listed is no use, from Redis 7.2 and Valkey 7.2 on.
+        It says so unless it evicts by frequency. Listing does not update it, from Redis 7.2 and Valkey 7.2 on.
         """
         now = time.time()
         for page in self._pages(f"list {namespace}", f"{check_namespace(namespace)}/"):
@@ -192,7 +192,7 @@ class RedisTier(Tier):
                 yield Listed(found.digest, found.length, now if found.used is None else found.used)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """As every tier; a server that evicts by frequency says nothing of the time. To be counted is no use from
+        """As every tier; a server that evicts by frequency says nothing of the time. Counting does not update it from
         Redis 7.2 and Valkey 7.2 on. Looks at every key of the database, in steps."""
         uses: dict[str, NamespaceUse] = {}
         for page in self._pages("list the namespaces", ""):

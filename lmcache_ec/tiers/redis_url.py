@@ -88,10 +88,10 @@ class RedisOptions:
         for name in ("timeout_s", "connect_timeout_s", "ttl_s"):
             seconds = getattr(self, name)
             if seconds is not None and not (0 < seconds < math.inf):
-                raise ValueError(f"{name} of a Redis tier: {seconds} given, a positive number of seconds is accepted")
+                raise ValueError(f"{name} of a Redis tier: must be a positive number of seconds, not {seconds}")
         for name in ("max_entry_bytes", "connections", "batch_bytes"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} of a Redis tier: {getattr(self, name)} given, a positive number is accepted")
+                raise ValueError(f"{name} of a Redis tier: must be a positive number, not {getattr(self, name)}")
         for given in _ONE_OF:
             if sum(bool(getattr(self, name)) for name in given) > 1:
                 raise ValueError(f"{given[0]} of a Redis tier: given twice, one of {', '.join(given)} is accepted")
@@ -103,7 +103,7 @@ class RedisOptions:
             if not words:
                 raise ValueError("password_command of a Redis tier: a program and its arguments are accepted")
         if self.database < 0:
-            raise ValueError(f"database of a Redis tier: {self.database} given, 0 or more is accepted")
+            raise ValueError(f"database of a Redis tier: must be 0 or more, not {self.database}")
 
     @property
     def secrets(self) -> dict[str, str]:
@@ -161,14 +161,14 @@ def _flag(text: str) -> bool:
     try:
         return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
     except KeyError:
-        raise ValueError("true or false is accepted") from None
+        raise ValueError("must be true or false") from None
 
 
 def _verify(text: str) -> bool:
     try:
         return {"required": True, "none": False}[text.lower()]
     except KeyError:
-        raise ValueError("required or none is accepted") from None
+        raise ValueError("must be required or none") from None
 
 
 _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -203,7 +203,7 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
     except ValueError:
         raise ValueError("URL of a Redis tier: it cannot be read") from None
     if parts.scheme not in SCHEMES:
-        raise ValueError(f"URL of a Redis tier: one that begins with {', '.join(SCHEMES)} is accepted")
+        raise ValueError(f"URL of a Redis tier: must begin with one of {', '.join(SCHEMES)}")
     if "@" in parts.path + parts.query + parts.fragment or parts.fragment:
         raise ValueError("URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @")
     deployment, tls = SCHEMES[parts.scheme]
@@ -219,13 +219,13 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
         found["database"] = _value("the path (number of a database)", int, path.strip("/"))
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _PARAMETERS:
-            raise ValueError(f"URL of a Redis tier: of parameters {', '.join(_PARAMETERS)} are accepted")
+            raise ValueError(f"URL of a Redis tier: its parameters must be among {', '.join(_PARAMETERS)}")
         option, reads = _PARAMETERS[name]
         found[option] = _value(f"parameter {name}", reads, text)
     port = 26379 if deployment is Deployment.SENTINEL else 6379
     servers = () if deployment is Deployment.SOCKET else tuple(_server(text, port) for text in hosts.split(","))
     if deployment is Deployment.SOCKET and (hosts or path in ("", "/")):
-        raise ValueError("URL of a Redis tier: unix:///path/of/the/socket is accepted")
+        raise ValueError("URL of a Redis tier: must be unix:///path/of/the/socket")
     if deployment is Deployment.SINGLE and len(servers) > 1:
         raise ValueError("URL of a Redis tier: several servers are a redis-cluster:// or a redis-sentinel://")
     merged = replace(options, **found)
@@ -238,12 +238,12 @@ def _value(what: str, reads: Callable[[str], object], text: str) -> object:
     try:
         return reads(text)
     except ValueError as error:
-        accepted = "a number is accepted" if reads in (int, float) else str(error)
+        accepted = "must be a number" if reads in (int, float) else str(error)
         raise ValueError(f"URL of a Redis tier: {what}: {accepted}") from None
 
 
 def _server(text: str, port: int) -> tuple[str, int]:
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text)
     if match is None or int(match[3] or port) not in range(1, 65536):
-        raise ValueError("URL of a Redis tier: host, host:port or [address]:port is accepted, several with commas")
+        raise ValueError("URL of a Redis tier: must name hosts as host, host:port or [address]:port, with commas")
     return unquote(match[1] or match[2]), int(match[3] or port)

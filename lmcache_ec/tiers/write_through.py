@@ -226,7 +226,7 @@ class WriteThrough:
             entry.verify(data, key, self._signing)
         except (OSError, entry.EntryError) as error:
             name = self._lanes[number].name
-            self._journal.report(f"{name}-copy", f"{name}: {key.object_name} cannot be copied from there: {error}")
+            self._journal.report(f"{name}-copy", f"{name}: {key.object_name} cannot be copied to other tiers: {error}")
             return None
         return data
 
@@ -253,7 +253,7 @@ class WriteThrough:
             journal.count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
             journal.count(f"{lane.name}_written_bytes", len(data) if stored else 0)
             if stored and lane.wrote():
-                journal.report(f"{lane.name}-writes", f"{lane.name} takes writes again")
+                journal.report(f"{lane.name}-writes", f"{lane.name} accepts writes again")
                 self._back(number)
             self.weigh(lane)
             self.report_notice(lane)

@@ -8,6 +8,7 @@ with a configuration file of its own, and closes them, which is a test each time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -331,11 +332,14 @@ def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_
     )
     chunks = [f"3 MB#{number}" for number in range(6)]
 
+    def written(number: int) -> bool:
+        return bool(one("counts").get("disk_writes", 0) == number)
+
     def put(disk: bool = False) -> list[str]:
         for number, chunk in enumerate(chunks, 1):
             one("put", names=[chunk], wait=False)
             if disk:
-                wait_until("the disk has it", lambda number=number: one("counts").get("disk_writes", 0) == number, 30.0)
+                wait_until("the disk has it", partial(written, number), 30.0)
         return [chunk for chunk in chunks if one("pending", name=chunk)]
 
     with opened(one, config("disk", url, salt="stuck", **settings)):
@@ -405,8 +409,8 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
     [
         ({"max_local_disc_size": 1}, "lmcache_ec.max_local_disc_size: did you mean lmcache_ec.max_local_disk_size"),
         ({"max_local_disk_size": -1}, "lmcache_ec.max_local_disk_size"),
-        ({"local_disk": "relative"}, "lmcache_ec.local_disk: an absolute path is accepted"),
-        ({}, "neither lmcache_ec.local_disk nor lmcache_ec.remotes"),
+        ({"local_disk": "relative"}, "lmcache_ec.local_disk: must be an absolute path"),
+        ({}, "set lmcache_ec.local_disk or lmcache_ec.remotes"),
         ({"remote_url": f"redis://:{CANARY}@localhost"}, "give a password as ${NAME}"),
         ({"remote_url": f"redis://localhost?password={CANARY}"}, "give a password as ${NAME}"),
         ({"remotes": ["redis://:${NO_SUCH_VARIABLE}@localhost"]}, "no such environment variable: NO_SUCH_VARIABLE"),

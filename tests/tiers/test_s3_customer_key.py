@@ -114,7 +114,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
     ("query", "content", "said"),
     [
         ("sse_c_key_file={file}", None, "cannot be read: No such file"),
-        ("sse_c_key_file={file}", b"too short, and never shown", "holds no key: 32 bytes are accepted"),
+        ("sse_c_key_file={file}", b"too short, and never shown", "holds no key: must be 32 bytes"),
         ("sse_c_key_file={file}", base64.b64encode(bytes(31)), "holds no key"),
         ("sse_c_key_file={file}&sse=AES256", bytes(32), "sse_c_key_file belongs to sse=sse-c"),
         ("sse=sse-c", None, f"sse_c_key_file=/path in the URL, or {VARIABLE}"),
