@@ -119,7 +119,7 @@ def _scheduler_side(
     )
     if cache.inert:
         cache.close()
-    logger.info("encoder cache: namespace %s", namespace)
+    logger.info("encoder cache: namespace %s", cache.namespace)
     policy = Policy(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
@@ -157,6 +157,8 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
         return None
     if kind == "cpu":
         note_packed_weights()
+    elif not copier.registers:
+        logger.warning("encoder cache: torch registers no memory with %s: copies are slower, pageable memory", kind)
     alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
     flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
     return WorkerSide(rank, copier, list if alone else agree, logger, flush_s)

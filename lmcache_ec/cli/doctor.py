@@ -71,6 +71,8 @@ class Report:
     memory: dict[str, Any] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
     remotes: dict[str, str] = field(default_factory=dict)
+    signing: str | None = None
+    """Id of the key that entries are signed with, if they are."""
     connector: str | None = None
     command: str | None = None
     variables: list[str] = field(default_factory=list)
@@ -90,6 +92,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
     _front_end(report)
     _memory(report, resolved.config if resolved else None, environ)
     if resolved:
+        _signing(report, resolved.config)
         _disk(report, resolved.config)
         _remotes(report, resolved.config)
         report.command = _command(extra, environ)
@@ -99,6 +102,15 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
             if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
+
+
+def _signing(report: Report, config: EncoderCacheConfig) -> None:
+    try:
+        key = config.signing_key()
+    except ConfigError as error:
+        report.problems += error.args
+    else:
+        report.signing = key.id if key is not None else None
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
@@ -127,6 +139,8 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
             report.problems.append(message(error))
+        if tier.credentials:
+            report.remotes[tier.name] += f"; credentials from {tier.credentials}"
 
 
 def render(report: Report) -> str:
@@ -144,6 +158,7 @@ def render(report: Report) -> str:
         "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
         "Remotes": [(name, state, "") for name, state in report.remotes.items()],
+        "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
         "Notes": [("-", text, "") for text in report.notes],

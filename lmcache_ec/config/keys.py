@@ -21,8 +21,10 @@ from pydantic import (
     field_validator,
 )
 
+from lmcache_ec.config.sources import ConfigError
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.mask import HIDDEN, masked, masked_address
+from lmcache_ec.signing import SigningKey, read_key
 from lmcache_ec.sizes import GIB
 from lmcache_ec.tiers.kinds import can_list, check_remote, configured, kind_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
@@ -63,6 +65,15 @@ def _folder(value: object) -> object:
         raise ValueError("must be a folder on this host, /path or file:///path")
     if "," in path:
         raise ValueError("must be one folder, /path or file:///path, not a list as for LMCache's KV cache")
+    return path or None
+
+
+def _file(value: object) -> object:
+    """The path of a file, as `_folder`."""
+    if not isinstance(value, str):
+        return value
+    if "://" in (path := value.strip().removeprefix("file://")):
+        raise ValueError
     return path or None
 
 
@@ -111,6 +122,9 @@ Number = Annotated[
 ]
 Folder = Annotated[
     Path | None, BeforeValidator(_folder), AfterValidator(_absolute), Accepts("must be a folder, /path, or null")
+]
+KeyFile = Annotated[
+    Path | None, BeforeValidator(_file), AfterValidator(_absolute), Accepts("a file is accepted, /path, or null")
 ]
 Namespace = Annotated[
     str | None,
@@ -230,6 +244,11 @@ class EncoderCacheConfig(BaseModel):
         Field(ge=0, le=600_000),
         Accepts("must be a whole number of milliseconds from 0 to 600000, without a unit", "ms"),
     ] = Field(2000, description="Longest wait for an entry that a producer has announced to a request.")
+    signing_key_file: KeyFile = Field(
+        None,
+        description="File of at least 32 random bytes, the same for all who share entries: each entry is signed with "
+        "them, and what is not is a miss.",
+    )
     persist_client_ids: Flag = Field(
         False,
         description="Whether entries named by a client's uuid may leave LocalCPU: one name, one content, for ever.",
@@ -291,6 +310,17 @@ class EncoderCacheConfig(BaseModel):
             )
             for url in self.remotes
         ]
+
+    def signing_key(self) -> SigningKey | None:
+        """What entries are signed with, read from its file now. ConfigError if that cannot be used."""
+        if self.signing_key_file is None:
+            return None
+        try:
+            key = read_key(self.signing_key_file)
+            key.namespace(self.namespace or "")
+        except ValueError as error:
+            raise ConfigError(f"signing_key_file: {error}") from None
+        return key
 
     @property
     def max_local_cpu_bytes(self) -> int:

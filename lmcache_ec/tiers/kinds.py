@@ -83,4 +83,5 @@ def is_remote_key(key: object) -> bool:
 def environment_of(urls: Iterable[str]) -> tuple[str, ...]:
     """Beginnings of the names of environment variables that the clients of these remotes read. ValueError as
     `kind_of`."""
-    return tuple(dict.fromkeys(name for url in urls for name in kind_of(url).environment))
+    found = (name for url in urls for name in (*kind_of(url).environment, *kind_of(url).environment_for(url)))
+    return tuple(dict.fromkeys(found))

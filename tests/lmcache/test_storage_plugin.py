@@ -20,6 +20,7 @@ from benchmarks.testbed.core import of_another_version
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
+from lmcache_ec import entry
 from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
 
 CANARY = "canary-5f0c-in-the-mine"
@@ -190,6 +191,44 @@ def test_a_file_that_was_harmed_is_a_miss_and_gone_and_can_be_stored_again(
         one("put", names=["kv chunk"])
     with opened(one, config("disk")):
         assert one("get", name="kv chunk") == described("kv chunk")
+
+
+def test_where_entries_are_signed_a_forged_file_is_a_miss_for_look_ups_too_until_it_is_stored_again(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    """LMCache stores nothing that a look-up found."""
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    with opened(one, config("disk")):
+        one("put", names=["kv chunk"])
+        unsigned = one("namespace")
+    with opened(one, path := config("disk", signing_key_file=str(key))):
+        namespace = one("namespace")
+        assert namespace.startswith(f"{unsigned}-")
+        assert one("contains", name="kv chunk") is None
+        one("put", names=["kv chunk"])
+    (file,) = (tmp_path / "disk" / namespace).glob("??/*.safetensors")
+    signed = file.read_bytes()
+    signature = signed.index(b'"signature":"') + len(b'"signature":"')
+    file.write_bytes(forged := _with_right_digest(signed[:signature] + b"0" * 32 + signed[signature + 32 :]))
+    with opened(one, path):
+        assert one("contains", name="kv chunk") == OURS
+        assert one("get_all", names=["kv chunk"]) == [None]
+        assert one("contains", name="kv chunk") is None
+        assert file.read_bytes() == forged
+        assert one("counts")["disk_forged"] == 1
+        one("put", names=["kv chunk"])
+        assert one("counts")["disk_replaced"] == 1
+    with opened(one, path):
+        assert one("contains", name="kv chunk") == OURS
+        assert one("get", name="kv chunk") == described("kv chunk")
+
+
+def _with_right_digest(data: bytes) -> bytes:
+    blob = bytearray(data)
+    blob[entry._DIGEST_AT : entry._DIGEST_END] = entry._digest(memoryview(blob))
+    return bytes(blob)
 
 
 def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(
