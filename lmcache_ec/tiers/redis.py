@@ -217,7 +217,7 @@ class RedisTier(Tier):
         """As every tier. Needs the right to INFO; where a server does not count evictions, it is unknown.
 
         Under a policy that evicts any key the name may go by itself, and comes back: what the servers have counted
-        distinguishes this from a flush. One thread calls it. Of a Cluster it is the server with the name that is watched.
+        distinguishes this from a flush. One thread calls it. Of a Cluster the server with the name is watched.
         """
         with self._call("look whether it was emptied"):
             try:

@@ -278,7 +278,8 @@ class S3Tier(Tier):
         return removed
 
     def born(self) -> str | None:
-        """As every tier. Not in a bucket that may not be listed: there S3 does not distinguish what is missing from what is forbidden."""
+        """As every tier. Not in a bucket that may not be listed: there S3 does not
+        distinguish what is missing from what is forbidden."""
         self._compare_clocks()
         with _reported("look whether it was emptied"):
             found = self._born()
