@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
@@ -105,6 +106,7 @@ class Stack:
             Lane(tier, name, self.presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)
         ]
         for lane in self.lanes:
+            lane.tier.evicted = partial(self._evicted, lane.name)
             if isinstance(lane.tier, AwaitedTier):
                 lane.leave_alone()
         self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes)
@@ -180,12 +182,15 @@ class Stack:
             told: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
         except Exception as failure:
             told = [failure] * len(wanted)
+        took_s = time.monotonic() - began
         moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
+        if moved:
+            self._journal.took(f"{lane.name}_read_ns", took_s)
         errors = [length for length in told if isinstance(length, Exception)]
         for one_error in errors:
             self._unread(lane, one_error)
         if len(errors) < len(told):
-            self._welcome(lane, lane.read(None if moved or errors else time.monotonic() - began))
+            self._welcome(lane, lane.read(None if moved or errors else took_s))
         elif errors:
             lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
             self._wake()
@@ -243,6 +248,10 @@ class Stack:
         except Exception as error:
             self._journal.count(f"{lane.name}_delete_errors")
             self._journal.report(f"{lane.name}-delete", f"{lane.name}: {error}")
+
+    def _evicted(self, tier: str, length: int) -> None:
+        self._journal.count(f"{tier}_evictions")
+        self._journal.count(f"{tier}_evicted_bytes", length)
 
     # ---- survey
 

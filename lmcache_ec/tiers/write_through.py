@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -229,7 +230,10 @@ class WriteThrough:
             journal.count(f"{lane.name}_writes_dropped")
             return Landing.FAILED
         try:
+            began = time.monotonic()
             stored = lane.tier.put(key, data)
+            if stored:
+                journal.took(f"{lane.name}_write_ns", time.monotonic() - began)
             there = stored or lane.tier.contains(key) == len(data)
             if put.cancelled:  # meanwhile
                 lane.tier.delete(key)
