@@ -127,7 +127,7 @@ class PromMetrics(ECConnectorPromMetrics):
             bounds = self._metric(key).bounds
             for bucket, (number, total) in enumerate(zip(counts[::2], counts[1::2], strict=True)):
                 for _ in range(number):
-                    child.observe(min(total / number, *bounds[bucket : bucket + 1]) / unit)
+                    child.observe(min([total / number, *bounds[bucket : bucket + 1]]) / unit)
 
     def _metric(self, key: str) -> Metric:
         return self._metrics[key.partition("|")[0]][0]
