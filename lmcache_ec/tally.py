@@ -95,9 +95,13 @@ class Tallies:
         self._ended: Counter[str] = Counter()
         self._mapped: dict[int, Tally] = {}
 
-    def adopt(self, number: int, tally: Tally) -> None:
-        self._mapped[number] = tally
-        self.tiers += [tier for tier in tally.tiers if tier not in self.tiers]
+    def adopt(self, number: int, fd: int, tiers: Sequence[str]) -> None:
+        """That of the process of this number; `fd` is ours from here on."""
+        try:
+            self._mapped[number] = Tally(fd, tiers)
+        finally:
+            os.close(fd)
+        self.tiers += [tier for tier in tiers if tier not in self.tiers]
 
     def ended(self, number: int) -> None:
         """That process counts nothing more."""

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -50,7 +50,7 @@ def scraped(server: OpenAIServer, by_engine: bool = False) -> dict[Series, float
     """Added up over engines, or by engine: its number is then the first label."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
-    sums: Counter[Series] = Counter()
+    sums: defaultdict[Series, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith("lmcache_ec_") and not sample.name.endswith("_created"):

@@ -141,7 +141,7 @@ def test_the_tally_of_an_ended_process_is_kept_and_its_gauges_are_not() -> None:
     for number, writes in ((1, 3), (2, 4)):
         fd = Tally.memory()
         tally = Tally(fd, ["disk"], write=True)
-        tallies.adopt(number, Tally(fd, ["disk"]))
+        tallies.adopt(number, fd, ["disk"])
         tally.add("disk_writes", writes)
         tally.set("jobs", number)
         tally.observe("disk_read_ns", LATENCY_NS[0])
