@@ -30,6 +30,7 @@ from itertools import islice
 
 from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.histogram import SIZE_BYTES, Histogram
 from lmcache_ec.place import Extent, Place, State, aligned
 from lmcache_ec.rewrites import Rewrites
 from lmcache_ec.space import Space
@@ -60,6 +61,7 @@ class Counts:
     """What the book has seen since the engine's start; `snapshot()` adds what it holds now."""
 
     saves: int = 0
+    saved_bytes: int = 0
     saves_dropped: int = 0
     saves_void: int = 0
     seals_failed: int = 0
@@ -87,6 +89,7 @@ class Book:
         self.capacity = capacity
         self._granule = granule_bytes
         self.counts = Counts()
+        self.saved_sizes = Histogram("save_bytes", SIZE_BYTES)
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
         self.tiers = 0
@@ -320,6 +323,8 @@ class Book:
         del self._saving[place_id]
         place.incarnation = incarnation
         self.counts.saves += 1
+        self.counts.saved_bytes += place.length
+        self.saved_sizes.add(place.length)
         place.lacks = self.tiers if place.persist else 0
         self._publish(place)
         if place.dirty:

@@ -162,9 +162,9 @@ class Rank:
                     durable.add(answer.place)
         return durable & places
 
-    def report(self, step: int, outcomes: list[tuple[int, Outcome, int]]) -> None:
+    def report(self, step: int, outcomes: list[tuple[int, Outcome, int]], load_ns: int = 0, save_ns: int = 0) -> None:
         """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
-        message = Report(step, outcomes)
+        message = Report(step, outcomes, load_ns, save_ns)
         with self._lock:
             self._post(message)
 

@@ -123,6 +123,9 @@ class Tier(abc.ABC):
     """Whether it takes no writes, as configured or as far as it knows: nobody puts into it, or deletes from it.
     Where that may change, `maintain` finds out."""
 
+    evicted: Callable[[int], None] = staticmethod(lambda length: None)
+    """Called with the length of each entry that the tier has evicted, on its threads."""
+
     @property
     def stored_bytes(self) -> int | None:
         """What all namespaces take, where the tier keeps count; else None. May ask the store."""

@@ -379,7 +379,10 @@ class DiskTier(Tier):
                     break
                 used, name = self._victims.popleft()
             known = True
-            wanted -= self._remove(name, used)
+            length = self._remove(name, used)
+            wanted -= length
+            if length:
+                self.evicted(length)
         return known
 
     def _remove(self, name: str, used: int | None = None) -> int:

@@ -309,7 +309,7 @@ class S3Tier(Tier):
         return name, None
 
     def _rewrite_born(self, name: str, meta: ObjectMeta) -> None:
-        """Make it young again, unless it was removed meanwhile. Another engine, or a later look, does it if this fails."""
+        """Make it young again, unless it was removed. Another engine, or a later look, does it if this fails."""
         from obstore.exceptions import BaseError
 
         try:

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
@@ -84,7 +85,7 @@ class Wanted:
 
 
 class Stack:
-    """Tiers in order. Any thread may call it; I/O happens on the lanes' threads, or, where a method states so, in the caller's.
+    """Tiers in order. Any thread may call it; I/O happens on the lanes' threads, or in the caller's where stated.
 
     `wake` and `back` (a tier answers again) are called from any thread.
     """
@@ -108,6 +109,7 @@ class Stack:
             Lane(tier, name, self.presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)
         ]
         for lane in self.lanes:
+            lane.tier.evicted = partial(self._evicted, lane.name)
             if isinstance(lane.tier, AwaitedTier):
                 lane.leave_alone()
         self.signing = signing
@@ -185,12 +187,15 @@ class Stack:
             found: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
         except Exception as failure:
             found = [failure] * len(wanted)
+        took_s = time.monotonic() - began
         moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, found, strict=True))
+        if moved:
+            self._journal.took(f"{lane.name}_read_ns", took_s)
         errors = [length for length in found if isinstance(length, Exception)]
         for one_error in errors:
             self._unread(lane, one_error)
         if len(errors) < len(found):
-            self._welcome(lane, lane.read(None if moved or errors else time.monotonic() - began))
+            self._welcome(lane, lane.read(None if moved or errors else took_s))
         elif errors:
             lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
             self._wake()
@@ -257,6 +262,10 @@ class Stack:
         except Exception as error:
             self._journal.count(f"{lane.name}_delete_errors")
             self._journal.report(f"{lane.name}-delete", f"{lane.name}: {error}")
+
+    def _evicted(self, tier: str, length: int) -> None:
+        self._journal.count(f"{tier}_evictions")
+        self._journal.count(f"{tier}_evicted_bytes", length)
 
     # ---- survey
 
