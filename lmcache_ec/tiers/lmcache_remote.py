@@ -13,7 +13,8 @@ What LMCache's connectors do not promise, and this tier therefore does not:
 - Nothing ages. Neither a server of `lm://` nor a folder of `fs://` has a limit of size.
 - `fs://` hides why a file cannot be read. What is there and cannot be read is an error, without the reason; in a folder
   that cannot be looked into nothing is there.
-- A server of `lm://` neither lists nor deletes. What is deleted is absent for this tier alone, until it is put again. A writer that is killed in the middle of a put leaves a key there that has no value.
+- A server of `lm://` neither lists nor deletes. What is deleted is absent for this tier alone, until it is put
+  again. A writer that is killed in the middle of a put leaves a key there that has no value.
 
 - `mooncakestore://` does not list, delete or replace either, and keeps no value of 0 bytes.
 
