@@ -15,10 +15,11 @@ from functools import partial
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, held_in, verified
+from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, held_in, signing_of, verified
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
 from lmcache_ec.cli.wording import counted, span
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import precise_size
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, message
 
@@ -97,14 +98,14 @@ def verify(
     1 if an entry is corrupt or unreadable, or a tier could not be reached; 130 after Ctrl-C.
     """
     check_namespaces(namespaces or ())
-    choose = _sampling(sample)
+    choose, signing = _sampling(sample), signing_of(extra)
     reports: dict[str, Report] = {}
     interrupted = False
     with OpenTiers(wanted_tiers(extra, tier)) as opened:
         for name, one in opened.tiers.items():
             report = reports[name] = Report()
             progress = Progress(partial(_progress, name, report))
-            job = partial(_judged, one, remove=remove)
+            job = partial(_judged, one, signing, remove=remove)
             try:
                 _collect(results(choose(held_in(one, namespaces or ())), job, threads, progress.tick), report)
             except TierError as error:
@@ -165,23 +166,23 @@ def _sampling(text: str) -> _Sampling:
 # ---- one entry
 
 
-def _judged(tier: Tier, held: Held, *, remove: bool) -> Judged:
+def _judged(tier: Tier, signing: SigningKey | None, held: Held, *, remove: bool) -> Judged:
     try:
-        return Judged(held, Verdict.GOOD if verified(tier, held.name, held.length) else Verdict.GONE)
+        return Judged(held, Verdict.GOOD if verified(tier, held.name, held.length, signing) else Verdict.GONE)
     except entry.OtherVersion as error:
         return Judged(held, Verdict.OTHER_VERSION, str(error))
     except entry.EntryError as error:
-        return Judged(held, Verdict.CORRUPT, str(error), remove and _removed(tier, held))
+        return Judged(held, Verdict.CORRUPT, str(error), remove and _removed(tier, held, signing))
     except TierError as error:
         return Judged(held, Verdict.UNREADABLE, message(error), lost=isinstance(error, TierUnreachable))
 
 
-def _removed(tier: Tier, held: Held) -> bool:
+def _removed(tier: Tier, held: Held, signing: SigningKey | None) -> bool:
     """Delete what was corrupt, unless somebody has replaced it since. Whether that was done."""
     if tier.read_only:
         return False
     try:
-        verified(tier, held.name, held.length)
+        verified(tier, held.name, held.length, signing)
     except entry.OtherVersion:
         return False
     except entry.EntryError:

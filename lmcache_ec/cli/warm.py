@@ -17,12 +17,13 @@ from typing import TextIO
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.entries import Held, check_namespaces, held_in
+from lmcache_ec.cli.entries import Held, check_namespaces, held_in, signing_of, verified_bytes
 from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
 from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
 from lmcache_ec.cli.wording import counted, span
 from lmcache_ec.config import EncoderCacheConfig
 from lmcache_ec.key import EncoderCacheKey, ObjectName
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import GIB, KIB, MIB, TIB, precise_size
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, message
 from lmcache_ec.tiers.disk import DiskTier
@@ -125,7 +126,7 @@ def warm(
     check_namespaces([namespace] if namespace else [])
     most_bytes = _bytes(size)
     config = configured(extra)
-    remote = _remote(config, source)
+    remote, signing = _remote(config, source), signing_of(extra)
     report = Report(namespace)
     try:
         with remote.opened() as tier, closing(_disk(config, evict=evict)) as disk:
@@ -133,7 +134,7 @@ def warm(
             wanted = _listed_in(identifiers, report.namespace) if identifiers else _newest(tier, report)
             chosen = _chosen(wanted, count, min(most_bytes, disk.max_bytes))
             report.chosen, report.chosen_bytes = len(chosen), sum(one.length or 0 for one in chosen)
-            _copy_all(tier, disk, chosen, threads, report, keep_age=not evict)
+            _copy_all(tier, disk, chosen, threads, report, signing, keep_age=not evict)
     except (OSError, ValueError) as error:
         report.problem = message(error)
     except KeyboardInterrupt:
@@ -223,10 +224,17 @@ def _chosen(wanted: Sequence[Wanted], count: int, most_bytes: int) -> Sequence[W
 
 
 def _copy_all(
-    remote: Tier, disk: DiskTier, chosen: Sequence[Wanted], threads: int, report: Report, *, keep_age: bool
+    remote: Tier,
+    disk: DiskTier,
+    chosen: Sequence[Wanted],
+    threads: int,
+    report: Report,
+    signing: SigningKey | None,
+    *,
+    keep_age: bool,
 ) -> None:
     def copy(wanted: Wanted) -> Done:
-        return _copied(remote, disk, wanted, keep_age=keep_age)
+        return _copied(remote, disk, wanted, signing, keep_age=keep_age)
 
     report.began = time.monotonic()
     progress = Progress(lambda passed_s: _progress(report, passed_s))
@@ -245,7 +253,7 @@ def _copy_all(
         progress.clear()
 
 
-def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, *, keep_age: bool) -> Done:
+def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, signing: SigningKey | None, *, keep_age: bool) -> Done:
     """Bring one entry onto the disk, if it verifies."""
     length = wanted.length or 0
     try:
@@ -257,7 +265,7 @@ def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, *, keep_age: bool) -> 
         data = _fetched(remote, wanted)
         if data is None:
             return Done(Outcome.ABSENT, length)
-        header = entry.verify_named(data, wanted.name)
+        header = verified_bytes(data, wanted.name, signing)
     except entry.OtherVersion as error:
         return Done(Outcome.OTHER_VERSION, length, str(error))
     except entry.EntryError as error:
