@@ -124,7 +124,7 @@ Folder = Annotated[
     Path | None, BeforeValidator(_folder), AfterValidator(_absolute), Accepts("must be a folder, /path, or null")
 ]
 KeyFile = Annotated[
-    Path | None, BeforeValidator(_file), AfterValidator(_absolute), Accepts("a file is accepted, /path, or null")
+    Path | None, BeforeValidator(_file), AfterValidator(_absolute), Accepts("must be a file, /path, or null")
 ]
 Namespace = Annotated[
     str | None,
