@@ -123,7 +123,7 @@ class Ledger(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The store process is there. Descriptors: a pidfd of itself, and the presence filter once it serves.
+    """The store process is there. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
 
     `problem` says which tier could not be opened at an engine's start; it is then done without. `tiers` are those it
     serves.
@@ -330,10 +330,15 @@ class Staged(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
+    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named.
+
+    `load_ns` and `save_ns` are what its loads and saves took in the forward pass; 0: it had none.
+    """
 
     step: int
     outcomes: list[tuple[int, Outcome, int]]
+    load_ns: int = 0
+    save_ns: int = 0
 
 
 class WeightsReport(Message, frozen=True):

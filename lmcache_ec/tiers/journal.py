@@ -9,6 +9,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
+from lmcache_ec.histogram import NS
+from lmcache_ec.tally import Tally
+
 Report = Callable[[str, str], None]
 """Takes the kind of an event, by which its lines are rate-limited, and one line of text. From any thread."""
 
@@ -42,17 +45,29 @@ class Journal:
         self.times: dict[str, Times] = {}
         self._report = report
         self._errors: dict[str, LastError] = {}
+        self._tally: Tally | None = None
         self._lock = threading.Lock()
+
+    def share(self, tally: Tally) -> None:
+        """From now on whoever maps the tally sees these counts, as far as it keeps them."""
+        with self._lock:
+            self._tally = tally
+            for name, number in self.counts.items():
+                tally.add(name, number)
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
             self.counts[name] += number
+            if self._tally is not None:
+                self._tally.add(name, number)
 
     def took(self, name: str, seconds: float) -> None:
-        """Something, `redis_read_ns`, took so long."""
+        """Something, `redis_read_ns`, took so long. Histograms are kept by the tally alone."""
         with self._lock:
             calls, total_s = self.times.get(name, Times())
             self.times[name] = Times(calls + 1, total_s + seconds)
+            if self._tally is not None:
+                self._tally.observe(name, int(seconds * NS))
 
     def report(self, kind: str, text: str) -> None:
         self._errors[kind] = LastError(time.time(), text)
