@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.testbed.core import VERSIONS, of_another_version, wait_until
+from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload, wait_until
+from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec import entry
@@ -350,6 +351,20 @@ def test_the_newest_entries_of_a_remote_come_to_the_disk_and_stay_as_old_as_they
     own = EncoderCacheKey("ns", "picture 5").digest
     assert abs(ages[own] - listed[own]) < 1e-3
     assert three.disk.stored_bytes == sum(file.stat().st_size for file in three.folder.rglob("*.safetensors"))
+
+
+def test_an_engine_that_runs_on_the_folder_finds_what_was_warmed(stores: Stores) -> None:
+    with Bench(stores.folder) as bench:
+        bench.scanned()
+        key, spec = EncoderCacheKey(NAMESPACE, "picture"), spec_of_bench()
+        data = memoryview(bytearray(entry.entry_length(key.identifier, spec)))
+        entry.payload(data, key.identifier)[:] = payload(key.identifier)
+        entry.seal(data, key, spec, "host:1")
+        stores.redis.put(key, data)
+        assert not bench.fetch("picture")
+        assert answered("warm", NAMESPACE)["copied"] == 1
+        bench.until("its news is heard", lambda: bench.fetch("picture"))
+        assert bench.serves("picture")
 
 
 def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(stores: Stores, tmp_path: Path) -> None:
