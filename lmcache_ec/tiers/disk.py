@@ -247,8 +247,13 @@ class DiskTier(Tier):
             return ""  # the first write will tell, if it is still so
         return self._described()
 
+    def look(self) -> str:
+        """What `notice` would say, as far as that shows without writing anything. OSError if it cannot be told."""
+        self._account.read()
+        return self._described()
+
     def _described(self) -> str:
-        """What `_open_account` has found, where that is not as it should be."""
+        """What is known of the account, where that is not as it should be."""
         if self.read_only:
             return f"disk tier at {self.root}: read only, as nothing can be written there: {self._forbidden}"
         if not self._account.shared:

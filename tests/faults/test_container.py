@@ -31,6 +31,13 @@ def store_pids(engine: EngineProcess, state: str = "") -> Iterator[int]:
             yield pid
 
 
+@pytest.mark.fault(
+    "the engine is PID 1 and gets a TERM",
+    "container",
+    "all that was handed over arrives; no zombies",
+    recovery="those that were killed are collected",
+    engine="ended in order",
+)
 def test_what_was_handed_over_arrives_and_nothing_stays_behind(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server, relay(server.port) as slow:
         connector = {
