@@ -189,7 +189,7 @@ def write(rows: Sequence[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make reliability", description=__doc__)
     parser.add_argument("--rows", type=Path, help="rows of an earlier run, which are kept where this one has none")
-    parser.add_argument("--soak-line", type=Path, help="the last line of a soak, in place of one of four minutes")
+    parser.add_argument("--soak-line", type=Path, help="last lines of soaks, in place of one of four minutes")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="where to look for tests (default: tests)")
     options = parser.parse_args()
     path = options.rows or Path(tempfile.mkstemp(prefix="fault-rows-")[1])
@@ -197,7 +197,8 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "fault", f"--fault-rows={path}", *options.tests]
         subprocess.run(command, check=True)
     line = options.soak_line.read_text() if options.soak_line else _soak()
-    write([Row(**json.loads(text)) for text in path.read_text().splitlines()] + _soaked(line.splitlines()[-1]))
+    rows = [Row(**json.loads(text)) for text in path.read_text().splitlines()]
+    write([*rows, *(row for each in line.splitlines() if each.startswith("{") for row in _soaked(each))])
     return 0
 
 
