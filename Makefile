@@ -21,12 +21,14 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WITH_ENGINE := tests/engine tests/faults
 WITHOUT_ENGINE := $(filter-out $(WITH_ENGINE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-# An engine has all cores for itself. The other tests share them: two at a time wait for processes and servers anyway.
-PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile
+# An engine has all cores for itself. The other tests share them: most of their time they wait for processes and servers.
+PARALLEL := --numprocesses 4 --dist loadfile
+# Each process of the tests imports vLLM and the tests themselves: once compiled is enough.
+unexport PYTHONDONTWRITEBYTECODE
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench soak gpu-check fuzz reliability check test test-all lint types env clean
+.PHONY: help demo bench bench-engine soak gpu-check fuzz reliability check test test-all lint types env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -35,6 +37,9 @@ demo: $(READY)  ## Encode once, kill the engine, start again: a table of what wa
 
 bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks/results/ (ARGS="--rounds 3"; 4 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-engine: $(READY)  ## What users wait for, through vLLM's server, with and without the cache (ARGS=; half an hour)
+	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
 soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
@@ -45,8 +50,10 @@ fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten m
 reliability: $(READY)  ## Bring about all faults, in tests and a soak, and write the table of docs/reliability.md (20 minutes)
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
-check: lint  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
-	@$(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) $(ARGS)
+check: $(READY)  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
+	@found=$$(mktemp); $(MAKE) lint >"$$found" 2>&1 & passed=0; \
+	  $(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) $(ARGS) || passed=$$?; \
+	  wait $$! || passed=$$?; cat "$$found"; rm "$$found"; exit $$passed
 
 # Not in .venv, whose torch knows no GPU: with the torch of $(PYTHON), and nothing is installed or downloaded.
 gpu-check:  ## On a machine with a GPU: every byte and every bar, with the torch of PYTHON= (MODEL= goes on with vLLM)

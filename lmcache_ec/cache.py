@@ -254,6 +254,13 @@ class EncoderCache:
         self.book.evict_ahead()
         self._complaints.report_withheld()
 
+    def listen(self, now: float) -> bool:
+        """Take in what the store process has answered since the last `drain`. Whether there was anything."""
+        if self.inert or not self._store.drain(self._from_store, now):
+            return False
+        self._fetches.ask_again(now)
+        return True
+
     def hand_ledger(self, counts: dict[str, int]) -> None:
         """Hand all counts, with the caller's, to the store process, which answers whoever asks: at once if the book has
         changed, and with each ping, since the caller's may have changed without it."""

@@ -99,13 +99,16 @@ class Supervisor:
         except LinkClosed:
             return False
 
-    def drain(self, take: Callable[[object, list[int], float], None], now: float) -> None:
-        """Have `take` act on each message that has come: the message, its descriptors, and `now`."""
+    def drain(self, take: Callable[[object, list[int], float], None], now: float) -> bool:
+        """Have `take` act on each message that has come: the message, its descriptors, and `now`. Whether one had."""
+        any_came = False
         try:
             while (received := self._process.link.receive()) is not None:
+                any_came = True
                 take(*received, now)
         except LinkClosed:
             self._process.closed = True
+        return any_came
 
     def introduce(self, pidfd: int, now: float) -> None:
         """Its first message, or another of that kind, has come with its pidfd."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test can rely on: the environment of an in-process engine is set before anything imports vLLM."""
 
+import atexit
 import gc
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.testbed.engine_env import apply_environment
 
 apply_environment()
+gc.disable()  # while vLLM, torch and the tests are imported, nothing becomes garbage that would be worth the search
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,11 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """vLLM and torch are imported by now and stay: the collector need not look through them each time."""
-    gc.collect()
+    """What has been imported stays: the collector need not look through it each time."""
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """At the end of the interpreter what stays counts as a leak."""
-    gc.unfreeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # what stays at the end of the interpreter counts as a leak

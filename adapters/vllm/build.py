@@ -90,7 +90,8 @@ def _scheduler_side(
 
     from .announcement import Announcer
     from .namespace import NamespaceUnknown, engine_namespace
-    from .scheduler import Policy, SchedulerSide
+    from .policy import Policy
+    from .scheduler import SchedulerSide
     from .tensors import dtype_name
 
     try:
@@ -132,6 +133,7 @@ def _scheduler_side(
         encoder_budget=scheduler.max_num_encoder_input_tokens,
         weights_check_s=config.weights_check_s,
         follows_weight_versions=config.persist_updated_weights == "by_version",
+        reuses_kv=bool(vllm_config.cache_config.enable_prefix_caching),
     )
     announcer = None if transfer.is_ec_consumer else Announcer(model)
     return SchedulerSide(cache, policy, media, logger, announcer)

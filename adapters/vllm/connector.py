@@ -53,6 +53,12 @@ class ECLMCacheConnector(ECConnectorBase):
 
     # ---- scheduler side
 
+    def expect(self, request: Request) -> None:
+        """A request has arrived. On vLLM's thread that takes requests in, see `arrivals`; the hooks come later."""
+        side = self._scheduler
+        if side is not None:
+            side.expect(request)
+
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         if self._scheduler is not None:
             try:

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Container
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
-from lmcache_ec.entry import TensorSpec, entry_length, room
-from lmcache_ec.fetches import MISFIT_REMEMBERED_S
+from lmcache_ec.entry import TensorSpec, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
 from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
@@ -20,16 +19,16 @@ from lmcache_ec.recent import Recent
 from .announcement import Announcer, announced
 from .identifiers import (
     Durability,
-    Name,
-    Naming,
     client_uuid,
     identifier_of,
     names_of,
     signed_identifiers,
     without_signature,
 )
-from .item import Item, Memo, Shape, Standing
+from .item import Item, Memo, Standing
+from .lookups import LookUps
 from .metadata import Load, Save, StepMetadata
+from .policy import Policy
 from .producer import Producer
 from .topology import SAVING_RANK
 
@@ -43,6 +42,9 @@ if TYPE_CHECKING:
 
 _LOOK_AGAIN_S = 1.0
 """Between two looks at weights that stay in doubt."""
+
+_KV_REMEMBERED_S = 600.0
+"""How long the KV cache is believed to have what a request has left there."""
 
 _NOTHING = TensorSpec(0, 0, "U8")
 _UNSIGNED = (
@@ -69,25 +71,6 @@ class Promised(NamedTuple):
     outdated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What of the engine's configuration the decisions depend on. `window` is the longest prefill of a pass, tokens."""
-
-    producer: bool
-    consumer: bool
-    window: int
-    dtype: str
-    widths: dict[str, int]
-    deadline_s: float
-    start_timeout_s: float
-    naming: Naming
-    wait_for_producer_s: float = 0.0
-    encoder_budget: int = 0
-    """Rows that vLLM lets the encoder compute in a pass."""
-    weights_check_s: float = 0.0
-    follows_weight_versions: bool = False
-
-
 class SchedulerSide:
     """Answers vLLM's scheduler. Runs in the EngineCore, on the scheduler's thread alone; no lock, no I/O.
 
@@ -110,17 +93,19 @@ class SchedulerSide:
         self._producer = None if policy.consumer else Producer(cache)
         names = (
             *("promises", "deferred_passes", "timeouts", "unavailable", "mirror_resets", "foreign_announcements"),
-            *("unsigned_items", "misfits"),
+            *("unsigned_items", "early_look_ups"),
         )
         self.counts = dict.fromkeys(names, 0)
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
-        self._widths = dict(policy.widths)
-        self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
+        self._look_ups = LookUps(cache, policy)
+        self._turn = threading.RLock()  # see `arrivals`
+        self._fault: Exception | None = None  # of an early look-up
+        self._computed: Recent[str] = Recent(_KV_REMEMBERED_S)
         self._memos: dict[str, Memo] = {}
         self._asked: Memo | None = None
-        self._drained = self._in_use = False
+        self._drained = False
         self._now = 0.0
         self._start_deadline: float | None = None
         self._looked = time.monotonic()  # when a step was last asked to look at the weights
@@ -133,6 +118,35 @@ class SchedulerSide:
         self._loads: dict[str, Promised] = {}
         self._saves: dict[str, tuple[Place, str, int]] = {}
         self._unavailable: set[str] = set()
+        if cache.weights.moved:  # the ranks have reported during the start
+            self._follow_weights()
+
+    # ---- before a request is scheduled for the first time
+
+    def expect(self, request: Request) -> None:
+        """A request has arrived: begin its look-ups, if nobody has the turn. On vLLM's thread that takes requests in,
+        see `arrivals`. Never raises."""
+        if not request.mm_features or self._producer is not None or not self._turn.acquire(blocking=False):
+            return
+        try:
+            if self._fault is None:
+                self._look_up_early(request)
+        except Exception as error:
+            self._fault = error
+        finally:
+            self._turn.release()
+
+    def _look_up_early(self, request: Request) -> None:
+        now = time.monotonic()
+        self.cache.listen(now)
+        self._look_ups.begin(now)
+        if self.cache.weights.moved:  # a pass follows them
+            return
+        signed = signed_identifiers(request.trace_headers, [feature.identifier for feature in request.mm_features])
+        for item in self._items_of(request, signed, self._own(announced(request))):
+            covered = item.identifier in self._mirror or self._computed.holds(item.identifier, now)
+            if item.start < self._policy.window and not covered and self._look_ups.find(item) is None:
+                self.counts["early_look_ups"] += self._look_ups.can_come(item)
 
     # ---- before an item is scheduled
 
@@ -157,12 +171,15 @@ class SchedulerSide:
         return taken
 
     def _begin_pass(self) -> None:
+        self._turn.acquire()
         self._drained = True
+        if self._fault is not None:
+            raise self._fault
         self._now = time.monotonic()
         self.cache.drain(self._now)
         if self.cache.weights.moved:
             self._follow_weights()
-        self._in_use = self._records  # until the next drain nothing changes that
+        self._look_ups.begin(self._now)  # until the next drain nothing changes whether entries are in use
 
     def _follow_weights(self) -> None:
         if self.cache.follow_weights():
@@ -187,9 +204,20 @@ class SchedulerSide:
     def _remember(self, request: Request) -> Memo:
         earlier = self._memos.get(request.request_id)
         self._forget(request.request_id)
-        items = []
         coming = self._announced(request)
         signed = self._signed(request) | (earlier.signed if earlier is not None else frozenset())
+        items = self._items_of(request, signed, coming)
+        named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
+        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
+        memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
+        if self._announcer is not None and any(_stays(item, signed) for item in items):
+            self._complaints.warn("names", _NAMES_STAY)
+        self._memos[request.request_id] = memo
+        return memo
+
+    def _items_of(self, request: Request, signed: Container[str], coming: Container[str]) -> list[Item]:
+        """`signed` and `coming` are identifiers: spelled by a front end of ours, announced by a producer."""
+        items = []
         for index, feature in enumerate(request.mm_features):
             position, identifier = feature.mm_position, feature.identifier
             cached = feature.modality != _NEVER_CACHED
@@ -207,13 +235,7 @@ class SchedulerSide:
                 )
             )
         _refuse_ambiguous(items)
-        named = {item.identifier: item for item in sorted(items, key=lambda item: item.end)}
-        memo = Memo(request.request_id, items, named, max((item.end for item in items), default=0), signed)
-        memo.deadline_s = max(self._policy.deadline_s, self._policy.wait_for_producer_s if coming else 0.0)
-        if self._announcer is not None and any(_stays(item, signed) for item in items):
-            self._complaints.warn("names", _NAMES_STAY)
-        self._memos[request.request_id] = memo
-        return memo
+        return items
 
     def _signed(self, request: Request) -> frozenset[str]:
         """The identifiers of a request that a front end of this engine spelled. Read once, see `without_signature`."""
@@ -236,6 +258,9 @@ class SchedulerSide:
                 f"a producer announces entries of namespace {min(others)[:MAX_NAMESPACE_CHARS]!r}, this engine's is "
                 f"{self.cache.namespace}: checkpoint, configuration or versions differ, and nothing can be shared",
             )
+        return self._own(claims)
+
+    def _own(self, claims: dict[str, str]) -> frozenset[str]:
         return frozenset(i for i, namespace in claims.items() if namespace == self.cache.namespace)
 
     def _prepare(self, memo: Memo) -> bool:
@@ -245,6 +270,8 @@ class SchedulerSide:
         end = memo.computed + self._policy.window
         wanted = [item for item in memo.items if item.start < end and item.end > memo.computed]
         standings = [self._standing(memo, item) for item in wanted]
+        if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
+            standings = [self._standing(memo, item) for item in wanted]
         if Standing.PENDING in standings:
             if not self._waited(memo):
                 self.counts["deferred_passes"] += 1
@@ -282,76 +309,23 @@ class SchedulerSide:
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
             if self._producer is not None:
-                self._producer.refresh(item, self._sought(item), self._now)
+                self._producer.refresh(item, self._look_ups.sought(item), self._now)
             return Standing.SETTLED
-        if self._producer is not None and self._usable(item):
-            place, cached = self._find(item), identifier in self._mirror
-            return self._producer.standing(memo.request_id, item, self._sought(item), place, cached, self._now)
-        leased = identifier in memo.leases and self._serves(item)
+        if self._producer is not None and self._look_ups.usable(item):
+            place, cached = self._look_ups.find(item), identifier in self._mirror
+            return self._producer.standing(memo.request_id, item, self._look_ups.sought(item), place, cached, self._now)
+        leased = identifier in memo.leases and self._look_ups.serves(item)
         if leased or (item.encodable and identifier in self._mirror):
             return Standing.SETTLED
-        place = self._find(item)
+        place = self._look_ups.find(item)
         if place is not None and self.cache.book.lease(place):
             memo.leases[identifier] = place
             item.missed = False
             return Standing.SETTLED
         if place is not None:  # over the budget of leases: promised if it is still there when it is asked for
             return Standing.SETTLED if item.encodable else Standing.PENDING
-        item.missed = item.missed or not self._can_come(item)
+        item.missed = item.missed or not self._look_ups.can_come(item)
         return Standing.MISSED if item.missed else Standing.PENDING
-
-    def _usable(self, item: Item) -> bool:
-        """Whether an entry may stand for the item at all."""
-        return self._in_use and bool(item.names)
-
-    def _serves(self, item: Item) -> bool:
-        """Whether an entry may be loaded for the item."""
-        return self._policy.consumer and self._usable(item) and not item.dropped
-
-    def _find(self, item: Item) -> Place | None:
-        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
-        item waits for no fetch of it."""
-        for name in item.names if self._usable(item) else ():
-            place = self.cache.book.live(name.text)
-            if place is not None and self._fits(place, item):
-                return place
-            if place is not None:
-                shape = item.shape_of(name)
-                self.counts["misfits"] += not self._misfits.holds(shape, self._now)
-                self._misfits.add(shape, self._now)
-        return None
-
-    def _can_come(self, item: Item) -> bool:
-        """Whether the item is under way into the arena, after starting that if a tier may have it."""
-        coming = [self._name_can_come(name, item) for name in item.names] if self._serves(item) else []
-        return any(coming)
-
-    def _name_can_come(self, name: Name, item: Item) -> bool:
-        if self._misfits.holds(item.shape_of(name), self._now):
-            return False
-        if name.durability is Durability.PERSISTENT:
-            return self.cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
-        return self.cache.under_way(name.text, self._now)
-
-    def _fits(self, place: Place, item: Item) -> bool:
-        """Whether an entry is what the request needs. An unknown width is learned from the first that fits."""
-        spec = place.spec
-        if spec is None or spec.rows != item.rows or spec.dtype != self._policy.dtype:
-            return False
-        return self._widths.setdefault(item.modality, spec.width) == spec.width
-
-    def _length(self, name: str, item: Item) -> int:
-        spec = self._spec(item)
-        return entry_length(name, spec) if spec is not None else 0
-
-    def _sought(self, item: Item) -> TensorSpec | None:
-        """What a producer looks for in the tiers; None where another item's entry is known to have the name."""
-        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
-        return None if known else self._spec(item)
-
-    def _spec(self, item: Item) -> TensorSpec | None:
-        width = self._widths.get(item.modality)
-        return None if width is None else TensorSpec(item.rows, width, self._policy.dtype)
 
     # ---- within a pass
 
@@ -366,23 +340,19 @@ class SchedulerSide:
             self._withdraw(identifier)
         memo = self._asked
         item = None if memo is None else memo.named.get(identifier)
-        if memo is None or item is None or item.end <= memo.computed or not self._usable(item):
+        if memo is None or item is None or item.end <= memo.computed or not self._look_ups.usable(item):
             return False
         if self._producer is not None:
-            return self._producer.has(item, self._find(item))
+            return self._producer.has(item, self._look_ups.find(item))
         if item.dropped or not self._policy.consumer:
             return False
-        place = memo.leases.get(identifier) or self._held(item)
-        if place is None or not self._fits(place, item):
+        place = memo.leases.get(identifier) or self._look_ups.held(item)
+        if place is None or not self._look_ups.fits(place, item):
             return False
         self.cache.book.pin(place)
         self._promises[identifier] = place
         self.counts["promises"] += 1
         return True
-
-    def _held(self, item: Item) -> Place | None:
-        places = (self.cache.book.live(name.text) for name in item.names)
-        return next((place for place in places if place is not None and self._fits(place, item)), None)
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """vLLM has given the item room: to load if it was promised in this pass, to encode otherwise."""
@@ -402,17 +372,12 @@ class SchedulerSide:
                 self.cache.book.release(memo.leases.pop(identifier))
         elif self._producer is not None and self._producer.skips(identifier):
             pass
-        elif memo is not None and self._policy.producer and self._records:
+        elif memo is not None and self._policy.producer and self._look_ups.in_use:
             self._reserve(memo.items[index], request.request_id, index)
 
-    @property
-    def _records(self) -> bool:
-        """Whether entries may be used in this pass, and outputs of a step that goes out now may be kept."""
-        return self.cache.ready and not self.cache.inert and not self.cache.in_doubt
-
     def _reserve(self, item: Item, request_id: str, index: int) -> None:
-        spec = self._spec(item)
-        if spec is None or not item.names or self._misfits.holds(item.shape_of(item.names[0]), self._now):
+        spec = self._look_ups.sought(item)
+        if spec is None or not item.names:
             return
         name = item.names[0]
         place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))
@@ -451,7 +416,8 @@ class SchedulerSide:
         self._asked = None
         self._drained = self._questioned = False
         self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
-        self._take_out(meta)  # last: `give_up` needs them if anything before this raises
+        self._take_out(meta)  # `give_up` needs them if anything before this raises
+        self._turn.release()
         return meta
 
     def _follow_frees(self, freed: list[str]) -> None:
@@ -535,7 +501,7 @@ class SchedulerSide:
 
     def _orders(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         book = self.cache.book
-        retries = self._retries() if book.unsaved and self._records else []
+        retries = self._retries() if book.unsaved and self._look_ups.in_use else []
         again = self._reserve_again(scheduler_output)
         bearers = self._bearers(scheduler_output.num_scheduled_tokens) if self._loads else {}
         copies = bool(bearers or self._saves or retries)
@@ -567,7 +533,7 @@ class SchedulerSide:
 
     def _reserve_again(self, scheduler_output: SchedulerOutput) -> set[str]:
         """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
-        if self._producer is None or not self._producer.again or not self._records:
+        if self._producer is None or not self._producer.again or not self._look_ups.in_use:
             return set()
         encodes = scheduler_output.scheduled_encoder_inputs
         memos = ((self._memos.get(name), indices) for name, indices in encodes.items())
@@ -652,17 +618,23 @@ class SchedulerSide:
 
     def request_finished(self, request: Request) -> dict[str, object] | None:
         """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
-        memo = self._memos.get(request.request_id)
-        self._forget(request.request_id)
-        if self._announcer is None or not request.mm_features:
-            return None
-        self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
-        self._in_use = self._records
-        return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
+        with self._turn:
+            memo = self._memos.get(request.request_id)
+            if memo is not None and self._policy.reuses_kv:
+                for item in memo.items:
+                    self._computed.add(item.identifier, self._now)
+            self._forget(request.request_id)
+            if self._announcer is None or not request.mm_features:
+                return None
+            self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
+            self._look_ups.begin(self._now)
+            return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
     def _is_stored(self, memo: Memo | None, identifier: str) -> bool:
         item = None if memo is None else memo.named.get(identifier)
-        return self._producer is not None and item is not None and self._producer.stored(item, self._find(item))
+        if self._producer is None or item is None:
+            return False
+        return self._producer.stored(item, self._look_ups.find(item))
 
     def _forget(self, request_id: str) -> None:
         memo = self._memos.pop(request_id, None)
@@ -685,8 +657,10 @@ class SchedulerSide:
 
     def set_weight_version(self, version: str) -> None:
         """vLLM was given the version of the weights that its workers have. Between passes, after a look at these."""
-        self.cache.drain(time.monotonic())
-        if problem := self.cache.weights.set_version(version):
+        with self._turn:
+            self.cache.drain(time.monotonic())
+            problem = self.cache.weights.set_version(version)
+        if problem:
             self._complaints.warn("version", f"{problem}: entries are kept in memory only")
 
     def snapshot(self) -> dict[str, int]:
@@ -694,9 +668,11 @@ class SchedulerSide:
         return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
 
     def _counts(self) -> dict[str, int]:
-        return self.counts if self._producer is None else {**self.counts, **self._producer.counts}
+        own = {**self.counts, "misfits": self._look_ups.misfits}
+        return own if self._producer is None else {**own, **self._producer.counts}
 
     def shutdown(self) -> None:
+        self._turn.acquire()  # for good
         self.cache.close()
 
 

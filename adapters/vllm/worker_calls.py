@@ -131,9 +131,12 @@ def watch_class(kind: Any) -> None:
 
 
 def _watch(executor: Any) -> None:
+    from . import arrivals
+
     watch_class(type(executor))
     type(executor).collective_rpc.__wrapped__(executor, begin)
     _follow_versions()
+    arrivals.follow()
     watched.add(engine_name(executor.vllm_config))
 
 

@@ -22,6 +22,7 @@ class Copies:
     save             ours: bind, copy, hand over, report a step. Floor: memcpy
     save_on_cpu      what of this the thread ran: the rest it waited for a core, which the store process wants, too
     fetch_to_live    from the first hook to the pass that finds the entry
+    fetch_on_arrival  the same from the request's arrival, 5 ms before its first pass; its passes are the deferred ones
     save_to_written  from the forward pass' copy to the pass that finds it written
 
     vLLM's example connector saves and loads in the forward pass, from and to files: its figures stand in all four rows.
@@ -84,6 +85,8 @@ class Copies:
             saving = self._engine.save(identifier, rows, pause, pass_s)
             self._engine.forget(identifier)
             live_s, fetch_passes = self._engine.fetch(identifier, rows, pause, pass_s)
+            self._engine.forget(identifier)
+            arrived_s, arrived_passes = self._engine.fetch(identifier, rows, pause, pass_s, step_s=PASS_S)
             self._engine.forget(identifier, everywhere=True)
             counted = pass_s == PASS_S
             whose = "passes" if counted else "ours"
@@ -91,6 +94,9 @@ class Copies:
                 saving.passes if counted else saving.written_s
             )
             samples.setdefault((f"fetch_to_live{suffix}", whose), []).append(fetch_passes if counted else live_s)
+            samples.setdefault((f"fetch_on_arrival{suffix}", whose), []).append(
+                arrived_passes if counted else arrived_s
+            )
         return samples
 
     def close(self) -> None:

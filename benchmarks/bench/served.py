@@ -95,10 +95,14 @@ class Engine(Served):
         self._finish(item)
         return loaded - began, reported - loaded
 
-    def fetch(self, identifier: str, rows: int, pause: Pause, pass_s: float) -> tuple[float, int]:
-        """Seconds and passes from the hook that first asks for an entry on disk to the pass that can promise it."""
+    def fetch(self, identifier: str, rows: int, pause: Pause, pass_s: float, step_s: float = 0.0) -> tuple[float, int]:
+        """Seconds and deferred passes from the hook that first asks for an entry on disk to the pass that can promise
+        it. With `step_s` from the request's arrival, so long before its first pass."""
         item, passes = request(identifier, identifier, rows=rows), 0
         began = time.perf_counter()
+        if step_s:
+            self.side.expect(item)
+            pause(step_s)
         while (answer := self.vllm.offer(item)) is None:
             self._next_pass(began, pause, pass_s)
             passes += 1

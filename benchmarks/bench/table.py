@@ -51,6 +51,7 @@ _TOLD = {
     "disk_get": "disk, read and verified",
     "disk_put": "disk, written",
     "fetch_to_live": "on disk, asked for, to loadable",
+    "fetch_on_arrival": "the same, from the arrival of its request, 5 ms before its first pass",
     "save_to_written": "encoded, to on disk",
 }
 

@@ -14,7 +14,8 @@ import torch
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.identifiers import Naming, ensure_key, signed
-from lmcache_ec.adapters.vllm.scheduler import Policy, SchedulerSide
+from lmcache_ec.adapters.vllm.policy import Policy
+from lmcache_ec.adapters.vllm.scheduler import SchedulerSide
 from lmcache_ec.adapters.vllm.worker import WorkerSide
 from lmcache_ec.cache import EncoderCache, Engine
 from lmcache_ec.config import EncoderCacheConfig

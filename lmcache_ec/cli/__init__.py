@@ -8,6 +8,7 @@ import json
 import typer
 
 from lmcache_ec.cli.doctor import examine, render
+from lmcache_ec.cli.keys import list_keys
 from lmcache_ec.cli.lifecycle import check_and_set
 from lmcache_ec.cli.namespaces import find_and_remove
 from lmcache_ec.cli.status import all_engines, show
@@ -50,6 +51,7 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
+app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)
 

@@ -278,8 +278,8 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
             report.memory["kv_pool_bytes"] = pool
         if _version((_CPU_BUILD,)) and _CPU_KV_SPACE not in environ:
             report.notes.append(
-                f"vLLM on CPU asks for --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not start "
-                f"where less is free: {_CPU_KV_SPACE}, whole GiB for the KV cache, is another way. Not checked here"
+                f"vLLM on CPU reserves --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not start "
+                f"where less is free; {_CPU_KV_SPACE} (whole GiB) sets the KV cache's size directly. Not checked here"
             )
         fit = fitting(config.max_local_cpu_bytes)
         report.memory["arena_bytes"] = fit.bytes

@@ -34,7 +34,7 @@ class TierUnreachable(TierError, ValueError):
 
 
 class TierNotReady(TierUnreachable):
-    """The store answers that it cannot serve yet: it loads its data, is overloaded, or has a fault of its own."""
+    """The store answers that it cannot serve yet: it loads its data, is overloaded, or reports an error of its own."""
 
 
 def message(error: BaseException) -> str:

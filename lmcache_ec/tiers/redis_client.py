@@ -216,7 +216,7 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
 
 
 _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
-    ((AuthenticationError,), errno.EACCES, "the server refuses the credentials, or wants some"),
+    ((AuthenticationError,), errno.EACCES, "authentication failed: wrong or missing user or password"),
     ((NoPermissionError,), errno.EACCES, "the user has no right to do this to keys with this prefix"),
     ((OutOfMemoryError,), errno.ENOSPC, "the server is full and evicts nothing"),
     ((ReadOnlyError,), errno.EROFS, "the server is a read-only replica"),
@@ -243,4 +243,4 @@ def _explain_tls(error: BaseException) -> tuple[int, str]:
     reason = str(getattr(error, "reason", None) or "no answer")
     if "ALERT" in reason and re.search("CERT|CA$|HANDSHAKE|DENIED", reason):
         return errno.EPROTO, f"TLS: the server refuses the client's certificate, or wants one ({reason})"
-    return errno.EPROTO, f"TLS: no connection came about, does the server speak TLS at this port? ({reason})"
+    return errno.EPROTO, f"TLS handshake failed: does the server speak TLS at this port? ({reason})"

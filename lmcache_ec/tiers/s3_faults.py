@@ -80,7 +80,7 @@ class Fault:
         if self.status == "400" and not tls:
             return "HTTP 400: perhaps it expects TLS; then let the endpoint begin with https://, or tls be true"
         if self.not_ready:
-            return f"{self}: its server has a fault of its own"
+            return f"{self}: server error; retry later"
         return f"{self}: it does not answer as S3 does"
 
 

@@ -291,10 +291,10 @@ def test_prefixes_do_not_see_each_other(server: Seaweed) -> None:
     assert [bool(list(tier.list(names[prefix]))) for prefix, tier in tiers.items()] == [False, True, True, True, True]
 
 
-def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
+def test_more_entries_than_a_page_of_the_listing_are_listed_counted_and_removed_and_strangers_stay(
     server: Seaweed, url: str, tier: S3Tier
 ) -> None:
-    keys = [key(str(number)) for number in range(2000)]
+    keys = [key(str(number)) for number in range(1100)]
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda entry: tier.put(entry, memoryview(b"x" * 7)), keys))
     tier.put(key("a", "ns-2"), value("a", 11))
@@ -316,7 +316,7 @@ def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
     assert all(started - 300 < one.modified < started + 300 for one in found)
 
     uses = {use.namespace: use for use in tier.namespaces()}
-    assert {name: (use.entries, use.bytes) for name, use in uses.items()} == {"ns": (2000, 14_000), "ns-2": (1, 11)}
+    assert {name: (use.entries, use.bytes) for name, use in uses.items()} == {"ns": (1100, 7700), "ns-2": (1, 11)}
     assert started - 300 < (uses["ns"].written or 0) < started + 300
 
     abandoned = tier.list("ns")
@@ -324,7 +324,7 @@ def test_thousands_of_entries_are_listed_counted_and_removed_and_strangers_stay(
     del abandoned
     assert len(seen) == 1001
 
-    assert tier.remove("ns") == 2000
+    assert tier.remove("ns") == 1100
     assert list(tier.list("ns")) == []
     assert [use.namespace for use in tier.namespaces()] == ["ns-2"]
     for name in strangers:
@@ -524,7 +524,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         (403, "RequestTimeTooSkewed", "clock skew"),
         (403, "AccessDenied", "access denied: needed are s3:ListBucket"),
         (403, "", "access denied"),
-        (500, "InternalError", "a fault of its own"),
+        (500, "InternalError", "server error"),
         (200, "", "answers to any name"),
         (404, "", "does not answer as S3 does"),
     ],

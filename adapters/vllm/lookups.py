@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which entries may stand for an item, which of them the arena holds, and which can still come."""
+
+from __future__ import annotations
+
+from lmcache_ec.cache import EncoderCache
+from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.fetches import MISFIT_REMEMBERED_S
+from lmcache_ec.place import Place
+from lmcache_ec.recent import Recent
+
+from .identifiers import Durability, Name
+from .item import Item, Shape
+from .policy import Policy
+
+
+class LookUps:
+    """The scheduler side's look-ups of single items. Whoever has its turn (see `arrivals`) runs them; no call waits."""
+
+    def __init__(self, cache: EncoderCache, policy: Policy) -> None:
+        self.misfits = 0
+        """Live entries that another item of their name needs, each counted once a minute."""
+        self._cache = cache
+        self._policy = policy
+        self._widths = dict(policy.widths)
+        self._misfits: Recent[Shape] = Recent(MISFIT_REMEMBERED_S)
+        self._now = 0.0
+        self._in_use = False
+
+    def begin(self, now: float) -> None:
+        """What follows is of this moment (monotonic seconds), up to the next one."""
+        self._now = now
+        self._in_use = self.in_use
+
+    @property
+    def in_use(self) -> bool:
+        """Whether entries may be used, and outputs of a step that goes out now may be kept."""
+        return self._cache.ready and not self._cache.inert and not self._cache.in_doubt
+
+    def usable(self, item: Item) -> bool:
+        """Whether an entry may stand for the item at all."""
+        return self._in_use and bool(item.names)
+
+    def serves(self, item: Item) -> bool:
+        """Whether an entry may be loaded for the item."""
+        return self._policy.consumer and self.usable(item) and not item.dropped
+
+    def find(self, item: Item) -> Place | None:
+        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
+        item waits for no fetch of it."""
+        for name in item.names if self.usable(item) else ():
+            place = self._cache.book.live(name.text)
+            if place is not None and self.fits(place, item):
+                return place
+            if place is not None:
+                shape = item.shape_of(name)
+                self.misfits += not self._misfits.holds(shape, self._now)
+                self._misfits.add(shape, self._now)
+        return None
+
+    def held(self, item: Item) -> Place | None:
+        """The same, and nothing is counted or remembered."""
+        places = (self._cache.book.live(name.text) for name in item.names)
+        return next((place for place in places if place is not None and self.fits(place, item)), None)
+
+    def fits(self, place: Place, item: Item) -> bool:
+        """Whether an entry is what the request needs. An unknown width is learned from the first that fits."""
+        spec = place.spec
+        if spec is None or spec.rows != item.rows or spec.dtype != self._policy.dtype:
+            return False
+        return self._widths.setdefault(item.modality, spec.width) == spec.width
+
+    def can_come(self, item: Item) -> bool:
+        """Whether the item is under way into the arena, after starting that if a tier may have it."""
+        coming = [self._name_can_come(name, item) for name in item.names] if self.serves(item) else []
+        return any(coming)
+
+    def _name_can_come(self, name: Name, item: Item) -> bool:
+        if self._misfits.holds(item.shape_of(name), self._now):
+            return False
+        if name.durability is Durability.PERSISTENT:
+            return self._cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
+        return self._cache.under_way(name.text, self._now)
+
+    def _length(self, name: str, item: Item) -> int:
+        spec = self.spec(item)
+        return entry_length(name, spec) if spec is not None else 0
+
+    def spec(self, item: Item) -> TensorSpec | None:
+        """What an entry of the item looks like; None as long as its width is unknown."""
+        width = self._widths.get(item.modality)
+        return None if width is None else TensorSpec(item.rows, width, self._policy.dtype)
+
+    def sought(self, item: Item) -> TensorSpec | None:
+        """The same, for who saves it or looks for it by its length; None also where another item's entry is known to
+        have the name."""
+        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+        return None if known else self.spec(item)

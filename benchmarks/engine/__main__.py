@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make bench-engine`: what a request waits for by where its picture was, through vLLM's OpenAI server,
+and what a server completes under load. Half an hour on two cores; `--parts` and the counts make it shorter.
+
+A bar that is missed is shown as missed; the exit status is 0 all the same. It is 1 if a request was not served in the
+way that was to be measured, or if an answer differed from the one without the cache.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench.machine import header
+from benchmarks.bench.table import RESULTS
+from benchmarks.engine import hits, mixed
+from benchmarks.engine.parties import stores, subjects
+from benchmarks.engine.report import bars, draw_hits, draw_throughput, kept, rows, show, summary
+
+PARTS = ("hits", "overhead", "mixed", "throughput")
+_TINY = "gemma3"
+
+
+def main() -> int:
+    models = subjects()
+    parser = argparse.ArgumentParser(
+        prog="make bench-engine", description=__doc__.partition("\n\n")[0] if __doc__ else ""
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--model", choices=sorted(models), default="gemma3_so400m_lm", help="of all parts but `overhead`"
+    )
+    parser.add_argument("--pictures", type=int, default=20, help="of each kind of hit")
+    parser.add_argument("--tiny-pictures", type=int, default=300, help="the same, for `overhead`")
+    parser.add_argument("--requests", type=int, default=30, help="of each rate and each share")
+    parser.add_argument("--folder", type=Path, help="where models and entries are put (default: TMPDIR)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where figures and pictures go")
+    options = parser.parse_args()
+    subject = models[options.model]
+    figures: dict[str, Any] = {}
+    by_model = {}
+    with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as name:
+        about = header(Path(name), options.pictures)
+        for part in options.parts:
+            folder = Path(name) / part
+            with stores(folder) as behind:
+                match part:
+                    case "hits" | "overhead":
+                        of, count = (
+                            (subject, options.pictures) if part == "hits" else (models[_TINY], options.tiny_pictures)
+                        )
+                        by_model[of.model] = rows(hits.measure(of, folder, behind, count, report))
+                    case "mixed":
+                        capacity = _capacity(by_model, subject.model)
+                        batches = mixed.mixed(subject, folder, behind, capacity, options.requests, report)
+                        figures[part] = [summary(batch) for batch in batches]
+                    case "throughput":
+                        batches = mixed.throughput(subject, folder, behind, options.requests, report)
+                        figures[part] = [summary(batch) for batch in batches]
+    verdicts = bars(by_model)
+    options.results.mkdir(parents=True, exist_ok=True)
+    kept_rows = {model: [kept(row) for row in of_model] for model, of_model in by_model.items()}
+    all_figures = {
+        **about,
+        "model": subject.model,
+        "rows": kept_rows,
+        **figures,
+        "bars": [vars(bar) for bar in verdicts],
+    }
+    (options.results / "engine.json").write_text(json.dumps(all_figures, indent=1, ensure_ascii=False) + "\n")
+    if subject.model in by_model:
+        draw_hits(
+            by_model[subject.model], options.results / "engine-hits.svg", f"{subject.model}, one picture a request"
+        )
+    if batches_of := figures.get("throughput"):
+        draw_throughput(batches_of, options.results / "engine-throughput.svg", f"{subject.model}, four users at once")
+    show(figures, by_model, verdicts)
+    report(f"written to {options.results}: engine.json and pictures")
+    return 0
+
+
+def _capacity(by_model: Any, model: str) -> float:
+    """Requests a second of a server without the cache, one at a time; of a first part, or a guess for the machine."""
+    found = [row.requests_per_s for row in by_model.get(model, ()) if row.kind == "off"]
+    return float(found[0]) if found else 0.3
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except hits.NotWhatItSeems as problem:
+        print(f"make bench-engine: {problem}", file=sys.stderr)
+        sys.exit(1)

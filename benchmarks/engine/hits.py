@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one request costs, by where its picture's encoder output was.
+
+Each kind of hit is measured beside its floor, a hit in vLLM's own cache, in the same server, with the same pictures, a
+few requests later; a miss with the cache beside one without, in two servers in turn. All counts are checked: a figure
+of a hit that was none ends the run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine.client import Timing, ask_once
+from benchmarks.engine.parties import Stores, Subject, example, ours, server
+from benchmarks.testbed.servers.openai import OpenAIServer
+from benchmarks.testbed.waiting import wait_until
+
+BLOCK = 4
+"""Pictures from one kind of hit to the next: more than the processor cache holds, fewer than vLLM's own cache."""
+WARM_UP = (1_000_001, 1_000_002)
+"""Pictures of requests that are not counted."""
+_LOADS = {"LocalCPU": "cpu", "disk": "disk", "Redis": "redis", "S3": "s3"}
+_WRITES_S = 120.0
+
+Measured = dict[str, dict[int, Timing]]
+"""Kind of request -> picture -> its timing. A kind ends in "own" for the floor beside the kind of that name."""
+
+Report = Callable[[str], object]
+
+
+class NotWhatItSeems(Exception):
+    """A request was served in another way than the one that was to be measured."""
+
+
+def measure(subject: Subject, folder: Path, behind: Stores, pictures: int, report: Report) -> Measured:
+    """All kinds, `pictures` of each."""
+    measured: Measured = {}
+    seeds = range(pictures)
+    report(f"{subject.model}: misses with and without the cache, hits in memory")
+    with (
+        _served(subject, folder / "off", None, behind) as off,
+        _served(subject, folder / "ours", ours(behind.tiers("disk")), behind) as cached,
+    ):
+        for block in _blocks(seeds):
+            for seed in block:
+                pair = {"off": off, "miss": cached}
+                for kind in sorted(pair, reverse=seed % 2 == 1):
+                    _each(measured, kind, pair[kind], subject, [seed], encodes=1)
+            _each(measured, "off own", off, subject, block)
+            cached.forget()
+            _each(measured, "LocalCPU", cached, subject, block, loads="cpu")
+            _each(measured, "LocalCPU own", cached, subject, block)
+        wait_until("all is written", lambda: _written(cached, pictures), _WRITES_S, pause_s=0.2)
+    report(f"{subject.model}: filling Redis and S3")
+    with _served(subject, folder / "filling", ours(behind.tiers("redis", "s3")), behind) as cached:
+        for seed in seeds:
+            ask_once(cached.url, seed, subject.side)
+        wait_until("all is written", lambda: _written(cached, pictures), _WRITES_S, pause_s=0.2)
+    for kind, tier in (("disk", "disk"), ("Redis", "redis"), ("S3", "s3")):
+        report(f"{subject.model}: hits from {kind} after a restart")
+        with _served(subject, folder / tier, ours(behind.tiers(tier)), behind) as cached:
+            for block in _blocks(seeds):
+                _each(measured, kind, cached, subject, block, loads=tier)
+                _each(measured, f"{kind} own", cached, subject, block)
+    report(f"{subject.model}: vLLM's ECExampleConnector, after a restart")
+    with _served(subject, folder / "example", example(folder / "files"), behind) as filling:
+        for seed in seeds:
+            ask_once(filling.url, seed, subject.side)
+    with _served(subject, folder / "example", example(folder / "files"), behind) as filled:
+        for block in _blocks(seeds):
+            _each(measured, "ECExample", filled, subject, block)
+            _each(measured, "ECExample own", filled, subject, block)
+    _check_answers(measured)
+    return measured
+
+
+@contextmanager
+def _served(subject: Subject, folder: Path, connector: dict[str, Any] | None, behind: Stores) -> Iterator[OpenAIServer]:
+    """A server that has served before, as a real one has."""
+    with server(subject, folder, connector, behind.environment) as serving:
+        for seed in WARM_UP:
+            ask_once(serving.url, seed, subject.side)
+        serving.encoded()
+        yield serving
+
+
+def _each(
+    measured: Measured,
+    kind: str,
+    serving: OpenAIServer,
+    subject: Subject,
+    seeds: Sequence[int],
+    *,
+    encodes: int = 0,
+    loads: str = "",
+) -> None:
+    """Ask for each picture once and see to it that it came from where it was to come from."""
+    before = _loads(serving, loads)
+    for seed in seeds:
+        measured.setdefault(kind, {})[seed] = ask_once(serving.url, seed, subject.side)
+    if (encoded := serving.encoded()) != encodes * len(seeds):
+        raise NotWhatItSeems(f"{kind}: {encoded} of {len(seeds)} were encoded")
+    if loads:
+        expected = before + len(seeds)
+        wait_until(f"{len(seeds)} loads from {loads} are counted", lambda: _loads(serving, loads) >= expected)
+
+
+def _loads(serving: OpenAIServer, tier: str) -> int:
+    return int(serving.status()["book"].get(f"loads_{tier}", 0)) if tier else 0
+
+
+def _written(serving: OpenAIServer, pictures: int) -> bool:
+    """Whether every tier holds the pictures, and those of the warm-up."""
+    tiers = serving.status()["tiers"]
+    return all(tier["writes"] >= pictures + len(WARM_UP) for tier in tiers)
+
+
+def _blocks(seeds: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (seeds[start : start + BLOCK] for start in range(0, len(seeds), BLOCK))
+
+
+def _check_answers(measured: Measured) -> None:
+    """The same picture has the same answer, wherever its encoder output was."""
+    for seed, timing in measured["off"].items():
+        if others := [kind for kind, timings in measured.items() if timings[seed].tokens != timing.tokens]:
+            raise NotWhatItSeems(f"picture {seed}: another answer than without the cache: {', '.join(others)}")

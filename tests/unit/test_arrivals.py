@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Look-ups begin when a request arrives, on the thread that takes requests in, and leave nothing of it behind."""
+
+import select
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.testbed.stand_ins import PATIENCE_S, Request, Served, digest, request
+from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
+
+X, Y = digest("x"), digest("y")
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Serve]:
+    """Engines one after another on one folder; each must hold nothing at the end."""
+    running: list[Served] = []
+
+    def start(**changes: Any) -> Served:
+        running.append(Served(tmp_path / "entries", deadline_s=PATIENCE_S, **changes).ready())
+        return running[-1]
+
+    yield start
+    try:
+        assert all(not served.held() for served in running if not served.cache.inert)
+    finally:
+        for served in running:
+            served.close()
+
+
+def arrive(served: Served, *requests: Request) -> None:
+    """As in an engine: on a thread that is not the scheduler's."""
+
+    def take_in() -> None:
+        for each in requests:
+            served.side.expect(each)
+
+    thread = threading.Thread(target=take_in)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "it waits for the scheduler's thread"
+
+
+def answered(served: Served) -> None:
+    """Wait until the store process has answered something; it is not taken in."""
+    assert select.select([served.cache._store.link], [], [], PATIENCE_S)[0]
+
+
+def count(served: Served, name: str) -> int:
+    return served.side.snapshot()[name]
+
+
+def test_an_entry_that_came_before_the_first_pass_defers_none(serve: Serve) -> None:
+    serve().store(X, Y)
+    served = serve()
+    asking = request("asking", X, Y)
+    arrive(served, asking)
+    served.until("both have come", lambda: count(served, "fills") == 2)
+    assert served.vllm.offer(asking) == "load load"
+    served.step(asking)
+    served.side.request_finished(asking)
+    assert (count(served, "deferred_passes"), count(served, "early_look_ups")) == (0, 2)
+    assert not served.runner.encoded
+
+
+def test_one_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it: it is looked once more before the pass is given up."""
+    serve().store(X)
+    served = serve()
+    send = served.cache._store.send
+
+    def send_to_a_quick_store(message: Any) -> bool:
+        sent = send(message)
+        answered(served)
+        return sent
+
+    asking = request("asking", X)
+    with monkeypatch.context() as patch:
+        patch.setattr(served.cache._store, "send", send_to_a_quick_store)
+        assert served.vllm.offer(asking) == "load"
+    served.step(asking)
+    served.side.request_finished(asking)
+    assert count(served, "deferred_passes") == 0
+
+
+def test_one_that_comes_later_defers_as_many_passes_as_begin_before(serve: Serve) -> None:
+    serve().store(X)
+    served = serve()
+    asking = request("asking", X)
+    assert served.vllm.offer(asking) is None
+    served.step()
+    answered(served)
+    assert served.vllm.offer(asking) == "load"
+    served.step(asking)
+    served.side.request_finished(asking)
+    assert count(served, "deferred_passes") == 1
+
+
+def test_a_request_that_never_reaches_a_pass_leaves_nothing(serve: Serve) -> None:
+    serve().store(X)
+    served = serve()
+    arrive(served, *(request(f"refused {number}", X) for number in range(3)))
+    served.until("it has come", lambda: count(served, "fills") == 1)
+    assert count(served, "requests") == 0
+    assert served.held() == {}
+    assert count(served, "fetches") == 1, "one for all of them"
+
+
+def test_a_request_that_arrives_in_the_middle_of_a_pass_waits_for_nothing(serve: Serve) -> None:
+    serve().store(X)
+    served = serve()
+    running = request("running", Y)
+    assert served.vllm.offer(running) == "encode"
+    arrive(served, late := request("late", X))
+    assert count(served, "early_look_ups") == 0
+    served.step(running)
+    arrive(served, late)
+    assert count(served, "early_look_ups") == 1
+    assert served.schedule(late) == "load"
+    for each in (running, late):
+        served.side.request_finished(each)
+
+
+def test_a_first_seen_item_is_asked_of_nobody(serve: Serve) -> None:
+    served = serve()
+    arrive(served, request("new", X))
+    assert (count(served, "early_look_ups"), count(served, "fetches")) == (0, 0)
+
+
+def test_what_the_kv_cache_may_have_is_left_to_the_pass(serve: Serve) -> None:
+    """A chat sends its pictures again with every turn, and the pass knows that their tokens are there."""
+    serve().store(X)
+    for reuses_kv in (True, False):
+        served = serve(reuses_kv=reuses_kv)
+        first = request("first turn", X)
+        assert served.schedule(first) == "load"
+        served.side.request_finished(first)
+        served.vllm.evict(X)
+        served.settle()
+        place = served.cache.book.live(X)
+        assert place is not None
+        served.cache.book.forget(place)
+        arrive(served, request("second turn", X))
+        assert count(served, "early_look_ups") == (not reuses_kv)
+        served.settle()
+
+
+def test_an_unsigned_item_is_not_looked_for_in_the_tiers(serve: Serve) -> None:
+    serve().store(X)
+    served = serve()
+    unsigned = request("unsigned", X)
+    unsigned.trace_headers = None
+    arrive(served, unsigned)
+    assert (count(served, "early_look_ups"), count(served, "unsigned_items")) == (0, 0)
+
+
+def test_the_signature_is_still_there_for_the_first_pass(serve: Serve) -> None:
+    served = serve()
+    asking = request("asking", X)
+    before = dict(asking.trace_headers or {})
+    arrive(served, asking)
+    assert asking.trace_headers == before
+
+
+def test_an_error_ends_the_cache_on_the_scheduler_s_thread_and_not_on_the_other(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    monkeypatch.setattr(served.cache, "listen", lambda now: 1 / 0)
+    arrive(served, request("asking", X))
+    assert not served.cache.inert
+    with pytest.raises(ZeroDivisionError):
+        served.side.ensure_cache_available(request("next", Y), 0)
+    served.side.shutdown()
+    arrive(served, request("later", X))  # nobody has the turn any more but who shut it down
+
+
+def test_every_engine_of_this_process_hears_of_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrapper, around a function with the signature of vLLM's."""
+    from vllm.v1.engine.core import EngineCore
+
+    from lmcache_ec.adapters.vllm import arrivals
+
+    monkeypatch.setattr(EngineCore, "preprocess_add_request", lambda self, asked: (asked, 7))
+    for _ in range(2):
+        arrivals.follow()
+    heard: list[object] = []
+    connector = object.__new__(ECLMCacheConnector)
+    monkeypatch.setattr(connector, "expect", heard.append, raising=False)
+    core: Any = object.__new__(EngineCore)
+    asked: Any = request("asked", X)
+    assert core.preprocess_add_request(asked) == (asked, 7), "before there is a scheduler"
+    core.scheduler = type("Scheduler", (), {"ec_connector": connector})()
+    assert core.preprocess_add_request(asked) == (asked, 7)
+    assert heard == [asked]
