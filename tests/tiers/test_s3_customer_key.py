@@ -71,7 +71,7 @@ def test_the_key_goes_with_each_read_look_and_write_and_who_has_none_reads_nothi
         assert base64.b64decode(request.headers[HEADER]) == key_file.read_bytes()
         assert request.headers["x-amz-server-side-encryption-customer-algorithm"] == "AES256"
         assert f"{HEADER}-md5" in request.headers
-    with pytest.raises(TierError):
+    with pytest.raises(TierError, match="was it written with a key"):
         fetch(opened(url), KEY)
 
 
