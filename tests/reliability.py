@@ -4,8 +4,8 @@ docs/reliability.md.
 
 A test says of itself, with the mark `fault`, which fault it brings about, where, and what it asserts of what happens
 then; it is the test that holds the row, and the row is written only if the test passed. `recovery` names the wait
-(`wait_until`) that lasts from the fault's end until all is as before: how long it took is measured. `engine`: a real
-engine ran; "alive", unless another word is given for what became of it, and its outputs were compared.
+(`wait_until`) that lasts from the fault's end until all is as before: how long it took is measured. `engine` is what
+became of a real engine, whose outputs were compared, but for `outputs=False`; without it there was none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class Row:
     where: str
     outcome: str
     engine: str = ""
+    outputs: bool = True
     recovery_s: float | None = None
 
     @property
@@ -50,7 +52,8 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         seconds = "" if self.recovery_s is None else f"{max(0.01, self.recovery_s):.2g} s"
-        return self.fault, self.where, self.outcome, self.engine or "-", "yes" if self.engine else "-", seconds or "-"
+        equal = "yes" if self.engine and self.outputs else "-"
+        return self.fault, self.where, self.outcome, self.engine or "-", equal, seconds or "-"
 
 
 # ---- what the suite says that it has
@@ -109,8 +112,10 @@ class Recorder:
             else:
                 report.outcome, report.longrepr = "failed", f"never waited until {recovery!r}, as the mark says"
 
-    def _record(self, fault: str, where: str, outcome: str, *, recovery: str = "", engine: str = "") -> None:
-        row = Row(fault, where, outcome, engine, self._waits[recovery] if recovery else None)
+    def _record(
+        self, fault: str, where: str, outcome: str, *, recovery: str = "", engine: str = "", outputs: bool = True
+    ) -> None:
+        row = Row(fault, where, outcome, engine, outputs, self._waits[recovery] if recovery else None)
         with self._path.open("a") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
@@ -153,18 +158,19 @@ def _described(kind: str, times: str) -> tuple[str, str, str]:
     return f"{fault} ({kind})", PLACES[kind.partition("-")[0]], outcome + times
 
 
-def _soaked(line: str) -> list[Row]:
-    """The rows of a soak whose last line this is."""
-    counts = json.loads(line)
-    if counts["wrong"] or counts["failed"] or counts["left"]:
-        raise RuntimeError(f"the soak went wrong: {line}")
+def _soaked(lines: Sequence[str]) -> list[Row]:
+    """The rows of soaks whose last lines these are."""
+    faults, recoveries_s = Counter[str](), dict[str, float]()
+    for line in lines:
+        counts = json.loads(line)
+        if counts["wrong"] or counts["failed"] or counts["left"]:
+            raise RuntimeError(f"the soak went wrong: {line}")
+        faults.update(counts["faults_by_kind"])
+        for kind, seconds in counts["recovery_s_by_kind"].items():
+            recoveries_s[kind] = max(seconds, recoveries_s.get(kind, 0.0))
     return [
-        Row(
-            *_described(kind, f" ({number} times)" if number > 1 else ""),
-            engine="alive",
-            recovery_s=counts["recovery_s_by_kind"].get(kind),
-        )
-        for kind, number in counts["faults_by_kind"].items()
+        Row(*_described(kind, f" ({number} times)" if number > 1 else ""), "alive", True, recoveries_s.get(kind))
+        for kind, number in faults.items()
     ]
 
 
@@ -196,9 +202,9 @@ def main() -> int:
     if options.tests:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "fault", f"--fault-rows={path}", *options.tests]
         subprocess.run(command, check=True)
-    line = options.soak_line.read_text() if options.soak_line else _soak()
+    lines = options.soak_line.read_text() if options.soak_line else _soak()
     rows = [Row(**json.loads(text)) for text in path.read_text().splitlines()]
-    write([*rows, *(row for each in line.splitlines() if each.startswith("{") for row in _soaked(each))])
+    write([*rows, *_soaked([each for each in lines.splitlines() if each.startswith("{")])])
     return 0
 
 

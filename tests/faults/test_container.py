@@ -37,6 +37,7 @@ def store_pids(engine: EngineProcess, state: str = "") -> Iterator[int]:
     "all that was handed over arrives; no zombies",
     recovery="those that were killed are collected",
     engine="ended in order",
+    outputs=False,
 )
 def test_what_was_handed_over_arrives_and_nothing_stays_behind(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server, relay(server.port) as slow:

@@ -71,7 +71,6 @@ def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_sav
     "hangs while the arena turns over",
     "LocalDisk",
     "each file has its entry's own bytes",
-    recovery="places were reused",
     engine="alive",
 )
 def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(truth: Truth, tmp_path: Path) -> None:

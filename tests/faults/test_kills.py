@@ -66,7 +66,6 @@ def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
     "killed",
     "worker",
     "vLLM ends the engine; what was handed over is written",
-    recovery="the engine has ended",
     engine="ended by vLLM",
 )
 def test_the_worker_is_killed(served: Served) -> None:
@@ -77,7 +76,6 @@ def test_the_worker_is_killed(served: Served) -> None:
     "killed",
     "EngineCore",
     "the engine ends; what was handed over is written",
-    recovery="the engine has ended",
     engine="ended",
 )
 def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
@@ -128,7 +126,6 @@ def half_written(truth: Truth, disk: Path) -> None:
     "Ctrl-C to the group",
     "engine's processes",
     "the store process writes what it has, and ends",
-    recovery="the engine has ended",
     engine="ended in order",
 )
 def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) -> None:
@@ -155,7 +152,6 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
     "one of two ranks fails to load",
     "worker",
     "both agree, and encode",
-    recovery="the engine has ended",
     engine="alive",
 )
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:

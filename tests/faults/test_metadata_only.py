@@ -17,7 +17,6 @@ from tests.faults.harness import Served, Truth
     "stopped or dead, and a request has no picture",
     "store process",
     "that request fails alone",
-    recovery="the loss is counted",
     engine="alive",
 )
 def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path
             worker.close()
 
 
-@pytest.mark.fault("gets orders for another arena", "rank", "it copies nothing", recovery="it is reported")
+@pytest.mark.fault("gets orders for another arena", "rank", "it copies nothing")
 def test_a_rank_copies_nothing_for_an_arena_that_is_not_its_own(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench, Bench(tmp_path) as other:
         step = bench.save(IMAGES)

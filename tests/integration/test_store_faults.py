@@ -352,9 +352,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     assert stored(tmp_path) == {"big"}
 
 
-@pytest.mark.fault(
-    "killed at random moments", "store process", "no entry is torn, none is lost", recovery="the loss is noticed"
-)
+@pytest.mark.fault("killed at random moments", "store process", "no entry is torn, none is lost")
 def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times, while it fills, seals and writes."""
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
