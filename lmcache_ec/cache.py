@@ -10,7 +10,6 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec import arena
@@ -36,6 +35,7 @@ from lmcache_ec.channel import (
     Report,
     Sealed,
     SegmentReady,
+    Staged,
     Start,
     StoreLink,
     ToStore,
@@ -47,12 +47,14 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
+from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
@@ -68,25 +70,6 @@ _PLAUSIBLE_BYTES = 256 << 20
 """An entry of this length is believed to be one, whatever the engine says of its largest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What the cache has to know of the engine that it serves.
-
-    `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
-    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
-    `saves` nothing, a consumer, never gives a tier again what that has lost.
-    """
-
-    name: str
-    namespace: str
-    producer: str
-    ranks: int
-    largest_entry_bytes: int
-    saves: bool = True
-    watched: bool = False
-
-
 class EncoderCache:
     """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
 
@@ -99,6 +82,8 @@ class EncoderCache:
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
         self.weight_changes = 0
+        self._signing = config.signing_key()
+        engine = engine.signing_with(self._signing)
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -115,7 +100,8 @@ class EncoderCache:
         capacity = fit.bytes
         self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
-        self._arena_id = secrets.token_hex(8)
+        self.arena_id = secrets.token_hex(8)
+        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
         self._complaints = Complaints(_logger)
         self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
@@ -135,6 +121,7 @@ class EncoderCache:
         )
         self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._absent)
         self._ranks: list[Link] = []
+        self.staging = Staging(self._ranks, self._complaints)
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
             self._connect_ranks()
@@ -145,11 +132,6 @@ class EncoderCache:
             raise
 
     # ---- for the adapter
-
-    @property
-    def arena_id(self) -> str:
-        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
-        return self._arena_id
 
     @property
     def ready(self) -> bool:
@@ -246,6 +228,7 @@ class EncoderCache:
         self._fetches.ask_again(now)
         self._introduce_saver()
         self._growth.advance(self._ranks)
+        self.staging.advance()
         self._enter()
         while (place := self.book.owed_write()) is not None and self._send(self._write(place)):
             self.book.begin_write(place, self._store.number)
@@ -276,6 +259,7 @@ class EncoderCache:
             **self.book.snapshot(),
             **self._fetches.counts,
             "fetches_under_way": len(self._fetches),
+            "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
             "weight_changes": self.weight_changes,
         }
@@ -298,7 +282,7 @@ class EncoderCache:
             self._presence.close()
             self._presence = None
         os.close(self._arena_fd)
-        self._ranks = []
+        self._ranks.clear()
         self.inert = self.inert or "closed"
 
     # ---- starting
@@ -313,7 +297,7 @@ class EncoderCache:
                 link = Link(sock)
                 self._ranks.append(link)
                 self._rank_takers.append((link, partial(self._from_rank, rank)))
-                link.send(Attach(self._arena_id), [self._arena_fd])
+                link.send(Attach(self.arena_id), [self._arena_fd])
             except OSError as error:
                 sock.close()
                 self._give_up(f"rank {rank} cannot be reached on this host ({error})")
@@ -338,6 +322,7 @@ class EncoderCache:
                 remotes=self._config.remote_tiers,
                 saves=self._engine.saves,
                 look_s=_LOOK_S,
+                signing=self._signing,
             )
         )
         self._introduce_saver()
@@ -401,6 +386,8 @@ class EncoderCache:
                 self.weights.report(rank, calls, digest)
             case SegmentReady():
                 self._growth.answered(rank, message)
+            case Staged():
+                self.staging.answered(rank, message)
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:

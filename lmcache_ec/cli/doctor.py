@@ -77,6 +77,8 @@ class Report:
     disk: dict[str, Any] = field(default_factory=dict)
     surroundings: dict[str, Any] = field(default_factory=dict)
     remotes: dict[str, str] = field(default_factory=dict)
+    signing: str | None = None
+    """Id of the key that entries are signed with, if they are."""
     connector: str | None = None
     command: str | None = None
     variables: list[str] = field(default_factory=list)
@@ -98,6 +100,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
     report.surroundings = dict(surroundings.seen())
     if resolved:
         report.notes += surroundings.notes(resolved.config) if resolved.config.enabled else ()
+        _signing(report, resolved.config)
         _disk(report, resolved.config)
         with _environment_of_a_store_process(resolved.config):
             _remotes(report, resolved.config)
@@ -123,6 +126,15 @@ def _environment_of_a_store_process(config: EncoderCacheConfig) -> Iterator[None
         os.environ.update(before)
 
 
+def _signing(report: Report, config: EncoderCacheConfig) -> None:
+    try:
+        key = config.signing_key()
+    except ConfigError as error:
+        report.problems += error.args
+    else:
+        report.signing = key.id if key is not None else None
+
+
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
     """Ask each as an engine does at its start. One that does not answer ends no start; a wrong one does."""
     for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
@@ -139,16 +151,18 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
                     opened.check_writes()
         except TierNotReady as error:
             report.remotes[tier.name] = f"{tier.where}, is not ready"
-            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
+            report.notes.append(f"{message(error)}; an engine would start without it and retry in the background")
         except WritesRefused as error:
             report.remotes[tier.name] += ", read only"
-            report.notes.append(f"{message(error)}; an engine reads it, and asks now and then whether it takes writes")
+            report.notes.append(f"{message(error)}; an engine would only read from it until it accepts writes")
         except TierUnreachable as error:
             report.remotes[tier.name] = f"{tier.where}, does not answer"
-            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
+            report.notes.append(f"{message(error)}; an engine would start without it and retry in the background")
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
             report.problems.append(message(error))
+        if tier.credentials:
+            report.remotes[tier.name] += f"; credentials from {tier.credentials}"
 
 
 def render(report: Report) -> str:
@@ -167,6 +181,7 @@ def render(report: Report) -> str:
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
         "Surroundings": [(name, _text(name, value), "") for name, value in report.surroundings.items()],
         "Remotes": [(name, state, "") for name, state in report.remotes.items()],
+        "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
         "Notes": [("-", text, "") for text in report.notes],
@@ -194,11 +209,11 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         parsed = json.loads(extra)
     except ValueError as error:
         where = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-        report.problems.append(f'--extra is not JSON{where}: a map is accepted, such as \'{{"local_disk": "/data"}}\'')
+        report.problems.append(f'--extra is not JSON{where}: must be a map, for example \'{{"local_disk": "/data"}}\'')
         return None
     if not isinstance(parsed, dict):
         report.problems.append(
-            f'--extra is {masked_unknown(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\''
+            f'--extra is {masked_unknown(parsed)}: must be a map, for example \'{{"local_disk": "/data"}}\''
         )
         return None
     try:
@@ -309,7 +324,7 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
     folder = config.local_disk
     if folder is None or not config.enabled:
         if config.enabled and not config.remotes:
-            report.notes.append("no entry outlives the engine: neither local_disk nor remotes are set")
+            report.notes.append("no entry outlives the engine: neither local_disk nor remotes is set")
         return
     try:
         found = disk(folder)
@@ -376,7 +391,7 @@ def _command(extra: str, environ: Mapping[str, str]) -> str:
 
 
 def _server() -> str:
-    """The CPU build's own command looks for a package that is called vllm."""
+    """The CPU build's `vllm serve` fails because it expects a package named vllm."""
     if _version(("vllm",)) is None and _version((_CPU_BUILD,)):
         return "python -m vllm.entrypoints.openai.api_server --model MODEL"
     return "vllm serve MODEL"
