@@ -33,7 +33,7 @@ def store_pids(engine: EngineProcess, state: str = "") -> Iterator[int]:
 
 def entries_in(server: RedisServer) -> int:
     """The name of what the store holds is a key, too."""
-    return len(server.client().keys("*.safetensors"))  # type: ignore[arg-type]
+    return len(server.client().keys("*.safetensors"))
 
 
 @pytest.mark.fault(
