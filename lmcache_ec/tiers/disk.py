@@ -227,6 +227,7 @@ class DiskTier(Tier):
         survey, self._begun = self._begun, None
         with self._reporting("survey", "the folder"):
             self._open_account()
+            self.notice = self._described()
             if self.read_only:
                 return  # nothing is written, so there is nothing to keep
             with Descriptor(open_root(self._path, make=True)) as root:
@@ -277,6 +278,15 @@ class DiskTier(Tier):
             self._open_account()
         except OSError:
             return ""  # the first write will show whether it is still so
+        return self._described()
+
+    def look(self) -> str:
+        """What `notice` would say, as far as that shows without writing anything. OSError if it cannot be told."""
+        self._account.read()
+        return self._described()
+
+    def _described(self) -> str:
+        """What is known of the account, where that is not as it should be."""
         if self.read_only:
             return f"disk tier at {self.root}: read only, as nothing can be written there: {self._forbidden}"
         if not self._account.shared:
