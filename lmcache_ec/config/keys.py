@@ -2,6 +2,7 @@
 """The keys of `ec:`, each with its type, limits, unit, default and one sentence. A new key is a new field here."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -46,6 +47,21 @@ class Accepts:
 def _no_flag(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError  # pydantic takes `yes` for the number 1
+    return value
+
+
+_MOST_GIB = 1 << 20
+
+
+def _no_bytes(value: object) -> object:
+    """More GiB than any key takes are bytes."""
+    try:
+        size = float(value) if isinstance(value, int | float | str) else 0.0
+    except (ValueError, OverflowError):
+        return value
+    if _MOST_GIB < size < math.inf:
+        text = f"{size / GIB:.1f}" if size > GIB / 20 else f"{size / GIB:.2g}"
+        raise ValueError(f"looks like bytes: {size:.0f} bytes are {text} GiB; must be a number of GiB, without a unit")
     return value
 
 
@@ -133,8 +149,9 @@ Namespace = Annotated[
 ]
 Gibibytes = Annotated[
     float,
+    BeforeValidator(_no_bytes),
     BeforeValidator(_no_flag),
-    Field(ge=0, le=1 << 20, allow_inf_nan=False),
+    Field(ge=0, le=_MOST_GIB, allow_inf_nan=False),
     Accepts("must be a number of GiB, for example 4 or 0.5, without a unit", "GiB"),
 ]
 Milliseconds = Annotated[

@@ -380,6 +380,7 @@ def test_doctor_says_before_a_start_what_the_start_would_say_of_a_remote(tmp_pat
         server.kill()
         away = found("s3cr3t-canary")
     assert right.remotes == {"redis": f"redis://127.0.0.1:{server.port}, answers"}
+    assert right.look_ups["redis"].startswith("round trip ")
     assert "authentication failed" in " ".join(wrong.problems)
     assert "retry in the background" in " ".join(away.notes)
     assert not [problem for problem in (*right.problems, *away.problems) if "redis" in problem]
