@@ -12,13 +12,15 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lmcache_ec.cli import surroundings
 from lmcache_ec.cli.named_tiers import named_tiers
 from lmcache_ec.cli.near_keys import near_keys
 from lmcache_ec.cli.round_trip import look_up_mode
@@ -31,7 +33,10 @@ from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.host_memory import fitting
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
 from lmcache_ec.sizes import GIB, rounded_size
+from lmcache_ec.store_process import environment
 from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
+from lmcache_ec.tiers.disk import DiskTier
+from lmcache_ec.tiers.kinds import environment_of
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
@@ -75,6 +80,7 @@ class Report:
     versions: dict[str, str | None] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
+    surroundings: dict[str, Any] = field(default_factory=dict)
     remotes: dict[str, str] = field(default_factory=dict)
     look_ups: dict[str, str] = field(default_factory=dict)
     """Of each remote that answers: the round trip, and how an engine asks it."""
@@ -106,10 +112,13 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec
     _connector(report, environ)
     _front_end(report)
     _memory(report, resolved.config if resolved else None, environ)
+    report.surroundings = dict(surroundings.seen())
     if resolved:
+        report.notes += surroundings.notes(resolved.config) if resolved.config.enabled else ()
         _signing(report, resolved.config)
         _disk(report, resolved.config)
-        _remotes(report, resolved.config)
+        with _environment_of_a_store_process(resolved.config):
+            _remotes(report, resolved.config)
         report.command = _command(extra, environ, role)
         report.variables = sorted(
             masked_name(name)
@@ -117,6 +126,19 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec
             if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
+
+
+@contextmanager
+def _environment_of_a_store_process(config: EncoderCacheConfig) -> Iterator[None]:
+    """What a store process does not get is not there for the tiers that are opened here either."""
+    before = dict(os.environ)
+    kept = environment(environment_of(config.remotes))
+    for name in before.keys() - kept.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def _signing(report: Report, config: EncoderCacheConfig) -> None:
@@ -174,6 +196,7 @@ def render(report: Report) -> str:
         "Versions": versions,
         "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
+        "Surroundings": [(name, _text(name, value), "") for name, value in report.surroundings.items()],
         "Remotes": [(name, state, report.look_ups.get(name, "")) for name, state in report.remotes.items()],
         "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
@@ -340,8 +363,19 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
     }
     if problem := _no_place(found, folder, config):
         report.problems.append(f"local_disk={folder}: {problem}")
+    elif exists:
+        _opened(report, folder, config)
     if found.kind in _PASSING:
         report.notes.append(f"local_disk={folder} is on {found.kind}, which {_PASSING[found.kind]}")
+
+
+def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
+    """What an engine would find when it opens a folder that is there; nothing is written for that."""
+    try:
+        with closing(DiskTier(folder, config.max_local_disk_bytes, make=False)) as tier:
+            report.notes += filter(None, [tier.look()])
+    except (OSError, ValueError) as error:
+        report.problems.append(message(error))
 
 
 def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:

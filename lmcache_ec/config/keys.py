@@ -27,7 +27,7 @@ from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.mask import HIDDEN, masked, masked_address
 from lmcache_ec.signing import SigningKey, read_key
 from lmcache_ec.sizes import GIB
-from lmcache_ec.tiers.kinds import can_list, check_remote, configured, kind_of
+from lmcache_ec.tiers.kinds import can_list, check_remote, configured, is_read_only, kind_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
 
 _FLAGS = TypeAdapter(bool)
@@ -338,6 +338,12 @@ class EncoderCacheConfig(BaseModel):
         except ValueError as error:
             raise ConfigError(f"signing_key_file: {error}") from None
         return key
+
+    @property
+    def read_only_tiers(self) -> int:
+        """The tiers that are configured never to be written to, a bit each: a disk first, then the remotes in order."""
+        numbered = enumerate(self.remote_tiers, start=1 if self.local_disk else 0)
+        return sum(1 << number for number, remote in numbered if is_read_only(remote))
 
     @property
     def max_local_cpu_bytes(self) -> int:
