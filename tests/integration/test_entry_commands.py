@@ -374,7 +374,7 @@ def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(st
     unnamed = run("warm", "--identifiers", str(tmp_path / "list"))
     assert (unnamed.exit_code, "holds 2 namespaces, name one: ns, other" in unnamed.stderr) == (1, True)
     report = answered("warm", "ns", "--identifiers", str(tmp_path / "list"))
-    assert (report["chosen"], report["copied"], report["absent"]) == (3, 2, 1)
+    assert (report["chosen"], report["copied"], report["absent"]) == (3, 2, 1), json.dumps(report)
     assert {found.digest for found in stores.disk.list("ns")} == {
         EncoderCacheKey("ns", it).digest for it in ("one", "ü")
     }
@@ -404,7 +404,9 @@ def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: St
     put(stores.redis, "good")
     result = run("warm", "--from", "redis", "--json")
     report = json.loads(result.stdout)
-    assert (result.exit_code, report["copied"], report["corrupt"], report["other_version"]) == (1, 1, 1, 1)
+    assert (result.exit_code, report["copied"], report["corrupt"], report["other_version"]) == (1, 1, 1, 1), json.dumps(
+        report
+    )
     assert [found.digest for found in stores.disk.list("ns")] == [EncoderCacheKey("ns", "good").digest]
 
 
