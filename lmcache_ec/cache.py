@@ -9,8 +9,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from lmcache_ec import arena
@@ -47,10 +46,12 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
+from lmcache_ec.engine import Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
+from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.supervisor import Supervisor
@@ -66,25 +67,6 @@ _LOOK_S = 2.0
 """Between two looks whether a tier was emptied."""
 _PLAUSIBLE_BYTES = 256 << 20
 """An entry of this length is believed to be one, whatever the engine says of its largest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What the cache has to know of the engine that it serves.
-
-    `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
-    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
-    `saves` nothing, a consumer, never gives a tier again what that has lost.
-    """
-
-    name: str
-    namespace: str
-    producer: str
-    ranks: int
-    largest_entry_bytes: int
-    saves: bool = True
-    watched: bool = False
 
 
 class EncoderCache:
@@ -121,7 +103,7 @@ class EncoderCache:
         self._presence: PresenceFilter | None = None
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
-        self._handed = (-1, -1)  # the book's revision, and the ping, of the last ledger
+        self._handed = (-1, -1)  # revision of the book, and ping, of the last ledger
         self._closed = False
         self._arena_fd = arena.create(capacity)
         self._store = Supervisor(
@@ -132,7 +114,8 @@ class EncoderCache:
             complaints=self._complaints,
             follower=self,
         )
-        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._absent)
+        self.policy = LoadPolicy(always=config.load_policy == "always")
+        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._candidates, self.policy)
         self._ranks: list[Link] = []
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
@@ -191,16 +174,28 @@ class EncoderCache:
         )
         return True
 
-    def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
-        """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
+    def fetch(
+        self,
+        identifier: str,
+        length: int,
+        now: float,
+        announced: bool = False,
+        encode_s: float | None = None,
+        early: bool = False,
+    ) -> bool:
+        """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come, or if that is
+        expected to take longer than `encode_s` (None: it is fetched whatever that takes). An `early` no is not counted.
 
         Single-flight: while one is under way, the answer is True and nothing more is asked. One that was `announced`
-        may have been written after the last listing, or be about to be: it is asked for, again and again, until the
-        caller has waited long enough.
+        may be written only now: it is asked for, again and again, until the caller has waited long enough.
         """
         if self.under_way(identifier, now):
             return True
-        return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced)
+        return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced, encode_s, early)
+
+    def late(self, identifier: str, now: float) -> None:
+        """A request has waited in vain for an entry that is under way."""
+        self._fetches.late(identifier, now)
 
     def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
         """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
@@ -213,13 +208,13 @@ class EncoderCache:
         """Whether there are tiers to ask, and somebody who does."""
         return self._presence is not None and self.ready and self.persists and self._responsive(now)
 
-    def _absent(self, digest: bytes) -> bool:
-        """Whether no tier has the entry of this key, as far as each is known."""
-        presence = self._presence
-        return presence is not None and presence.all_complete and not self._enters and not presence.may_contain(digest)
+    def _candidates(self, digest: bytes) -> Sequence[int]:
+        """The tiers that may have the entry of this key, as far as each is known, in their order."""
+        presence = None if self._enters else self._presence
+        return range(len(self._tiers)) if presence is None else presence.candidates(digest)
 
     def covers(self, tiers: int) -> bool:
-        """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
+        """Whether a consumer finds what these tiers have: all the remotes; without any, the disk."""
         return bool(self._reached) and tiers & self._reached == self._reached
 
     def rewrite(self, place: Place) -> None:
@@ -274,6 +269,7 @@ class EncoderCache:
         return {
             **self.book.snapshot(),
             **self._fetches.counts,
+            **self.policy.snapshot(self._tiers),
             "fetches_under_way": len(self._fetches),
             "memory_only": int(not self._home.persists),
             "weight_changes": self.weight_changes,
@@ -392,8 +388,10 @@ class EncoderCache:
 
     def _from_rank(self, rank: int, message: object, fds: list[int], now: float) -> None:
         match message:
-            case Report(step=step, outcomes=outcomes):
+            case Report(step=step, outcomes=outcomes, encode_s=encode_s):
                 self.book.report(rank, step, outcomes, self._store.alive())
+                if rank == 0:
+                    self.policy.encoded(step, encode_s)
             case Attached(registers=registers):
                 self._growth.rank_attached(rank, registers)
             case WeightsReport(calls=calls, digest=digest):
@@ -404,10 +402,10 @@ class EncoderCache:
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
             case Filled():
-                spec = TensorSpec(message.rows, message.width, message.dtype)
-                place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
+                spec, tier = TensorSpec(message.rows, message.width, message.dtype), self._tiers.index(message.tier)
+                place = self.book.filled(message.place, spec, message.tier, tier)
                 if place is not None:
-                    self._fetches.filled(place.identifier)
+                    self._fetches.filled(place.identifier, tier, message.seconds, now)
             case NotFilled():
                 self._fetches.not_filled(message, now)
             case Sealed(place=place_id, ok=ok):

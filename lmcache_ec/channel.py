@@ -67,7 +67,8 @@ class Enter(Message, frozen=True):
 class Fill(Message, frozen=True):
     """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
 
-    With `insist` a tier is asked even if its listing lacks the entry.
+    With `insist` a tier is asked even if its listing lacks the entry. Only `tiers` are asked (a bit each, in their
+    order; 0: all).
     """
 
     place: int
@@ -76,6 +77,7 @@ class Fill(Message, frozen=True):
     namespace: str
     identifier: str
     insist: bool = False
+    tiers: int = 0
 
 
 class Write(Message, frozen=True):
@@ -138,13 +140,14 @@ class Entered(Message, frozen=True):
 
 
 class Filled(Message, frozen=True):
-    """The place holds the verified entry of shape (rows, width), read from `tier`."""
+    """The place holds the verified entry of shape (rows, width), read from `tier` in so many seconds."""
 
     place: int
     rows: int
     width: int
     dtype: str
     tier: str
+    seconds: float = 0.0
 
 
 class NotFilled(Message, frozen=True):
@@ -304,10 +307,14 @@ class SegmentReady(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named."""
+    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named.
+
+    `encode_s`: what the encoder took in this step, seconds; 0 if it was not measured.
+    """
 
     step: int
     outcomes: list[tuple[int, Outcome, int]]
+    encode_s: float = 0.0
 
 
 class WeightsReport(Message, frozen=True):

@@ -144,9 +144,9 @@ class Rank:
                     durable.add(answer.place)
         return durable & places
 
-    def report(self, step: int, outcomes: list[tuple[int, Outcome, int]]) -> None:
+    def report(self, step: int, outcomes: list[tuple[int, Outcome, int]], encode_s: float = 0.0) -> None:
         """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
-        message = Report(step, outcomes)
+        message = Report(step, outcomes, encode_s)
         with self._lock:
             self._post(message)
 

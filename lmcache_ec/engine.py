@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cache has to know of the engine that it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """`name` is one engine's on this host, the same on the scheduler side and in every rank.
+
+    `largest_entry_bytes` bounds an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the
+    weights of the start; with `watched` the ranks report what weights they have, and nothing is promised before they
+    have done so. One that `saves` nothing, a consumer, never gives a tier again what that has lost.
+    """
+
+    name: str
+    namespace: str
+    producer: str
+    ranks: int
+    largest_entry_bytes: int
+    saves: bool = True
+    watched: bool = False
