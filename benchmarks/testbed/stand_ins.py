@@ -169,12 +169,13 @@ class Runner:
         self.worker.load(self.cache)
         self.worker.begin_encodes()
         by_name = {request.request_id: request for request in requests}
-        for name, indices in output.scheduled_encoder_inputs.items():
-            for index in indices:
-                feature = by_name[name].mm_features[index]
-                self.encoded.append(feature.identifier)
-                self.cache[feature.identifier] = self.encode(feature.identifier, feature.mm_position.length)
-                self.worker.save(self.cache, feature.identifier)
+        items = [(name, index) for name, indices in output.scheduled_encoder_inputs.items() for index in indices]
+        features = [by_name[name].mm_features[index] for name, index in items]
+        made = [self.encode(feature.identifier, feature.mm_position.length) for feature in features]
+        for feature, tensor in zip(features, made, strict=True):
+            self.encoded.append(feature.identifier)
+            self.cache[feature.identifier] = tensor
+            self.worker.save(self.cache, feature.identifier)
         self.worker.finish_step()
 
 

@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ _SILENT = {
     "next scheduling pass; until then nothing is loaded from its tiers",
 }
 """State -> what is printed of an engine in that state."""
+
+_ENCODE_US, _TIER_US = "policy_encode_us_", "policy_us_"
 
 _ABSENT: dict[str, Any] = {
     **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
@@ -108,8 +110,18 @@ def _head(engine: dict[str, Any]) -> Iterator[str]:
     by_tier = ", ".join(f"{value:,} from {name}" for name, value in loads.items() if value)
     yield f"  loads          {sum(loads.values()):,}" + (f": {by_tier}" if by_tier else "") + f"; {failed:,} failed"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
+    if waits := book["policy_waits"] + book["policy_encodes_instead"]:
+        yield f"  load policy    {waits:,} weighed: {book['policy_encodes_instead']:,} encoded instead{_figures(book)}"
     for notice in filter(None, (tier.get("notice") for tier in engine["tiers"])):
         yield f"  note           {notice}"
+
+
+def _figures(book: Mapping[str, int]) -> str:
+    """What the load policy reckons with: what an encode costs, by modality, and what each tier takes."""
+    encodes = [(f"{name[len(_ENCODE_US) :]} encode", us) for name, us in book.items() if name.startswith(_ENCODE_US)]
+    tiers = [(name[len(_TIER_US) :], us) for name, us in book.items() if name.startswith(_TIER_US)]
+    known = ", ".join(f"{name} {us / 1000:.1f} ms" for name, us in encodes + tiers)
+    return f" ({known})" if known else ""
 
 
 def _table(engine: dict[str, Any]) -> Table:
