@@ -26,7 +26,7 @@ import msgspec
 import xxhash
 
 from lmcache_ec.dtypes import DTYPES
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 
 FORMAT = "lmcache-ec/1"
 MAX_PRODUCER_BYTES = 64
@@ -132,6 +132,19 @@ class TensorSpec:
         return self.rows * self.width * DTYPES[self.dtype].nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an entry says of itself, whether or not it is true. `length` is that of the whole entry, in bytes."""
+
+    identifier: str
+    namespace: str
+    spec: TensorSpec
+    created: str
+    producer: str
+    digest: str
+    length: int
+
+
 def room(identifier: str) -> int:
     """Bytes before the payload, the length field included; a multiple of 4096."""
     size = len(identifier) if identifier.isascii() else len(identifier.encode())
@@ -179,6 +192,75 @@ def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
         raise
 
 
+def verify_named(buffer: memoryview, name: EntryName) -> Header:
+    """As `verify`, for one of whose key only the digest is known: the header has to have the identifier to it."""
+    try:
+        header = _header(buffer)
+        try:
+            key = EncoderCacheKey(name.namespace, header.identifier)
+            same = key.digest == name.digest
+        except UnicodeEncodeError:
+            same = False
+        if not same:
+            raise EntryError(Reason.IDENTIFIER, "another identifier than its name was made from")
+        _verified(buffer, key)
+        return header
+    except EntryError:
+        if version := _other_version(buffer):
+            raise OtherVersion(version) from None
+        raise
+
+
+def header_bytes(start: memoryview) -> int:
+    """How many bytes of an entry hold its header, as the first eight of them say. EntryError if that cannot be."""
+    if len(start) < _LENGTH.size:
+        raise EntryError(Reason.LENGTH, f"{len(start)} bytes are no entry")
+    (given,) = _LENGTH.unpack_from(start)
+    if given > _MAX_HEADER:
+        raise EntryError(Reason.HEADER, f"header of {given} bytes, at most {_MAX_HEADER} are accepted")
+    return int(_LENGTH.size + given)
+
+
+def read_header(start: memoryview) -> Header:
+    """What the entry that begins with `start` says of itself. `header_bytes` of it are enough.
+
+    OtherVersion for an entry of another version; EntryError for all else.
+    """
+    try:
+        return _header(start)
+    except EntryError:
+        if version := _other_version(start):
+            raise OtherVersion(version) from None
+        raise
+
+
+def _header(start: memoryview) -> Header:
+    size = header_bytes(start)
+    if len(start) < size:
+        raise EntryError(Reason.LENGTH, f"{len(start)} bytes, the header alone takes {size}")
+    fields = _decoded(bytes(start[:size]))
+    metadata = fields.metadata
+    if metadata.format != FORMAT:
+        raise EntryError(Reason.FORMAT, f"not {FORMAT}")
+    spec = _spec(fields)
+    said = metadata.identifier, metadata.namespace, spec, metadata.created, metadata.producer, metadata.digest
+    return Header(*said, size + spec.nbytes)
+
+
+def _decoded(header: bytes) -> _Header:
+    try:
+        return _decode(header[_LENGTH.size : header.rfind(b"}") + 1])
+    except (ValueError, RecursionError) as error:
+        raise EntryError(Reason.HEADER, "not the JSON that is written") from error
+
+
+def _spec(fields: _Header) -> TensorSpec:
+    try:
+        return TensorSpec(*fields.ec.shape, fields.ec.dtype, fields.metadata.layout)
+    except ValueError as error:
+        raise EntryError(Reason.SHAPE, "no such tensor can be") from error
+
+
 def _verified(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
     size = room(key.identifier)
     if len(buffer) < size:
@@ -187,10 +269,7 @@ def _verified(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
     if given != size - _LENGTH.size:
         raise EntryError(Reason.HEADER, f"header of {given} bytes, expected {size - _LENGTH.size}")
     header = bytes(buffer[:size])
-    try:
-        fields = _decode(header[_LENGTH.size : header.rfind(b"}") + 1])
-    except (ValueError, RecursionError) as error:
-        raise EntryError(Reason.HEADER, "not the JSON that is written") from error
+    fields = _decoded(header)
     metadata, tensor = fields.metadata, fields.ec
     if metadata.format != FORMAT:
         raise EntryError(Reason.FORMAT, f"not {FORMAT}")
@@ -198,10 +277,7 @@ def _verified(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
         raise EntryError(Reason.IDENTIFIER, "another identifier than the one asked for")
     if metadata.namespace != key.namespace:
         raise EntryError(Reason.NAMESPACE, "another namespace than the one asked for")
-    try:
-        spec = TensorSpec(*tensor.shape, tensor.dtype, metadata.layout)
-    except ValueError as error:
-        raise EntryError(Reason.SHAPE, "no such tensor can be") from error
+    spec = _spec(fields)
     if tensor.data_offsets != (0, spec.nbytes) or header != _padded(fields, size):
         raise EntryError(Reason.HEADER, "not in the one form that is written")
     if len(buffer) != size + spec.nbytes:

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MAX_IDENTIFIER_BYTES = 4096
 MAX_NAMESPACE_CHARS = 80
@@ -46,11 +46,28 @@ def object_name(namespace: str, digest: bytes) -> str:
     return f"{namespace}/{name[:2]}/{name}.safetensors"
 
 
+class EntryName(Protocol):
+    """What a tier finds an entry by: its key, or the name of its object where the identifier is not known."""
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def digest(self) -> bytes: ...
+
+    @property
+    def object_name(self) -> str: ...
+
+
 class ObjectName(NamedTuple):
     """What the name of an object says: the namespace and the digest of its key."""
 
     namespace: str
     digest: bytes
+
+    @property
+    def object_name(self) -> str:
+        return object_name(self.namespace, self.digest)
 
 
 def parse_object_name(name: str) -> ObjectName | None:

@@ -19,7 +19,7 @@ from benchmarks.bench.child import Child
 from benchmarks.bench.churn import churn
 from benchmarks.bench.machine import header
 from benchmarks.bench.result import BUSY, Collected, bars
-from benchmarks.bench.sample import MEGABYTES, WIDTH, rows_of
+from benchmarks.bench.sample import BATCHED_MEGABYTES, MEGABYTES, WIDTH, rows_of
 from benchmarks.bench.table import RESULTS, show
 from benchmarks.testbed.engine_env import Layout, engine_environment
 
@@ -64,8 +64,9 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
     collected, largest = Collected(), rows_of(max(sizes))
     with ExitStack() as stack:
         report("starting the parties")
-        disk, copies, peer, hooks, *engines = children = [
+        disk, remotes, copies, peer, hooks, *engines = children = [
             Child("benchmarks.bench.disk:Disk", f"{folder}/store", largest),
+            Child("benchmarks.bench.remotes:Remotes", f"{folder}/remotes", largest),
             Child("benchmarks.bench.copies:Copies", f"{folder}/copies", largest),
             Child("benchmarks.bench.peer:Peer", f"{folder}/peer", largest),
             Child("benchmarks.bench.hooks:Hooks", f"{folder}/hooks"),
@@ -81,8 +82,10 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
             taken = Collected() if number == 0 else collected
             taken.add(hooks.call("measure"), 0)
             taken.add(peer.call("look_ups"), 0)
+            taken.add(remotes.call("batches"), rows_of(BATCHED_MEGABYTES) * WIDTH * 2)
             for megabytes in sizes:
                 rows = rows_of(megabytes)
+                taken.add(remotes.call("measure", rows), rows * WIDTH * 2)
                 for busy in (False, True):
                     _one_size(taken, rows, busy, disk, copies, peer, engines)
             report(f"round {number} of {rounds}: {time.monotonic() - began:.1f} s")

@@ -94,6 +94,13 @@ def bars(rows: Iterable[Row], arena: Utilisation) -> list[Bar]:
         _near_floor("load_cpu", [row for row in by_name.get("load_cpu", ()) if _is_an_image(row)], 1.15, "memcpy"),
         _with_least(by_name, "disk_get", 1.3, "read + xxh3"),
         _with_least(by_name, "disk_put", 1.2, "write + rename"),
+        _near_floor(
+            "redis_get", [row for row in by_name.get("redis_get", ()) if _is_an_image(row)], 1.3, "bare socket"
+        ),
+        _near_floor(
+            "redis_put", [row for row in by_name.get("redis_put", ()) if _is_an_image(row)], 1.3, "bare socket"
+        ),
+        _near_floor("s3_get", [row for row in by_name.get("s3_get", ()) if _is_an_image(row)], 1.15, "bare obstore"),
         Bar(
             "arena >= 85 % live",
             f"{arena.least:.1%} at least, {arena.mean:.1%} on average",

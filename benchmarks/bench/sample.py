@@ -10,6 +10,9 @@ WIDTH = 5376
 """Of the entries: 256 rows of BF16 are one image of Gemma3-27B, 2.75 MB."""
 
 MEGABYTES = (0.5, 2.75, 16.0, 134.0)
+BATCHED_MEGABYTES = 0.5
+"""Of an entry in a batch."""
+
 BACK_TO_BACK_S = 0.0001
 """Between passes where time is measured: short against all that is waited for."""
 

@@ -8,8 +8,10 @@ import json
 import typer
 
 from lmcache_ec.cli.doctor import examine, render
+from lmcache_ec.cli.inspect import inspect
 from lmcache_ec.cli.keys import list_keys
 from lmcache_ec.cli.lifecycle import check_and_set
+from lmcache_ec.cli.ls import list_entries
 from lmcache_ec.cli.namespaces import find_and_remove
 from lmcache_ec.cli.status import all_engines, show
 
@@ -51,6 +53,8 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
+app.command("ls")(list_entries)
+app.command("inspect")(inspect)
 app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)

@@ -69,6 +69,18 @@ def named_tiers(config: EncoderCacheConfig) -> list[NamedTier]:
     return [replace(tier, name=name) for name, tier in zip(names, tiers, strict=True)]
 
 
+def wanted_tiers(extra: str, only: str = "") -> list[NamedTier]:
+    """The tiers of the configuration, or the one that is named. Ends the command if there is none."""
+    tiers = named_tiers(configured(extra))
+    if only and only not in [tier.name for tier in tiers]:
+        names = ", ".join(tier.name for tier in tiers) or "none, as the configuration names no tier"
+        raise typer.BadParameter(f"accepted here: {names}", param_hint="--tier")
+    if not tiers:
+        typer.echo("no disk and no remote is configured here: is LMCACHE_CONFIG_FILE set?", err=True)
+        raise typer.Exit(1)
+    return [tier for tier in tiers if only in ("", tier.name)]
+
+
 def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:
     unlisted = ""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from lmcache_ec.channel import STATUS_PREFIX
-from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
+from lmcache_ec.cli.named_tiers import NamedTier, wanted_tiers
 from lmcache_ec.cli.status import engines
 from lmcache_ec.key import check_namespace
 from lmcache_ec.sizes import precise_size
@@ -84,10 +84,7 @@ def find_and_remove(
     """
     removal = bool(remove or remove_unused)
     _check_options(remove, remove_unused, unused_for, needs_yes=removal and as_json and not yes)
-    tiers = _wanted(extra, tier)
-    if not tiers:
-        typer.echo("no disk and no remote is configured here: is LMCACHE_CONFIG_FILE set?", err=True)
-        raise typer.Exit(1)
+    tiers = wanted_tiers(extra, tier)
     using, silent = _in_use()
     report = _looked(tiers, using)
     _select(report, remove, unused_for)
@@ -117,14 +114,6 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
         raise typer.BadParameter("say for how many days, more than 0, with --unused-for", param_hint="--remove-unused")
     if needs_yes:
         raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
-
-
-def _wanted(extra: str, only: str) -> list[NamedTier]:
-    tiers = named_tiers(configured(extra))
-    if only and only not in [tier.name for tier in tiers]:
-        names = ", ".join(tier.name for tier in tiers) or "none, as the configuration names no tier"
-        raise typer.BadParameter(f"accepted here: {names}", param_hint="--tier")
-    return [tier for tier in tiers if only in ("", tier.name)]
 
 
 def _in_use() -> tuple[dict[str, list[int]], list[int]]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.tiers.base import Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 
 
@@ -30,25 +30,25 @@ class AwaitedTier(Tier):
     def stored_bytes(self) -> int | None:
         return self._opened().stored_bytes
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         return self._opened().get_into(key, buffer)
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         return self._opened().get_each_into(wanted)
 
-    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
+    def contains_each(self, keys: Sequence[EntryName]) -> Answers:
         return self._opened().contains_each(keys)
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         return self._opened().put(key, data)
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         return self._opened().contains(key)
 
     def check_writes(self) -> bool:
         return self._opened().check_writes()
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         self._opened().delete(key)
 
     def list(self, namespace: str) -> Iterator[Listed]:

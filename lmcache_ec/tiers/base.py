@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 
 
 class TierError(OSError):
@@ -115,7 +115,7 @@ class Tier(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         """The length in bytes of the entry that is stored, or None if there is none.
 
         If that is the length of `buffer`, then `buffer` now holds the entry. Otherwise nothing useful is in it,
@@ -127,15 +127,24 @@ class Tier(abc.ABC):
         """Store an entry: True if this call wrote it, False if one was there (which stays, whatever its bytes)."""
 
     @abc.abstractmethod
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         """The length in bytes of the entry that is stored, or None if there is none."""
+
+    def peek(self, key: EntryName, most: int) -> bytes | None:
+        """The first `most` bytes of an entry, at least one; all of it if it is shorter; None if there is none. For
+        programs that look after a store: that is no use of the entry where the tier can tell the two apart."""
+        length = self.contains(key)
+        if length is None:
+            return None
+        buffer = memoryview(bytearray(length))
+        return bytes(buffer[:most]) if self.get_into(key, buffer) == length else None
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries. What fails is the answer for its entry; TierError is raised only where
         nothing could be asked."""
         return [_answered(partial(self.get_into, key, buffer)) for key, buffer in wanted]
 
-    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
+    def contains_each(self, keys: Sequence[EntryName]) -> Answers:
         """`contains` for several entries, as `get_each_into`."""
         return [_answered(partial(self.contains, key)) for key in keys]
 
@@ -145,7 +154,7 @@ class Tier(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         """Remove an entry; none there is no error."""
 
     @abc.abstractmethod

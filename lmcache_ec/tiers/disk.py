@@ -17,7 +17,8 @@ the file system has no links it is renamed, and two processes that write one ent
 temporary without a lock is what a writer left that was killed; where there are no locks, one an hour old. Nothing is
 synced: an entry outlives its processes; the loss of power may tear it, and then its digest tells. What does not verify
 is deleted, not kept aside: it would take room that nothing accounts for. The folder, or any in it, may be removed by
-hand while engines run, or another mounted in its place: what was there is missed, and what is written makes it again.
+hand while engines run, or another mounted in its place: what was there is missed (after 50 ms at most where the old
+folder still exists), and what is written makes it again.
 
 There is no index: the file's name alone decides whether an entry is there, the account whether there is room. What to
 evict is known from surveys, walks over the whole folder in the background: each leaves the paths of the least recently
@@ -34,10 +35,10 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
 from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
@@ -49,6 +50,7 @@ from lmcache_ec.tiers.disk_files import (
     namespaces_in,
     publish,
     read_into,
+    read_start,
     remove_empty,
     remove_entry,
     shards_of,
@@ -56,7 +58,7 @@ from lmcache_ec.tiers.disk_files import (
     temporary_file,
     write_full,
 )
-from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, open_or_make, open_root
+from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, KeptRoot, open_or_make, open_root
 from lmcache_ec.tiers.disk_news import FolderNews
 from lmcache_ec.tiers.disk_survey import Survey
 
@@ -95,6 +97,7 @@ class DiskTier(Tier):
             raise ValueError(f"disk tier at {root}: nothing in this folder can be read: {error.strerror}") from error
         self.root = root
         self._path = str(root)
+        self._kept = KeptRoot(self._path)
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
         self._account = FolderAccount(root / ".usage")
@@ -115,16 +118,10 @@ class DiskTier(Tier):
             account = self._account.read()
         return None if account is None else account.total
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         name = key.object_name
         with self._reporting("read", name):
-            try:
-                with Descriptor(open_root(self._path)) as root:
-                    return read_into(root, name, buffer)
-            except OSError as error:
-                if error.errno not in GONE:
-                    raise
-        return None
+            return self._looked_up(lambda root: read_into(root, name, buffer))
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         with self._reporting("write", key.object_name):
@@ -138,18 +135,23 @@ class DiskTier(Tier):
                     raise self._refusal() from error
                 raise
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         name = key.object_name
         with self._reporting("look for", name):
+            return self._looked_up(lambda root: find(root, name))
+
+    def peek(self, key: EntryName, most: int) -> bytes | None:
+        name = key.object_name
+        with self._reporting("read", name):
             try:
                 with Descriptor(open_root(self._path)) as root:
-                    return find(root, name)
+                    return read_start(root, name, most)
             except OSError as error:
                 if error.errno not in GONE:
                     raise
         return None
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         with self._reporting("delete", key.object_name):
             self._remove(key.object_name)
 
@@ -222,7 +224,21 @@ class DiskTier(Tier):
                 self._evict(account.total - self.max_bytes)
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Let go of the folder. A call after that opens it again."""
+        self._kept.close()
+
+    def _looked_up(self, look: Callable[[int], int | None]) -> int | None:
+        """What `look` finds below the root; None also where there is no root."""
+        try:
+            root = self._kept.recent()
+            found = look(root.fd)
+            if found is None and (current := self._kept.current()) is not root:
+                found = look(current.fd)
+            return found
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+        return None
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
         return _Reporting(action, name, self._path)

@@ -24,6 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,7 +174,7 @@ class FolderAccount:
         """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be."""
         try:
             for _ in range(_REMADE):
-                with Descriptor(open_root(self._folder, make=True) if root is None else os.dup(root)) as folder:
+                with Descriptor(open_root(self._folder, make=True)) if root is None else nullcontext(root) as folder:
                     fd = self._open(folder)
                     if fd is None:
                         root = None  # it may have been removed

@@ -55,15 +55,35 @@ def find(root: int, name: str) -> int | None:
     return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def read_into(root: int, name: str, buffer: memoryview) -> int | None:
-    """Fill `buffer` from the entry of this name, if that is as long: its length, None if there is none."""
+def _opened(root: int, name: str) -> int | None:
+    """What has this name, open for reading; None if that cannot be an entry."""
     try:
-        fd = open_below(root, name, os.O_RDONLY | FILE)
+        return open_below(root, name, os.O_RDONLY | FILE)
     except Foreign:
-        return find(root, name)  # again Foreign if it is a folder on the way, else there is no entry
+        find(root, name)  # again Foreign if it is a folder on the way, else there is no entry
     except OSError as error:
         if error.errno not in GONE | NO_FILE:
             raise
+    return None
+
+
+def read_start(root: int, name: str, most: int) -> bytes | None:
+    """The first `most` bytes of the entry of this name, None if there is none. Does not mark it as used."""
+    fd = _opened(root, name)
+    if fd is None:
+        return None
+    with Descriptor(fd):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return None
+        buffer = memoryview(bytearray(min(most, status.st_size)))
+        return bytes(buffer) if _read_full(fd, buffer) else None
+
+
+def read_into(root: int, name: str, buffer: memoryview) -> int | None:
+    """Fill `buffer` from the entry of this name, if that is as long: its length, None if there is none."""
+    fd = _opened(root, name)
+    if fd is None:
         return None
     with Descriptor(fd):
         try:

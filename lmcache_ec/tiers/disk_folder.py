@@ -34,6 +34,9 @@ NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV}
 _REMADE = 16
 """Times that a folder is made again for one call, if somebody removes it each time."""
 
+_TRUSTED_S = 0.05
+"""How long a root that is kept open is taken for the folder that its path leads to."""
+
 # <linux/openat2.h>. The number is the same on every architecture that Linux added calls to in 2020.
 _OPENAT2 = 437
 _AT_FDCWD = -100
@@ -62,6 +65,60 @@ class Descriptor:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+
+class Root:
+    """An open root. Closed with its last reference, so that no thread uses a number that is another file's by then."""
+
+    __slots__ = ("_identity", "checked", "fd")
+
+    def __init__(self, path: str) -> None:
+        self.fd = open_root(path)
+        self.checked = time.monotonic()
+        status = os.fstat(self.fd)
+        self._identity = (status.st_dev, status.st_ino)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+    def is_at(self, path: str) -> bool:
+        """Whether the path leads to this folder. As long as it is open, no other has its number."""
+        now = time.monotonic()
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) != self._identity:
+            return False
+        self.checked = now
+        return True
+
+
+class KeptRoot:
+    """The root for readers, who look things up far more often than a root is replaced. Any thread; no lock.
+
+    Whoever finds an entry below a root that was checked in the last 50 ms reads it, even if another folder has taken
+    the root's place since: it is that entry all the same. Nothing is a miss on the word of such a root: for that its
+    path is looked at again (`current`). Writers open the root each time.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._root: Root | None = None
+
+    def recent(self) -> Root:
+        """The root as it was at most 50 ms ago. OSError if there is none."""
+        root = self._root
+        return root if root is not None and time.monotonic() - root.checked < _TRUSTED_S else self.current()
+
+    def current(self) -> Root:
+        """The root as it is. OSError if there is none."""
+        root, self._root = self._root, None
+        if root is None or not root.is_at(self._path):
+            root = Root(self._path)
+        self._root = root
+        return root
+
+    def close(self) -> None:
+        self._root = None
 
 
 def open_root(path: str, *, make: bool = False) -> int:

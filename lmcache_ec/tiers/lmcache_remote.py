@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace
+from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
 from lmcache_ec.mask import masked_url, without_secrets
 from lmcache_ec.tiers.base import UNREACHABLE, Listed, Tier, TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.lmcache_connection import (
@@ -153,7 +153,7 @@ class LMCacheRemoteTier(Tier):
                 f"as a connector does that takes each for a KV chunk of one size"
             )
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         entry, wanted = Entry(key.namespace, key.digest), len(buffer)
         seconds = self._timeout_s + wanted / _SLOWEST
         found = self._ask(entry, seconds, f"read {key.object_name}", lambda there: self._read(there, entry, wanted))
@@ -186,13 +186,13 @@ class LMCacheRemoteTier(Tier):
         seconds = self._timeout_s + length / _SLOWEST
         return self._ask(entry, seconds, f"write {key.object_name}, {length} bytes", write, writes=True)
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         entry = Entry(key.namespace, key.digest)
         what = f"look for {key.object_name}"
         found = self._ask(entry, self._timeout_s, what, lambda there: self._read(there, entry, _NO_LENGTH))
         return None if found is None else found[0]
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         entry = Entry(key.namespace, key.digest)
 
         async def remove(there: Connection) -> None:

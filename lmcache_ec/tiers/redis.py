@@ -29,7 +29,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from lmcache_ec.key import EncoderCacheKey, ObjectName, check_namespace, parse_object_name
+from lmcache_ec.key import EncoderCacheKey, EntryName, ObjectName, check_namespace, parse_object_name
 from lmcache_ec.tiers.base import (
     UNREACHABLE,
     Answer,
@@ -108,7 +108,7 @@ class RedisTier(Tier):
     def __repr__(self) -> str:
         return f"RedisTier({self.address.deployment.value}, {self.address})"
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         with self._call(f"read {key.object_name}"):
             return self._length(self._ask(_Command(("GET", self._name(key)), buffer)))
 
@@ -130,13 +130,24 @@ class RedisTier(Tier):
             self._ask_master(_Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
         return True
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         (answer,) = self.contains_each([key])
         if isinstance(answer, TierError):
             raise answer
         return answer
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def peek(self, key: EntryName, most: int) -> bytes | None:
+        """As every tier; no use of the entry from Redis 7.2 and Valkey 7.2 on."""
+        with self._call(f"look at {key.object_name}"):
+            name = self._name(key)
+            look = _Command(("GETRANGE", name, 0, most - 1))
+            on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
+            _, reply, _ = _exchange(self._pool_of(name), [on, look, off])
+            (found,) = self._ask_again([look], [reply])
+            start: bytes = _or_raise(found)
+            return start or (b"" if self._ask(_Command(("EXISTS", name))) else None)
+
+    def delete(self, key: EntryName) -> None:
         with self._call(f"delete {key.object_name}"):
             self._ask_master(_Command(("UNLINK", self._name(key))))
 
@@ -151,7 +162,7 @@ class RedisTier(Tier):
             replies = self._ask_each([_Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
             return [self._answer(action, reply) for reply in replies]
 
-    def contains_each(self, keys: Sequence[EncoderCacheKey]) -> Answers:
+    def contains_each(self, keys: Sequence[EntryName]) -> Answers:
         """`contains` for several entries, in one round trip, as `get_each_into`."""
         action, names = f"look for {len(keys)} entries", [self._name(key) for key in keys]
         with self._call(action):
@@ -270,7 +281,7 @@ class RedisTier(Tier):
             return reply
         raise InvalidResponse("a length was expected")
 
-    def _name(self, key: EncoderCacheKey) -> bytes:
+    def _name(self, key: EntryName) -> bytes:
         return f"{self.options.prefix}{key.object_name}".encode()
 
     def _known_length(self, name: bytes, there: object, length: object) -> object:

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace, parse_object_name
+from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, parse_object_name
 from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierNotReady, TierUnreachable
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
@@ -153,7 +153,7 @@ class S3Tier(Tier):
         )
         self.notice = "; ".join(filter(None, ("" if self._conditions else unconditional, self._clock.notice)))
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         with self._reported_entry(f"read {key.object_name}"):
             found = _unless_absent(lambda: self._prompt.get(key.object_name))
             if found is None or self._aged(found.meta):
@@ -206,12 +206,22 @@ class S3Tier(Tier):
             self._prompt.delete(_WRITE_PROBE)
         return True
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         with self._reported_entry(f"look for {key.object_name}"):
             held = self._head(key)
         return None if held is None or self._aged(held) else held["size"]
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def peek(self, key: EntryName, most: int) -> bytes | None:
+        with self._reported_entry(f"look at {key.object_name}"):
+            held = self._head(key)
+            if held is None or self._aged(held):
+                return None
+            if not held["size"]:
+                return b""  # of which S3 refuses any range
+            found = _unless_absent(lambda: self._prompt.get(key.object_name, options={"range": (0, most)}))
+            return None if found is None else bytes(found.bytes())
+
+    def delete(self, key: EntryName) -> None:
         with _reported(f"delete {key.object_name}"):
             _unless_absent(lambda: self._prompt.delete(key.object_name))
 
@@ -369,7 +379,7 @@ class S3Tier(Tier):
             self._conditions = False
             self._give_notice()
 
-    def _head(self, key: EncoderCacheKey) -> ObjectMeta | None:
+    def _head(self, key: EntryName) -> ObjectMeta | None:
         return _unless_absent(lambda: self._prompt.head(key.object_name))
 
     def _aged(self, found: ObjectMeta) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, ObjectName
 from lmcache_ec.tiers.base import Tier, TierError
 
 MIB = 1 << 20
@@ -74,6 +74,18 @@ class TierConformance:
         around = bytearray(b"\xaa") * (asked + 8192)
         assert tier.get_into(key, memoryview(around)[4096 : 4096 + asked]) == 10_000
         assert around[:4096] == around[4096 + asked :] == b"\xaa" * 4096
+
+    @pytest.mark.parametrize("length", [0, 1, 4096, 70_000])
+    def test_a_look_at_an_entry_shows_its_beginning_under_either_name(self, tier: Tier, length: int) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert tier.peek(key, 10) is None
+        tier.put(key, value("a", length))
+        for name in (key, ObjectName(key.namespace, key.digest)):
+            for most in (1, 4096, 70_001):
+                assert tier.peek(name, most) == value("a", length)[:most]
+            assert tier.contains(name) == length
+        tier.delete(ObjectName(key.namespace, key.digest))
+        assert tier.peek(key, 10) is None
 
     def test_asked_for_together_each_is_told_what_it_is_told_alone(self, tier: Tier) -> None:
         namespace = new_namespace()

@@ -180,6 +180,33 @@ def test_a_folder_with_locks_in_the_place_of_one_without_is_shared_from_the_next
     assert neighbour.stored_bytes == tier.stored_bytes == 900
 
 
+def test_a_root_that_was_moved_is_let_go_of_and_the_one_in_its_place_is_read_at_once(tmp_path: Path) -> None:
+    root, other = tmp_path / "root", tmp_path / "other"
+    DiskTier(other, LIMIT).put(key("b"), value("b", 200))
+    tier = DiskTier(root, LIMIT)
+    tier.put(key("a"), value("a", 100))
+    assert fetch(tier, key("a")) == value("a", 100)
+    root.rename(tmp_path / "moved")
+    assert fetch(tier, key("b")) is None
+    other.rename(root)
+    assert fetch(tier, key("b")) == value("b", 200)
+    assert fetch(tier, key("a")) is None
+    (tmp_path / "moved").rename(tmp_path / "moved again")
+    assert str(tmp_path / "moved again") not in open_files()
+    tier.close()
+    assert str(root) not in open_files()
+
+
+def open_files() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            pass  # that of the list itself
+    return found
+
+
 def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_path: Path) -> None:
     """Else the folder would hold more than the account says."""
     account = FolderAccount(tmp_path / "folder" / ".usage")

@@ -3,14 +3,18 @@
 
 import select
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.testbed.core import stopped
 from benchmarks.testbed.stand_ins import PATIENCE_S, Request, Served, digest, request
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
+from lmcache_ec.cli.status import engines
 
 X, Y = digest("x"), digest("y")
 Serve = Callable[..., Served]
@@ -92,9 +96,11 @@ def test_one_that_comes_later_defers_as_many_passes_as_begin_before(serve: Serve
     serve().store(X)
     served = serve()
     asking = request("asking", X)
-    assert served.vllm.offer(asking) is None
-    served.step()
-    answered(served)
+    [store] = [engine["pid"] for engine in engines() if engine["engine"] == served.name]
+    with stopped(store):
+        assert served.vllm.offer(asking) is None
+        served.step()
+    wait_until("the entry has come", lambda: served.cache.listen(time.monotonic()) and count(served, "fills") == 1)
     assert served.vllm.offer(asking) == "load"
     served.step(asking)
     served.side.request_finished(asking)

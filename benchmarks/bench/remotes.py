@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The remote tiers as the store process uses them, beside a bare socket and a bare client. Servers of their own."""
+
+import mmap
+import os
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench.sample import BATCHED_MEGABYTES, WIDTH, Samples, in_any_order, noise, rows_of, timed, times_of
+from benchmarks.testbed.servers.redis import redis_server
+from benchmarks.testbed.servers.seaweed import Seaweed
+from lmcache_ec import entry
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers.kinds import configured, open_remote
+
+_NAMESPACE = "bench"
+_BATCHES = (16, 64)
+_S3_MOST_BYTES = 20_000_000
+"""Above it the test server's own speed is all that is measured."""
+
+
+class Remotes:
+    """Runs in a process of its own, on its one thread, in memory whose pages are there.
+
+    redis_get, redis_put     ours: into and out of the place, and the read verified. Floor: the same bytes through a
+                             bare socket, GET by `recv_into` and SET by `sendall`
+    s3_get, s3_put           the same; the floor is bare obstore
+    redis_get_16, _64, s3_…  a batch of entries of 0.5 MB, in one call. Floor: one after another, as above
+    """
+
+    def __init__(self, folder: str, largest_rows: int) -> None:
+        if "torch" in sys.modules:
+            raise RuntimeError("the store process imports no torch, and so does what is measured in its place")
+        self._stack = ExitStack()
+        redis = self._stack.enter_context(redis_server(Path(folder) / "redis"))
+        s3 = Seaweed(Path(folder) / "s3")
+        s3.start()
+        self._stack.callback(s3.kill)
+        os.environ.update(s3.environment)
+        self._redis = _open(redis.url)
+        self._s3 = _open(f"s3://{s3.bucket}/bench?endpoint={s3.endpoint}")
+        self._bare_redis = BareRedis(redis.port)
+        self._bare_s3 = BareS3(s3)
+        length = entry.entry_length("0" * 64, entry.TensorSpec(largest_rows, WIDTH, "BF16"))
+        batch = max(_BATCHES) * entry.entry_length(
+            "0" * 64, entry.TensorSpec(rows_of(BATCHED_MEGABYTES), WIDTH, "BF16")
+        )
+        fd = os.memfd_create("bench")
+        os.ftruncate(fd, max(length, batch))
+        self._memory = memoryview(mmap.mmap(fd, max(length, batch)))
+        self._memory[:] = noise(len(self._memory))
+        self._number = 0
+
+    def measure(self, rows: int) -> Samples:
+        samples: Samples = {}
+        for _ in range(times_of(rows)):
+            key, place = self._sealed(rows, 0)
+            parties: list[tuple[str, Any, Any]] = [("redis", self._redis, self._bare_redis)]
+            if len(place) <= _S3_MOST_BYTES:
+                parties.append(("s3", self._s3, self._bare_s3))
+            for name, tier, bare in parties:
+                in_any_order(
+                    lambda: self._ours(samples, name, tier, key, place),  # noqa: B023
+                    lambda: self._floor(samples, name, bare, place),  # noqa: B023
+                )
+        return samples
+
+    def batches(self) -> Samples:
+        """Of entries of 0.5 MB; seconds of the whole batch."""
+        samples: Samples = {}
+        rows = rows_of(BATCHED_MEGABYTES)
+        for count in _BATCHES:
+            wanted, end = [], 0
+            for _ in range(count):
+                key, place = self._sealed(rows, end)
+                end += len(place)
+                wanted.append((key, place))
+            for name, tier, bare in (("redis", self._redis, self._bare_redis), ("s3", self._s3, self._bare_s3)):
+                for key, place in wanted:
+                    tier.put(key, place)
+                    bare.put(key.identifier, place)
+                in_any_order(
+                    lambda: timed(samples, f"{name}_get_{count}", "ours", lambda: self._get_each(tier, wanted)),  # noqa: B023
+                    lambda: timed(
+                        samples,
+                        f"{name}_get_{count}",  # noqa: B023
+                        "floor",
+                        lambda: [bare.get(key.identifier, place) for key, place in wanted],  # noqa: B023
+                    ),
+                )
+                for key, _ in wanted:
+                    tier.delete(key)
+                    bare.delete(key.identifier)
+        return samples
+
+    def _ours(self, samples: Samples, name: str, tier: Any, key: EncoderCacheKey, place: memoryview) -> None:
+        timed(samples, f"{name}_put", "ours", lambda: tier.put(key, place))
+        timed(samples, f"{name}_get", "ours", lambda: self._get_each(tier, [(key, place)]))
+        tier.delete(key)
+
+    @staticmethod
+    def _get_each(tier: Any, wanted: list[tuple[EncoderCacheKey, memoryview]]) -> None:
+        if len(wanted) == 1:
+            [(key, place)] = wanted
+            lengths = [tier.get_into(key, place)]
+        else:
+            lengths = tier.get_each_into(wanted)
+        if lengths != [len(place) for _, place in wanted]:
+            raise RuntimeError(f"what was put is not there: {lengths}")
+        for key, place in wanted:
+            entry.verify(place, key)
+
+    @staticmethod
+    def _floor(samples: Samples, name: str, bare: Any, place: memoryview) -> None:
+        timed(samples, f"{name}_put", "floor", lambda: bare.put("floor", place))
+        timed(samples, f"{name}_get", "floor", lambda: bare.get("floor", place))
+        bare.delete("floor")
+
+    def _sealed(self, rows: int, at: int) -> tuple[EncoderCacheKey, memoryview]:
+        self._number += 1
+        spec = entry.TensorSpec(rows, WIDTH, "BF16")
+        key = EncoderCacheKey(_NAMESPACE, f"{self._number:064x}")
+        place = self._memory[at : at + entry.entry_length(key.identifier, spec)]
+        entry.seal(place, key, spec, "bench")
+        return key, place
+
+    def close(self) -> None:
+        self._redis.close()
+        self._s3.close()
+        self._stack.close()
+
+
+def _open(url: str) -> Any:
+    return open_remote(configured(url, {}))
+
+
+class BareRedis:
+    """RESP by hand over one blocking socket."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def put(self, name: str, data: memoryview) -> None:
+        self._socket.sendall(b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(name), name.encode(), len(data)))
+        self._socket.sendall(data)
+        self._socket.sendall(b"\r\n")
+        self._line()
+
+    def get(self, name: str, place: memoryview) -> None:
+        self._socket.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(name), name.encode()))
+        if self._line() != b"$%d" % len(place):
+            raise RuntimeError("what was put is not there")
+        have = 0
+        while have < len(place):
+            have += self._socket.recv_into(place[have:])
+        self._line()
+
+    def delete(self, name: str) -> None:
+        self._socket.sendall(b"*2\r\n$6\r\nUNLINK\r\n$%d\r\n%s\r\n" % (len(name), name.encode()))
+        self._line()
+
+    def _line(self) -> bytes:
+        line = b""
+        while not line.endswith(b"\r\n"):
+            line += self._socket.recv(1)
+        return line[:-2]
+
+
+class BareS3:
+    """obstore as its documentation shows it."""
+
+    def __init__(self, server: Seaweed) -> None:
+        import obstore
+        from obstore.store import S3Store
+
+        self._obstore = obstore
+        self._store = S3Store(
+            server.bucket,
+            endpoint=server.endpoint,
+            access_key_id=server.access_key_id,
+            secret_access_key=server.secret_access_key,
+            region="us-east-1",
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True},
+        )
+
+    def put(self, name: str, data: memoryview) -> None:
+        self._obstore.put(self._store, f"bare/{name}", data, use_multipart=False)
+
+    def get(self, name: str, place: memoryview) -> None:
+        if len(self._obstore.get(self._store, f"bare/{name}").bytes()) != len(place):
+            raise RuntimeError("what was put is not there")
+
+    def delete(self, name: str) -> None:
+        self._obstore.delete(self._store, f"bare/{name}")

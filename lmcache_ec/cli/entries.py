@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entries of the tiers that a configuration names, as `ls`, `inspect`, `verify` and `warm` go through them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from lmcache_ec import entry
+from lmcache_ec.cli.named_tiers import NamedTier
+from lmcache_ec.key import EntryName, ObjectName, check_namespace
+from lmcache_ec.tiers.base import Tier, message
+
+_HEADER_BYTES = 4096
+"""The header of an entry whose identifier has at most 512 characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An entry that a tier lists: its length in bytes, and when it was last used or, in S3, written (Unix)."""
+
+    name: ObjectName
+    length: int
+    modified: float
+
+
+class OpenTiers:
+    """The tiers that could be opened, by name. Of the others `errors` and `notes` say why not; a note is no error.
+
+    A context: closes them. For the command's main thread; the tiers themselves may be asked from any.
+    """
+
+    def __init__(self, tiers: Sequence[NamedTier], *, listed: bool = True) -> None:
+        """With `listed` those that cannot be listed are not opened."""
+        self.tiers: dict[str, Tier] = {}
+        self.named = {tier.name: tier for tier in tiers}
+        self.errors: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self._stack = ExitStack()
+        for tier in tiers:
+            reason = tier.unlisted if listed or tier.kind is None else tier.kind.no_probe
+            if reason:
+                self.notes[tier.name] = f"{tier.where}: {reason}"
+                continue
+            try:
+                self.tiers[tier.name] = self._stack.enter_context(tier.opened())
+            except (OSError, ValueError) as error:
+                self.errors[tier.name] = message(error)
+
+    def __enter__(self) -> OpenTiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def report(self) -> None:
+        """Print notes and errors, on standard error."""
+        for texts in (self.notes, self.errors):
+            for name, text in texts.items():
+                typer.echo(f"{name}: {text}", err=True)
+
+
+Namespaces = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAMESPACE]...", help="Of these; without any, of all.")
+]
+"""The arguments of a command that goes through entries."""
+
+
+def check_namespaces(namespaces: Sequence[str]) -> None:
+    """End the command if one cannot be."""
+    for namespace in namespaces:
+        try:
+            check_namespace(namespace)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="NAMESPACE") from None
+
+
+def held_in(tier: Tier, namespaces: Sequence[str]) -> Iterator[Held]:
+    """The entries of these namespaces, or of all, as the tier lists them. TierError as of the tier."""
+    for namespace in namespaces or [use.namespace for use in tier.namespaces()]:
+        for listed in tier.list(namespace):
+            yield Held(ObjectName(namespace, listed.digest), listed.length, listed.modified)
+
+
+def header_of(tier: Tier, name: EntryName) -> entry.Header | None:
+    """What an entry says of itself; None if it is not there. TierError, EntryError.
+
+    Reads the header alone where the tier can do that.
+    """
+    start = tier.peek(name, _HEADER_BYTES)
+    if start is None:
+        return None
+    wanted = entry.header_bytes(memoryview(start))
+    if wanted > len(start) == _HEADER_BYTES:
+        start = tier.peek(name, wanted) or b""
+    return entry.read_header(memoryview(start))
+
+
+def verified(tier: Tier, name: EntryName, length: int) -> entry.Header | None:
+    """An entry of `length` bytes, read whole and verified; None if it is not there any more. TierError, EntryError."""
+    data = tier.peek(name, length + 1)  # one byte more is seen, too
+    return None if data is None else entry.verify_named(memoryview(data), name)

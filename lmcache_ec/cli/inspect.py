@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec inspect`: what one entry says of itself, which tiers have it, and whether it verifies there."""
+
+from __future__ import annotations
+
+import calendar
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import typer
+
+from lmcache_ec import entry
+from lmcache_ec.cli.entries import OpenTiers, check_namespaces, header_of, verified
+from lmcache_ec.cli.ls import printable
+from lmcache_ec.cli.named_tiers import wanted_tiers
+from lmcache_ec.cli.wording import span, table
+from lmcache_ec.key import EncoderCacheKey, EntryName, ObjectName, parse_object_name
+from lmcache_ec.sizes import precise_size
+from lmcache_ec.tiers.base import Tier, TierError, message
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a tier has under a name. `problem` is empty if that is an entry which verifies, as far as it was looked at;
+    `header` is None where it could not be read."""
+
+    tier: str
+    name: EntryName
+    length: int
+    header: entry.Header | None
+    problem: str
+
+    def as_record(self) -> dict[str, object]:
+        return {"tier": self.tier, "object": self.name.object_name, "bytes": self.length, "problem": self.problem}
+
+
+def inspect(
+    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, sha256 of it, or object name."),
+    namespace: str = typer.Option("", "--namespace", help="Look for it here; otherwise in all that the tiers list."),
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look at this tier alone."),
+    header_only: bool = typer.Option(False, "--header-only", help="Do not read and verify the payload."),
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """What one entry says of itself, in which tiers it is, and whether it verifies there.
+
+    The exit status is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
+    """
+    check_namespaces([namespace] if namespace else [])
+    with OpenTiers(wanted_tiers(extra, tier), listed=False) as opened:
+        copies = list(_copies(opened, wanted, namespace, whole=not header_only))
+    if as_json:
+        typer.echo(json.dumps(_record(copies, opened), indent=2))
+    else:
+        for name in dict.fromkeys(copy.name.object_name for copy in copies):
+            _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
+        if not copies:
+            typer.echo(f"No tier has {printable(wanted)}.", err=True)
+        opened.report()
+    raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)
+
+
+def _copies(opened: OpenTiers, wanted: str, namespace: str, *, whole: bool) -> Iterator[Copy]:
+    for tier_name, tier in opened.tiers.items():
+        try:
+            for name in _names(tier, wanted, namespace):
+                length = tier.contains(name)
+                if length is not None:
+                    yield _copy(tier_name, tier, name, length, whole=whole)
+        except TierError as error:
+            opened.errors[tier_name] = message(error)
+
+
+def _names(tier: Tier, wanted: str, namespace: str) -> Iterator[EntryName]:
+    """What the entry may be called in a tier."""
+    name = parse_object_name(wanted)
+    if name is not None:
+        yield name
+        return
+    for each in [namespace] if namespace else [use.namespace for use in tier.namespaces()]:
+        if _is_text(wanted):
+            yield EncoderCacheKey(each, wanted)
+        if _SHA256.fullmatch(wanted):
+            yield ObjectName(each, bytes.fromhex(wanted))
+
+
+def _is_text(argument: str) -> bool:
+    """Whether it is UTF-8, as every identifier is."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _copy(tier_name: str, tier: Tier, name: EntryName, length: int, *, whole: bool) -> Copy:
+    header, problem = None, ""
+    try:
+        header = header_of(tier, name)
+        if header is not None and whole:
+            header, problem = verified(tier, name, length) or header, ""
+    except entry.OtherVersion as error:
+        problem = f"cannot be judged here: {error}"
+    except entry.EntryError as error:
+        problem = f"does not verify: {error}"
+    return Copy(tier_name, name, length, header, problem)
+
+
+def _record(copies: Sequence[Copy], opened: OpenTiers) -> dict[str, object]:
+    header = next((copy.header for copy in copies if copy.header), None)
+    said = header and {
+        "identifier": header.identifier,
+        "namespace": header.namespace,
+        "shape": [header.spec.rows, header.spec.width],
+        "dtype": header.spec.dtype,
+        "layout": header.spec.layout,
+        "created": header.created,
+        "producer": header.producer,
+        "digest": header.digest,
+        "bytes": header.length,
+    }
+    tiers = [copy.as_record() for copy in copies]
+    return {"header": said, "tiers": tiers, "errors": opened.errors, "notes": opened.notes}
+
+
+def _print(copies: Sequence[Copy], *, whole: bool) -> None:
+    rows = [("object", copies[0].name.object_name)]
+    header = next((copy.header for copy in copies if copy.header), None)
+    if header is not None:
+        spec = header.spec
+        rows += [
+            ("identifier", printable(header.identifier)),
+            ("namespace", printable(header.namespace)),
+            ("tensor", f"{spec.rows} x {spec.width} {spec.dtype}" + (f", {spec.layout}" if spec.layout else "")),
+            ("size", precise_size(header.length)),
+            ("created", f"{printable(header.created)}{_ago(header.created)}"),
+            ("written by", printable(header.producer)),
+            ("digest", printable(header.digest)),
+        ]
+    good = "verifies" if whole else "has it"
+    rows += [(copy.tier, copy.problem or good) for copy in copies]
+    typer.echo("\n".join((*table(rows), "")))
+
+
+def _ago(created: str) -> str:
+    try:
+        written = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return ""  # whoever wrote it may have said anything
+    return f", {span(time.time() - written)} ago"
