@@ -68,7 +68,7 @@ lint: types  ## Check style and types
 	@$(BIN)/ruff format --check .
 
 types: $(READY) $(INSTALLED)
-	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests/*.py
+	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests/*.py tests/engine tests/faults tests/fuzz tests/lmcache
 
 env: $(READY) $(INSTALLED)  ## Make or update the environment in .venv
 

@@ -35,6 +35,7 @@ from lmcache_ec.channel import (
     Report,
     Sealed,
     SegmentReady,
+    Staged,
     Start,
     StoreLink,
     ToStore,
@@ -46,7 +47,7 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
-from lmcache_ec.engine import Engine
+from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
@@ -54,6 +55,7 @@ from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
@@ -81,6 +83,8 @@ class EncoderCache:
         self.inert = ""
         """Why the cache does nothing any more; empty while it works."""
         self.weight_changes = 0
+        self._signing = config.signing_key()
+        engine = engine.signing_with(self._signing)
         self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
@@ -97,7 +101,8 @@ class EncoderCache:
         capacity = fit.bytes
         self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
-        self._arena_id = secrets.token_hex(8)
+        self.arena_id = secrets.token_hex(8)
+        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
         self._complaints = Complaints(_logger)
         self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
@@ -117,6 +122,7 @@ class EncoderCache:
         self.policy = LoadPolicy(always=config.load_policy == "always")
         self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._candidates, self.policy)
         self._ranks: list[Link] = []
+        self.staging = Staging(self._ranks, self._complaints)
         self._rank_takers: list[tuple[Link, _Take]] = []
         try:
             self._connect_ranks()
@@ -127,11 +133,6 @@ class EncoderCache:
             raise
 
     # ---- for the adapter
-
-    @property
-    def arena_id(self) -> str:
-        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
-        return self._arena_id
 
     @property
     def ready(self) -> bool:
@@ -240,6 +241,7 @@ class EncoderCache:
         self._fetches.ask_again(now)
         self._introduce_saver()
         self._growth.advance(self._ranks)
+        self.staging.advance()
         self._enter()
         while (place := self.book.owed_write()) is not None and self._send(self._write(place)):
             self.book.begin_write(place, self._store.number)
@@ -271,6 +273,7 @@ class EncoderCache:
             **self._fetches.counts,
             **self.policy.snapshot(self._tiers),
             "fetches_under_way": len(self._fetches),
+            "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
             "weight_changes": self.weight_changes,
         }
@@ -293,7 +296,7 @@ class EncoderCache:
             self._presence.close()
             self._presence = None
         os.close(self._arena_fd)
-        self._ranks = []
+        self._ranks.clear()
         self.inert = self.inert or "closed"
 
     # ---- starting
@@ -308,7 +311,7 @@ class EncoderCache:
                 link = Link(sock)
                 self._ranks.append(link)
                 self._rank_takers.append((link, partial(self._from_rank, rank)))
-                link.send(Attach(self._arena_id), [self._arena_fd])
+                link.send(Attach(self.arena_id), [self._arena_fd])
             except OSError as error:
                 sock.close()
                 self._give_up(f"rank {rank} cannot be reached on this host ({error})")
@@ -333,6 +336,7 @@ class EncoderCache:
                 remotes=self._config.remote_tiers,
                 saves=self._engine.saves,
                 look_s=_LOOK_S,
+                signing=self._signing,
             )
         )
         self._introduce_saver()
@@ -398,6 +402,8 @@ class EncoderCache:
                 self.weights.report(rank, calls, digest)
             case SegmentReady():
                 self._growth.answered(rank, message)
+            case Staged():
+                self.staging.answered(rank, message)
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.remote import Remote
 
@@ -39,8 +40,9 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
-    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials. For an engine that `saves`, the
-    tiers are looked at every `look_s` seconds, to see whether one was emptied.
+    `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials, and `signing` is one: only the
+    two ends of a link see what it carries. For an engine that `saves`, the tiers are looked at every `look_s` seconds,
+    to see whether one was emptied.
     """
 
     incarnation: int
@@ -55,6 +57,7 @@ class Start(Message, frozen=True):
     remotes: list[Remote]
     saves: bool
     look_s: float
+    signing: SigningKey | None = None
 
 
 class Enter(Message, frozen=True):
@@ -274,6 +277,22 @@ class Segment(Message, frozen=True):
     length: int
 
 
+class Stage(Message, frozen=True):
+    """Copy the payload at `offset` to the device, ahead of the step that loads it; the rank answers `Staged`."""
+
+    number: int
+    offset: int
+    rows: int
+    width: int
+    dtype: str
+
+
+class Unstage(Message, frozen=True):
+    """Let go of what was staged under this number: no step will load it."""
+
+    number: int
+
+
 # ---- rank -> scheduler side
 
 
@@ -306,6 +325,13 @@ class SegmentReady(Message, frozen=True):
     problem: str = ""
 
 
+class Staged(Message, frozen=True):
+    """The device has the payload; or not, and `problem` says why."""
+
+    number: int
+    problem: str = ""
+
+
 class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named.
 
@@ -330,8 +356,8 @@ class WeightsReport(Message, frozen=True):
 ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | Saved
 Answer = Filled | NotFilled | Sealed | Written | Landed | Located | Populated
 FromStore = Hello | Entered | Answer | Back | Born | Pong | Notice
-ToScheduler = FromStore | Attached | SegmentReady | Report | WeightsReport
-ToRank = Attach | StoreLink | Segment | Durable
+ToScheduler = FromStore | Attached | SegmentReady | Staged | Report | WeightsReport
+ToRank = Attach | StoreLink | Segment | Stage | Unstage | Durable
 AnyMessage = ToStore | ToScheduler | ToRank
 
 _encoder = msgspec.msgpack.Encoder()

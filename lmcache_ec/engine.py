@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from lmcache_ec.signing import SigningKey
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`name` is one engine's on this host, the same on the scheduler side and in every rank.
+    """What the cache has to know of the engine that it serves.
 
-    `largest_entry_bytes` bounds an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the
-    weights of the start; with `watched` the ranks report what weights they have, and nothing is promised before they
-    have done so. One that `saves` nothing, a consumer, never gives a tier again what that has lost.
+    `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
+    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
+    `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
+    `saves` nothing, a consumer, never gives a tier again what that has lost.
     """
 
     name: str
@@ -22,3 +25,7 @@ class Engine:
     largest_entry_bytes: int
     saves: bool = True
     watched: bool = False
+
+    def signing_with(self, key: SigningKey | None) -> Engine:
+        """The same, in the namespace of entries that are signed with this key, if there is one."""
+        return self if key is None else replace(self, namespace=key.namespace(self.namespace))

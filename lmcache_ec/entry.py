@@ -13,10 +13,15 @@ wrote it knows how to read. The digest is xxh3_128 over the whole entry with its
 that it covers every byte: length field, header, padding and payload. The payload starts on a 4096-byte boundary that
 depends on the identifier alone, so that the length of an entry is known before it is fetched.
 
+Where entries are signed, `"signature":…` is the last of the metadata: 32 hex digits of keyed BLAKE3 over the whole
+entry with the digits of digest and signature read as zeros. The digest covers the signature, so damage and forgery are
+told apart. Where they are not, a signature is text that nobody judges.
+
 These functions run in the store process; `room`, `entry_length` and `payload` on any side. They keep no state.
 """
 
 import enum
+import hmac
 import re
 import struct
 import time
@@ -27,6 +32,7 @@ import xxhash
 
 from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.key import EncoderCacheKey, EntryName
+from lmcache_ec.signing import SigningKey
 
 FORMAT = "lmcache-ec/1"
 MAX_PRODUCER_BYTES = 64
@@ -38,6 +44,7 @@ _LENGTH = struct.Struct("<Q")
 _DIGEST_AT = _LENGTH.size + len('{"__metadata__":{"format":"lmcache-ec/1","digest":"')
 _DIGEST_END = _DIGEST_AT + 32
 _NO_DIGEST = "0" * 32
+_NO_SIGNATURE = "0" * 32  # room for more there is not, and 128 bits are more than can be tried on a store
 _MAX_COUNT = 2**63 - 1
 _MAX_HEADER = 1 << 20  # of another version's header
 _VERSIONS = re.compile(r"lmcache-ec/[0-9]{1,9}")
@@ -52,6 +59,7 @@ class _Metadata(msgspec.Struct, omit_defaults=True):
     created: str
     producer: str
     layout: str = ""
+    signature: str = ""
 
 
 class _Tensor(msgspec.Struct):
@@ -84,6 +92,7 @@ class Reason(enum.StrEnum):
     NAMESPACE = "namespace"
     SHAPE = "shape"
     DIGEST = "digest"
+    SIGNATURE = "signature"
 
 
 class EntryError(ValueError):
@@ -120,11 +129,12 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(DTYPES)} is accepted")
+            raise ValueError(f"dtype {self.dtype!r}: must be one of {', '.join(DTYPES)}")
         if not (0 <= self.rows <= _MAX_COUNT and 0 <= self.width <= _MAX_COUNT and self.nbytes <= _MAX_COUNT):
             raise ValueError(f"shape [{self.rows}, {self.width}] of {self.dtype}: negative, or past 2**63 bytes")
         if len(self.layout) > MAX_LAYOUT_CHARS or not _LAYOUT.fullmatch(self.layout):
-            raise ValueError(f"layout {self.layout!r}: at most {MAX_LAYOUT_CHARS} of the characters that are accepted")
+            allowed = f"at most {MAX_LAYOUT_CHARS} letters, digits, spaces and _.,:=+[]-"
+            raise ValueError(f"layout {self.layout!r}: must be {allowed}")
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +171,9 @@ def payload(buffer: memoryview, identifier: str) -> memoryview:
     return buffer[room(identifier) :]
 
 
-def seal(buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: str) -> None:
+def seal(
+    buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: str, signing: SigningKey | None = None
+) -> None:
     """Write the header in front of the payload that `buffer` holds already; the entry is complete afterwards.
 
     `buffer` is writable bytes of exactly `entry_length`. `producer` says who wrote it, for people, in at most 64
@@ -173,26 +185,30 @@ def seal(buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: s
         raise ValueError(f"producer {producer!r}: at most {MAX_PRODUCER_BYTES} bytes of UTF-8")
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     metadata = _Metadata(FORMAT, _NO_DIGEST, key.identifier, key.namespace, created, producer, spec.layout)
-    tensor = _Tensor(spec.dtype, (spec.rows, spec.width), (0, spec.nbytes))
-    header = _padded(_Header(metadata, tensor), room(key.identifier))
+    fields = _Header(metadata, _Tensor(spec.dtype, (spec.rows, spec.width), (0, spec.nbytes)))
+    if signing is not None:
+        metadata.signature = _signature(fields, buffer, room(key.identifier), signing)
+    header = _padded(fields, room(key.identifier))
     buffer[: len(header)] = header
     buffer[_DIGEST_AT:_DIGEST_END] = _digest(buffer)
 
 
-def verify(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
-    """What tensor `buffer` holds, if it is the sealed entry of `key` to the last bit.
+def verify(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | None = None) -> TensorSpec:
+    """What tensor `buffer` holds, if it is the sealed entry of `key` to the last bit, and signed with `signing` if that
+    is given.
 
-    OtherVersion for an entry that this version cannot judge; EntryError for all else.
+    OtherVersion for an entry that this version cannot judge; EntryError for all else. With `signing` there is no other
+    version: anybody could claim one, and a version that signs other entries derives another id from the key.
     """
     try:
-        return _verified(buffer, key)
+        return _verified(buffer, key, signing)
     except EntryError:
-        if version := _other_version(buffer):
+        if signing is None and (version := _other_version(buffer)):
             raise OtherVersion(version) from None
         raise
 
 
-def verify_named(buffer: memoryview, name: EntryName) -> Header:
+def verify_named(buffer: memoryview, name: EntryName, signing: SigningKey | None = None) -> Header:
     """As `verify`, for one of whose key only the digest is known: the header has to have the identifier to it."""
     try:
         header = _header(buffer)
@@ -203,10 +219,10 @@ def verify_named(buffer: memoryview, name: EntryName) -> Header:
             same = False
         if not same:
             raise EntryError(Reason.IDENTIFIER, "another identifier than its name was made from")
-        _verified(buffer, key)
+        _verified(buffer, key, signing)
         return header
     except EntryError:
-        if version := _other_version(buffer):
+        if signing is None and (version := _other_version(buffer)):
             raise OtherVersion(version) from None
         raise
 
@@ -217,7 +233,7 @@ def header_bytes(start: memoryview) -> int:
         raise EntryError(Reason.LENGTH, f"{len(start)} bytes are no entry")
     (given,) = _LENGTH.unpack_from(start)
     if given > _MAX_HEADER:
-        raise EntryError(Reason.HEADER, f"header of {given} bytes, at most {_MAX_HEADER} are accepted")
+        raise EntryError(Reason.HEADER, f"header of {given} bytes, longer than {_MAX_HEADER}")
     return int(_LENGTH.size + given)
 
 
@@ -261,7 +277,7 @@ def _spec(fields: _Header) -> TensorSpec:
         raise EntryError(Reason.SHAPE, "no such tensor can be") from error
 
 
-def _verified(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
+def _verified(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | None) -> TensorSpec:
     size = room(key.identifier)
     if len(buffer) < size:
         raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, the header alone takes {size}")
@@ -284,6 +300,12 @@ def _verified(buffer: memoryview, key: EncoderCacheKey) -> TensorSpec:
         raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, its header says {size + spec.nbytes}")
     if header[_DIGEST_AT:_DIGEST_END] != _digest(buffer):
         raise EntryError(Reason.DIGEST, f"the bytes are not those that were sealed with {metadata.digest}")
+    if signing is not None:
+        if not metadata.signature:
+            raise EntryError(Reason.SIGNATURE, f"it is not signed, and key {signing.id} is asked for")
+        given = metadata.signature.encode()
+        if not hmac.compare_digest(given, _signature(fields, buffer, size, signing).encode()):
+            raise EntryError(Reason.SIGNATURE, f"not one of key {signing.id}")
     return spec
 
 
@@ -312,6 +334,12 @@ def _other_version(buffer: memoryview) -> str:
 def _padded(header: _Header, size: int) -> bytes:
     """Length field, header and padding, `size` bytes; more if the header does not fit."""
     return _LENGTH.pack(size - _LENGTH.size) + _encode(header).ljust(size - _LENGTH.size)
+
+
+def _signature(fields: _Header, buffer: memoryview, size: int, signing: SigningKey) -> str:
+    """Over the entry that these fields and the payload in `buffer` make, whatever digest and signature they have."""
+    metadata = msgspec.structs.replace(fields.metadata, digest=_NO_DIGEST, signature=_NO_SIGNATURE)
+    return signing.signature(_padded(_Header(metadata, fields.ec), size), buffer[size:])
 
 
 def _digest(buffer: memoryview) -> bytes:

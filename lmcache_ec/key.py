@@ -92,8 +92,14 @@ def namespace_of(model: str, facts: Mapping[str, object]) -> str:
 
 def check_namespace(text: str) -> str:
     """Return `text` if it may be a namespace, a single folder name on any store; else ValueError."""
-    if not _NAMESPACE.fullmatch(text):
+    if not is_namespace(text):
         raise ValueError(
-            f"namespace {text!r}: 1 to {MAX_NAMESPACE_CHARS} characters of a-z 0-9 . _ - are accepted, no dot first"
+            f"namespace {text!r}: must be 1 to {MAX_NAMESPACE_CHARS} of the characters a-z 0-9 . _ -, "
+            "and not begin with a dot"
         )
     return text
+
+
+def is_namespace(text: str) -> bool:
+    """Whether `text` may be a namespace."""
+    return _NAMESPACE.fullmatch(text) is not None

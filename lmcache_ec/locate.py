@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lmcache_ec.channel import Locate, Located
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.stack import Stack
+from lmcache_ec.recent import Recent
+from lmcache_ec.tiers.stack import Found, Stack, Wanted
+
+_PROVEN_S = 60.0
 
 
 @dataclass(slots=True)
@@ -29,13 +33,16 @@ class Locator:
     """Answers `Locate`. `ask` runs on the store process's main thread, the rest on the lanes' own threads.
 
     A lane that is left alone, or whose listing lacks the entry, answers at once. An entry counts if it has the length
-    that was asked for: another's under the same name, or another version's, is none.
+    that was asked for: another's under the same name, or another version's, is none. Where entries are signed it has to
+    be read and verified as well: what is announced to consumers would otherwise be anybody's. Its length then says the
+    same for a minute.
     """
 
     def __init__(self, stack: Stack, post: Callable[[Located], None]) -> None:
         self._stack = stack
         self._post = post
-        self._lock = threading.Lock()  # of the questions' numbers; never held across I/O
+        self._proven: Recent[tuple[int, EncoderCacheKey]] = Recent(_PROVEN_S)
+        self._lock = threading.Lock()  # of the questions' numbers, and of what is proven; never held across I/O
 
     def ask(self, asked: Sequence[Locate]) -> None:
         """Ask for several entries together, as tiers that batch like it."""
@@ -52,7 +59,22 @@ class Locator:
     def _look(self, number: int, questions: Sequence[_Question]) -> None:
         lengths = self._stack.lengths(number, [one.key for one in questions])
         for one, length in zip(questions, lengths, strict=True):
-            self._answer(one, 1 << number if length == one.asked.length else 0)
+            held = length == one.asked.length and self._proves(number, one.key, length)
+            self._answer(one, 1 << number if held else 0)
+
+    def _proves(self, number: int, key: EncoderCacheKey, length: int) -> bool:
+        """Whether an entry that is there is signed, if it has to be."""
+        if self._stack.signing is None:
+            return True
+        with self._lock:
+            if self._proven.holds((number, key), time.monotonic()):
+                return True
+        (answer,) = self._stack.read(number, [Wanted(key, memoryview(bytearray(length)))])
+        if not isinstance(answer, Found):
+            return False
+        with self._lock:
+            self._proven.add((number, key), time.monotonic())
+        return True
 
     def _answer(self, question: _Question, held: int) -> None:
         with self._lock:

@@ -325,5 +325,5 @@ def _size(tiers: Sequence[str]) -> int:
 
 def _header(tiers: Sequence[str]) -> bytes:
     if len(set(tiers)) != len(tiers) or len(tiers) > _MOST_TIERS:
-        raise ValueError(f"tiers {list(tiers)}: each name once is accepted, {_MOST_TIERS} of them at most")
+        raise ValueError(f"tiers {list(tiers)}: must be distinct names, at most {_MOST_TIERS}")
     return _HEADER.pack(_MAGIC, _VERSION, len(tiers), zlib.crc32("\0".join(tiers).encode()))

@@ -31,7 +31,10 @@ from lmcache_ec.channel import (
     Saved,
     Segment,
     SegmentReady,
+    Stage,
+    Staged,
     StoreLink,
+    Unstage,
     WeightsReport,
     rank_address,
     same_user,
@@ -55,6 +58,15 @@ class Device(Protocol):
     def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
         """Register a granule. Returns why it is refused; empty if it is registered."""
 
+    def stage(self, memory: mmap.mmap, order: Stage) -> str:
+        """Copy a payload to the device and keep it there, by its number. Returns why that fails; empty if it is there.
+
+        May take as long as the copy.
+        """
+
+    def unstage(self, number: int) -> None:
+        """Let go of it, if it is still there."""
+
     def release(self) -> bool:
         """Queue no more copies, wait for those that are queued, then unregister all. Bounded; again does nothing more.
 
@@ -63,12 +75,18 @@ class Device(Protocol):
 
 
 class HostMemory:
-    """A device that copies without registering anything: the host's processor."""
+    """A device that copies without registering or staging anything: the host's processor."""
 
     registers = False
 
     def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
         return ""
+
+    def stage(self, memory: mmap.mmap, order: Stage) -> str:
+        return ""
+
+    def unstage(self, number: int) -> None:
+        pass
 
     def release(self) -> bool:
         return True
@@ -94,7 +112,7 @@ class Rank:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._store: Link | None = None
-        self._unsent: deque[Report | WeightsReport] = deque()
+        self._unsent: deque[Report | WeightsReport | Staged] = deque()
         self._weights: WeightsReport | None = None  # the last, for a scheduler side that comes later
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._leaving = self._closing = False
@@ -156,7 +174,7 @@ class Rank:
             self._weights = WeightsReport(calls, digest)
             self._post(self._weights)
 
-    def _post(self, message: Report | WeightsReport) -> None:
+    def _post(self, message: Report | WeightsReport | Staged) -> None:
         """Under the lock: send it, now or as soon as the link has room."""
         if self._unsent or not self._send(message):
             self._unsent.append(message)
@@ -173,7 +191,7 @@ class Rank:
         os.eventfd_write(self._wake, 1)
         self._thread.join(_END_S)
         if self._thread.is_alive():
-            _logger.error("encoder cache: the device of rank %d does not answer; its memory stays mapped", self._rank)
+            _logger.error("encoder cache: the device of rank %d does not respond; its memory stays mapped", self._rank)
             return
         os.close(self._wake)
 
@@ -186,9 +204,9 @@ class Rank:
         except LinkClosed:
             pass
         except OSError as error:
-            _logger.error("encoder cache: rank %d saves nothing more: %s", self._rank, error.strerror)
+            _logger.error("encoder cache: rank %d no longer saves entries: %s", self._rank, error.strerror)
         except Exception:
-            _logger.exception("encoder cache: the link thread of rank %d failed; it saves nothing more", self._rank)
+            _logger.exception("encoder cache: the link thread of rank %d failed; it saves no more entries", self._rank)
         self._close_links()
         self._linger()
         self._unmap()
@@ -216,7 +234,7 @@ class Rank:
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
         if not same_user(sock):
-            _logger.warning("encoder cache: refused a connection of another user to rank %d", self._rank)
+            _logger.warning("encoder cache: rejected a connection by another user to rank %d", self._rank)
             sock.close()
             return
         self._link = Link(sock)
@@ -240,6 +258,12 @@ class Rank:
                     self.incarnation = incarnation
             case Segment(offset=offset, length=length) if self.memory is not None:
                 self._answer(self._use(self.memory, offset, length))
+            case Stage() if self.memory is not None:
+                answer = Staged(message.number, self._device.stage(self.memory, message))
+                with self._lock:
+                    self._post(answer)
+            case Unstage(number=number):
+                self._device.unstage(number)
             case _:
                 raise LinkClosed(f"unexpected {type(message).__name__}")
 
@@ -264,7 +288,7 @@ class Rank:
             while self._unsent and self._send(self._unsent[0]):
                 self._unsent.popleft()
 
-    def _send(self, message: Report | WeightsReport | Attached | SegmentReady) -> bool:
+    def _send(self, message: Report | WeightsReport | Staged | Attached | SegmentReady) -> bool:
         """Under the lock. With the scheduler side gone there is nobody to tell."""
         if self._link is None:
             return True

@@ -26,6 +26,9 @@ class Recent(Generic[K]):
         while len(self._added) > _AT_MOST:
             self._added.popitem(last=False)
 
+    def discard(self, name: K) -> None:
+        self._added.pop(name, None)
+
     def age(self, name: K, now: float) -> float:
         """Seconds since it was added; infinite if it never was, or is forgotten."""
         return now - self._added.get(name, float("-inf"))

@@ -63,4 +63,5 @@ def _tier_status(lane: Lane, counts: Mapping[str, int], held: int | None, disk_b
         "misses": count("misses"),
         "writes": count("writes"),
         "errors": count("read_errors") + count("write_errors") + count("corrupt"),
+        "forged": count("forged"),
     }

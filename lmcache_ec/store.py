@@ -175,7 +175,12 @@ class Store:
         openings += map(Opening.of_remote, start.remotes)
         tiers = opened(openings, self._journal.report, self._refuse, restarted=start.incarnation > 1)
         stack = self._stack = Stack(
-            tiers, self._journal, start.namespace, wake=self._rouse, back=lambda number: self._post(Back(number))
+            tiers,
+            self._journal,
+            start.namespace,
+            wake=self._rouse,
+            back=lambda number: self._post(Back(number)),
+            signing=start.signing,
         )
         stack.follow_neighbours()
         self._locator = Locator(stack, self._post)
@@ -256,10 +261,9 @@ class Store:
     def _seal(self, saved: Saved) -> None:
         """Complete an entry, then write it through. On the sealing thread."""
         try:
-            spec = entry.TensorSpec(saved.rows, saved.width, saved.dtype)
-            entry.seal(
-                self._at(saved.offset, saved.length), _key(saved), spec, self._start.producer if self._start else ""
-            )
+            spec, start = entry.TensorSpec(saved.rows, saved.width, saved.dtype), self._start
+            producer, signing = (start.producer, start.signing) if start else ("", None)
+            entry.seal(self._at(saved.offset, saved.length), _key(saved), spec, producer, signing)
         except ValueError as error:
             self._post(Notice("seal", f"cannot seal {saved.rows} x {saved.width} {saved.dtype}: {error}"))
             self._post(Sealed(saved.place, False))

@@ -71,6 +71,8 @@ class CudaEvent:
     def query(self) -> bool:
         if self.mark is not None and self.mark.error is not None:
             raise self.mark.error
+        if self.mark is not None:
+            self.mark.awaited.set()
         return self.mark is None or self.mark.passed.is_set()
 
     def synchronize(self) -> None:
@@ -305,6 +307,9 @@ class _Raw:
 class Cuda:
     """The module. `model` is the forward pass's stream, `side` are those that were made since."""
 
+    kind = "cuda"
+    """Of its devices."""
+
     def __init__(self, *, running: bool = False, device_bytes: int = 64 << 20, pace_s: float = 0.0) -> None:
         """`pace_s` is how long a copy takes at least, where streams run by themselves."""
         self.memory = DeviceMemory(device_bytes)
@@ -383,6 +388,9 @@ class Cuda:
         return "stand-in"
 
     def set_device(self, device: Any) -> None:
+        pass
+
+    def empty_cache(self) -> None:
         pass
 
     # ---- host memory
@@ -479,16 +487,47 @@ class Cuda:
             self.model.synchronize()
 
 
+class Xpu(Cuda):
+    """`torch.xpu`: the same streams and events, but for those that sleep, and nothing to register memory with."""
+
+    kind = "xpu"
+
+    def Event(self, enable_timing: bool = False) -> CudaEvent:  # type: ignore[override]
+        return super().Event(enable_timing)
+
+    @property
+    def cudart(self) -> Any:
+        raise AttributeError("torch.xpu has no cudart")
+
+
+@contextmanager
+def stand_in_xpu() -> Iterator[Any]:
+    """As `stand_in_card`, of a device that is no `cuda`."""
+    with _card(Xpu, "stand_in_xpu") as card:
+        yield card
+
+
 @contextmanager
 def stand_in_card() -> Iterator[Any]:
-    """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time."""
-    from benchmarks.gpu_check.card import Card
+    """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time. Engines on it run on the
+    CPU, their V2 runner's kernels interpreted."""
+    with _card(Cuda, "stand_in_card") as card:
+        yield card
 
-    cuda, threads = Cuda(running=True, device_bytes=1 << 30, pace_s=0.002), torch.get_num_threads()
+
+@contextmanager
+def _card(module: type[Cuda], opener: str) -> Iterator[Any]:
+    from benchmarks.gpu_check.card import Card
+    from benchmarks.gpu_check.model import Engines
+    from benchmarks.testbed import triton_interpreter
+    from tests import warm_start
+
+    cuda, threads = module(running=True, device_bytes=1 << 30, pace_s=0.002), torch.get_num_threads()
+    engines = Engines({"V2": triton_interpreter.ENVIRONMENT, "V1": {}}, {"begin": warm_start.begin})
     torch.set_num_threads(1)  # theirs would spin on the cores that the streams' threads need
     try:
         with OnDevice(cuda):
-            yield Card(torch.device("cuda", 0), cuda, f"{__name__}:stand_in_card", {"card": "stand-in"})
+            yield Card(torch.device(cuda.kind, 0), cuda, f"{__name__}:{opener}", {"card": "stand-in"}, engines)
     finally:
         torch.set_num_threads(threads)
     cuda.check()
@@ -532,11 +571,14 @@ class OnDevice(TorchFunctionMode):
             return self._gather(args[0]).view(*args[1:])
         if kwargs.pop("pin_memory", False):
             return self._cuda.pin(function(*args, **kwargs))
-        if _is_device(kwargs.get("device")):
+        if self._is_on_it(kwargs.get("device")):
             return self._make(function, args, {**kwargs, "device": "cpu"})
         if function not in _VIEWS:
             self._cuda.settle()
         return function(*args, **kwargs)
+
+    def _is_on_it(self, device: Any) -> bool:
+        return device is not None and torch.device(device).type == self._cuda.kind
 
     def _make(self, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
         made = function(*args, **kwargs)
@@ -558,10 +600,6 @@ class OnDevice(TorchFunctionMode):
 
 
 _VIEWS = {torch.Tensor.view, torch.Tensor.__getitem__, torch.Tensor.data_ptr, torch.Tensor.reshape, torch.frombuffer}
-
-
-def _is_device(device: Any) -> bool:
-    return device is not None and torch.device(device).type == "cuda"
 
 
 def collected(*references: Callable[[], Any]) -> list[bool]:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lmcache_ec.config.keys import Folder, Gibibytes, Namespace, Remotes, Seconds
+from lmcache_ec.config.keys import Folder, Gibibytes, KeyFile, Namespace, Remotes, Seconds
 from lmcache_ec.config.variables import filled, without_variables
 from lmcache_ec.sizes import GIB
 from lmcache_ec.tiers.kinds import can_list, check_remote, configured
@@ -55,6 +55,7 @@ class PluginSettings(BaseModel):
         0.5, description="Copies of what is on its way into the tiers, GiB; what does not fit is not stored."
     )
     drain_s: float = Field(10.0, ge=0, le=3600, description="Longest that `close` waits for writes, seconds.")
+    signing_key_file: KeyFile = Field(None, description="As `ec.signing_key_file`: what entries are signed with.")
     namespace: Namespace | None = Field(None, description="Replaces the computed namespace.")
     salt: str = Field("", description="Any text; entries are shared among processes of the same salt only.")
     epoch: int = Field(0, ge=0, description="Raise it to leave all entries so far behind.")
@@ -73,7 +74,7 @@ def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
     try:
         settings = PluginSettings.model_validate(values)
         if settings.local_disk is None and not settings.remotes:
-            problems.append(f"neither {PREFIX}local_disk nor {PREFIX}remotes says where to store anything")
+            problems.append(f"set {PREFIX}local_disk or {PREFIX}remotes: nothing could be stored")
         urls = tuple(map(_with_password, settings.remotes))
         for url in urls:
             check_remote(configured(url, extra_config))

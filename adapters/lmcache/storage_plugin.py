@@ -38,6 +38,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from lmcache_ec import entry
 from lmcache_ec.fingerprint import FingerprintError, checkpoint_fingerprint
 from lmcache_ec.key import EncoderCacheKey, namespace_of
+from lmcache_ec.signing import read_key
 from lmcache_ec.sizes import GIB
 from lmcache_ec.standalone.scratch import Scratch
 from lmcache_ec.standalone.tiers import DISK_RESCAN_S, NoRoomError, Tiers
@@ -89,7 +90,10 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         pending_bytes = int(settings.max_pending_size * GIB)
         openings = _openings(settings, config.extra_config or {})
         try:
-            self._tiers = Tiers(openings, self.namespace, pending_bytes // 2, _logger)
+            signing = read_key(settings.signing_key_file) if settings.signing_key_file else None
+            if signing is not None:
+                self.namespace = signing.namespace(self.namespace)
+            self._tiers = Tiers(openings, self.namespace, pending_bytes // 2, _logger, signing)
         except ValueError as error:
             raise ValueError(f"storage plugin: {error}") from None
         self._scratch = Scratch(pending_bytes // 2)

@@ -58,8 +58,8 @@ def build_scheduler_side(
         return None, encodable
     if engine_name(vllm_config) not in watched:
         logger.error(
-            "encoder cache: off: nothing would say when weights change, because vLLM has not loaded the plugin "
-            "lmcache_ec (does VLLM_PLUGINS name it?), or makes its executors in another way than 0.30 to 0.33"
+            "encoder cache: off: changes of the weights would go unnoticed, because vLLM has not loaded the plugin "
+            "lmcache_ec (does VLLM_PLUGINS name it?), or creates its executors differently from 0.30 to 0.33"
         )
         return None, encodable
     logger.info(summary(config, resolved.origins))
@@ -73,7 +73,7 @@ def build_scheduler_side(
         )
     if moved := problem():
         logger.error(
-            "encoder cache: kept in memory only: this vLLM's front end is not one that is supported (%s), so the names "
+            "encoder cache: kept in memory only: the front end of this vLLM is not supported (%s), so the names "
             "that clients give cannot be distinguished from content",
             moved,
         )
@@ -120,7 +120,7 @@ def _scheduler_side(
     )
     if cache.inert:
         cache.close()
-    logger.info("encoder cache: namespace %s", namespace)
+    logger.info("encoder cache: namespace %s", cache.namespace)
     policy = Policy(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
@@ -159,6 +159,8 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
         return None
     if kind == "cpu":
         note_packed_weights()
+    elif not copier.registers:
+        logger.warning("encoder cache: torch registers no memory with %s: copies are slower, pageable memory", kind)
     alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
     flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
     return WorkerSide(rank, copier, list if alone else agree, logger, flush_s, clock_for(kind))

@@ -216,7 +216,7 @@ class ECLMCacheConnector(ECConnectorBase):
             if self._worker is not None:
                 self._worker.abandon()
         except Exception:
-            logger.exception("encoder cache: its end failed, too")
+            logger.exception("encoder cache: closing it failed, too")
 
 
 def _log_through_vllm() -> None:

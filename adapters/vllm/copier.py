@@ -28,6 +28,8 @@ import torch
 
 from lmcache_ec.rank import Device, HostMemory
 
+from .staged import StagedTensors
+
 Done = Callable[[], None]
 
 _logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ _given_up: list[object] = []
 
 
 class Copier(Device, Protocol):
-    """How one rank copies. Called from its forward pass; `register` and `release` by its link thread."""
+    """How one rank copies. Called from its forward pass; `register`, `stage`, `unstage`, `release` by its thread."""
 
     def begin_step(self) -> None:
         """Have the step's work wait, on the device, for saves of earlier steps."""
@@ -54,6 +56,9 @@ class Copier(Device, Protocol):
 
     def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
         """The same in the model's own order, and the caller waits: for what `load` could not, and must come."""
+
+    def take(self, number: int) -> torch.Tensor | None:
+        """What was staged under the number, for whatever the forward pass does with it; None if nothing was."""
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
         """Copy an encoder output into the arena, at the latest by the time the step's `done` is called."""
@@ -65,7 +70,7 @@ class Copier(Device, Protocol):
         """Finish what is under way. Bounded."""
 
 
-class HostCopier(HostMemory):
+class HostCopier(StagedTensors, HostMemory):
     """Encoder outputs live in host memory: every copy is over when it returns."""
 
     def begin_step(self) -> None:
@@ -75,6 +80,9 @@ class HostCopier(HostMemory):
         return source.clone()
 
     def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    def load_ahead(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -87,7 +95,7 @@ class HostCopier(HostMemory):
         pass
 
 
-class DeviceCopier:
+class DeviceCopier(StagedTensors):
     """Copies on a stream of their own, beside the model's.
 
     `accelerator` is the device's module, or what stands in for it. A save waits for the work that produced its source.
@@ -96,6 +104,7 @@ class DeviceCopier:
 
     def __init__(self, device: torch.device, accelerator: Any = None) -> None:
         """Raises whatever torch does for a device that has no streams, see `why_unsupported`."""
+        super().__init__()
         self._accelerator = accelerator or torch.get_device_module(device)
         self.registers = hasattr(self._accelerator, "cudart")
         self._device = device
@@ -105,6 +114,7 @@ class DeviceCopier:
         self._released = self._stuck = False
         self._granules: list[tuple[mmap.mmap, int]] = []  # what is registered: memory and address
         self._borders: list[int] = []  # the addresses at which one registration may meet another, sorted
+        self._sleeps = device.type == "cuda"  # whoever waits for an event of this device, if told to
         self._held: list[torch.Tensor] = []
         self._unwaited: Any = None  # the event of saves that the model's stream has not been told to wait for
         self._saves = False
@@ -136,6 +146,7 @@ class DeviceCopier:
     def release(self) -> bool:
         with self._queueing:
             self._released = True
+            self._staged.clear()
             granules, self._granules = self._granules, []
         kept = [granule for granule in granules if not self._unregister(granule[1])] if self._is_quiet() else granules
         if kept or self._stuck:
@@ -193,6 +204,24 @@ class DeviceCopier:
             flat, elements = tensor.view(-1), source.view(-1)
             for begin, end in self._pieces(source):
                 flat[begin:end].copy_(elements[begin:end])
+        return tensor
+
+    def load_ahead(self, source: torch.Tensor) -> torch.Tensor:
+        """On the rank's thread, which waits; beside the forward pass. RuntimeError once the memory is released."""
+        with self._accelerator.device(self._device):
+            with self._queueing:
+                self._check_usable()
+                tensor = self._empty_like(source, self._accelerator.current_stream(self._device))
+                self._copy(tensor, source, self._pieces(source))
+                over = self._sleeping_event()
+                over.record(self.stream)
+            self._wait(over)
+        return tensor
+
+    def take(self, number: int) -> torch.Tensor | None:
+        tensor = super().take(number)
+        if tensor is not None:
+            tensor.record_stream(self._accelerator.current_stream(self._device))
         return tensor
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
@@ -258,17 +287,22 @@ class DeviceCopier:
         """An event that a thread waits for asleep: on CUDA the default burns a core until it has passed.
 
         Of the device's own module: `torch.Event` takes `blocking`, too, and ignores it (torch 2.13, its documentation
-        and torch/csrc/Event.cpp). XPU's has no such choice.
+        and torch/csrc/Event.cpp).
         """
-        kind = self._accelerator.Event
-        return kind(blocking=True) if self._device.type == "cuda" else kind()
+        return self._accelerator.Event(blocking=True) if self._sleeps else self._accelerator.Event()
+
+    def _wait(self, event: Any) -> None:
+        """Asleep, on any device: XPU's events have no such choice, and are looked at now and then."""
+        while not (self._sleeps or event.query()):
+            time.sleep(_POLL_S)
+        event.synchronize()
 
     def close(self) -> None:
         self._steps.put(None)
         self.thread.join(_END_S)
         if self.thread.is_alive():
             self._stuck = True
-            _logger.error("encoder cache: the device has not finished its copies in %.0f s and is given up", _END_S)
+            _logger.error("encoder cache: the device did not finish its copies within %.0f s; giving up on it", _END_S)
 
     # ---- the thread that waits
 
@@ -277,7 +311,7 @@ class DeviceCopier:
             over, held, done = step
             try:
                 if self._error is None:
-                    over.synchronize()
+                    self._wait(over)
                     held.clear()
                     done()
             except Exception as error:

@@ -14,7 +14,8 @@ class Load:
     """Copy a live place into vLLM's encoder cache. `item` is (request, index) of one that this step schedules.
 
     Of place 0 nothing can be copied: what was promised is void, and is to be encoded. One that is not `encodable` is
-    loaded though the weights have changed since it was promised: vLLM dies of an item that never comes.
+    loaded though the weights have changed since it was promised: vLLM dies of an item that never comes. What is
+    `staged`, under that number, is on the device already.
     """
 
     place: int
@@ -23,6 +24,7 @@ class Load:
     spec: TensorSpec
     item: tuple[str, int] | None
     encodable: bool = True
+    staged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from lmcache_ec.entry import TensorSpec, room
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
 from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
+from lmcache_ec.staging import Readiness
 
 from .announcement import Announcer, announced
 from .identifiers import (
@@ -63,12 +64,13 @@ class Promised(NamedTuple):
     """A load that vLLM counts on: of the pinned place, for (request, index).
 
     One of `outdated` weights is loaded only for a request that carries nothing to encode: vLLM dies of an item that
-    never comes.
+    never comes. `staged` is the number under which every rank's device has it already; 0: none has.
     """
 
     place: Place
     item: tuple[str, int]
     outdated: bool = False
+    staged: int = 0
 
 
 class SchedulerSide:
@@ -273,7 +275,8 @@ class SchedulerSide:
         standings = [self._standing(memo, item, wanted) for item in wanted]
         if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
             standings = [self._standing(memo, item, wanted) for item in wanted]
-        if Standing.PENDING in standings:
+        hopeless = any(s is Standing.MISSED and not item.encodable for item, s in zip(wanted, standings, strict=True))
+        if Standing.PENDING in standings and not hopeless:
             pending = [item for item, standing in zip(wanted, standings, strict=True) if standing is Standing.PENDING]
             if not self._waited(memo, pending):
                 self.counts["deferred_passes"] += 1
@@ -322,16 +325,31 @@ class SchedulerSide:
             return self._producer.standing(memo.request_id, item, self._look_ups.sought(item), place, cached, self._now)
         leased = identifier in memo.leases and self._look_ups.serves(item)
         if leased or (item.encodable and identifier in self._mirror):
-            return Standing.SETTLED
+            return self._staged(memo, item)
         place = self._look_ups.find(item)
         if place is not None and self.cache.book.lease(place):
             memo.leases[identifier] = place
             item.missed = False
-            return Standing.SETTLED
+            return self._staged(memo, item)
         if place is not None:  # over the budget of leases: promised if it is still there when it is asked for
             return Standing.SETTLED if item.encodable else Standing.PENDING
         item.missed = item.missed or not self._look_ups.can_come(item, among)
         return Standing.MISSED if item.missed else Standing.PENDING
+
+    def _staged(self, memo: Memo, item: Item) -> Standing:
+        """Whether an item that is leased can be scheduled. One that carries nothing to encode has first to be where its
+        load cannot fail any more: if it does not get there its request fails, and not the engine."""
+        if item.encodable:
+            return Standing.SETTLED
+        match self.cache.staging.ask(memo.leases[item.identifier], memo.request_id):
+            case Readiness.FAILED:
+                item.missed = True
+                return Standing.MISSED
+            case Readiness.PENDING:
+                return Standing.PENDING
+            case Readiness.NO_ROOM:  # a healthy device is no reason to fail: at last the step loads it
+                return Standing.SETTLED if self._waited(memo, [item]) else Standing.PENDING
+        return Standing.SETTLED
 
     # ---- within a pass
 
@@ -370,12 +388,11 @@ class SchedulerSide:
             memo.items[index].held_at = (memo.computed, memo.preemptions)
         place = self._promises.pop(identifier, None)
         if place is not None:
-            put_off = self._loads.get(identifier)
-            self._loads[identifier] = Promised(place, (request.request_id, index))
-            if put_off is not None:
-                self.cache.book.unpin(put_off.place)  # vLLM has emptied its cache since
+            self._drop_load(identifier)  # put off, and vLLM has emptied its cache since
+            staged = self.cache.staging.take(place, request.request_id)
+            self._loads[identifier] = Promised(place, (request.request_id, index), staged=staged)
             if memo is not None and identifier in memo.leases:
-                self.cache.book.release(memo.leases.pop(identifier))
+                self._end_lease(memo, identifier)
         elif self._producer is not None and self._producer.skips(identifier):
             pass
         elif memo is not None and self._policy.producer and self._look_ups.in_use:
@@ -434,7 +451,7 @@ class SchedulerSide:
             if self._producer is not None:
                 self._producer.follow(self._mirror)
             for identifier in self._loads.keys() - self._allocated:
-                self.cache.book.unpin(self._loads.pop(identifier).place)
+                self._drop_load(identifier)
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -442,11 +459,16 @@ class SchedulerSide:
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            put_off = self._loads.pop(identifier, None)
-            if put_off is not None:
-                self.cache.book.unpin(put_off.place)  # put off by a step without tokens, now unwanted
+            self._drop_load(identifier)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
+
+    def _drop_load(self, identifier: str) -> None:
+        """No step will carry it out."""
+        promised = self._loads.pop(identifier, None)
+        if promised is not None:
+            self.cache.book.unpin(promised.place)
+            self.cache.staging.unspent(promised.staged)
 
     def _follow_payloads(self, scheduler_output: SchedulerOutput) -> None:
         """0.33's V2 runner lets go of what an item is encoded from once it is computed, and gets it again with the
@@ -496,10 +518,13 @@ class SchedulerSide:
 
     def _load(self, identifier: str, void: bool, bearer: tuple[str, int]) -> Load:
         """The order to load what was promised. One that is void has it encoded, if the bearer can."""
-        place, encodes = self._loads[identifier].place, self._encodes(bearer)
+        promised, encodes = self._loads[identifier], self._encodes(bearer)
+        place = promised.place
         if place.spec is None or (void and encodes):
+            self.cache.staging.unspent(promised.staged)
             return Load(0, 0, identifier, _NOTHING, bearer)
-        return Load(place.id, place.offset + room(place.identifier), identifier, place.spec, bearer, encodes)
+        offset = place.offset + room(place.identifier)
+        return Load(place.id, offset, identifier, place.spec, bearer, encodes, promised.staged)
 
     def _take_out(self, meta: StepMetadata) -> None:
         for load in meta.loads:
@@ -586,7 +611,8 @@ class SchedulerSide:
         identifier = request.mm_features[index].identifier
         place = self._promises.pop(identifier, None)
         if place is not None:
-            self._loads[identifier] = Promised(place, (request.request_id, index))
+            staged = self.cache.staging.take(place, request.request_id)
+            self._loads[identifier] = Promised(place, (request.request_id, index), staged=staged)
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
         """In place of `build_connector_meta`, once the cache is closed: loads that fail on every rank, so that vLLM
@@ -654,9 +680,13 @@ class SchedulerSide:
                 self._asked = None
 
     def _release(self, memo: Memo) -> None:
-        for place in memo.leases.values():
-            self.cache.book.release(place)
-        memo.leases.clear()
+        for identifier in list(memo.leases):
+            self._end_lease(memo, identifier)
+
+    def _end_lease(self, memo: Memo, identifier: str) -> None:
+        place = memo.leases.pop(identifier)
+        self.cache.staging.release(place, memo.request_id)
+        self.cache.book.release(place)
 
     # ---- weights
 

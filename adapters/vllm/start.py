@@ -30,11 +30,12 @@ def install() -> None:
 
 
 def _begin(extra: dict[str, Any]) -> None:
-    """ConfigError for a configuration that cannot be used."""
+    """ConfigError for a configuration that cannot be used, a key that cannot be read included."""
     from lmcache_ec.config import load_config
 
     from .container import finish_before_exit
 
     config = load_config(extra)
     if config.enabled:
+        config.signing_key()
         finish_before_exit(config.drain_s)

@@ -102,9 +102,12 @@ class WorkerSide:
 
     def _load(self, meta: Orders, load: Load, cache: EncoderTensors) -> bool:
         try:
+            tensor = self._copier.take(load.staged) if load.staged else None
             if self._outdated and load.encodable:
                 raise ValueError(_OUTDATED)
-            self._put(cache, load.identifier, self._copied_from(self._payload(meta, load), load.encodable))
+            if tensor is None:
+                tensor = self._copied_from(self._payload(meta, load), load.encodable)
+            self._put(cache, load.identifier, tensor)
         except Exception as error:
             self._complaints.warn("load", f"an entry could not be loaded and is encoded again: {error}")
             self._outcomes.append((load.place, Outcome.FAILED))

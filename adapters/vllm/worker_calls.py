@@ -70,7 +70,7 @@ def install() -> None:
             try:
                 _watch(self)
             except Exception:  # its scheduler side will do without a cache, and say so
-                _logger.exception("encoder cache: the calls to this engine's workers cannot be watched")
+                _logger.exception("encoder cache: calls to this engine's workers cannot be observed")
 
     construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
     Executor.__init__ = construct_and_watch
@@ -82,7 +82,7 @@ def _note_checkpoint(vllm_config: VllmConfig) -> None:
     try:
         note_checkpoint(vllm_config)
     except Exception:  # an engine is started whatever becomes of its cache
-        _logger.exception("encoder cache: the files of this engine's checkpoint cannot be looked at")
+        _logger.exception("encoder cache: the files of this engine's checkpoint cannot be read")
 
 
 def may_change_weights(method: Method) -> bool:

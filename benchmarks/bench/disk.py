@@ -13,6 +13,7 @@ from benchmarks.bench.result import LEAST
 from benchmarks.bench.sample import WIDTH, Samples, in_any_order, noise, timed, times_of
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.disk import DiskTier
 
 _NAMESPACE = "bench"
@@ -26,6 +27,8 @@ class Disk:
 
     disk_get    ours: open, read into the place, verify. Floor: open, read into the place, xxh3_128
     disk_put    ours: put a sealed entry. Floor: write a file, rename it
+    seal, verify                ours: of an entry in memory. Floor: xxh3_128
+    seal_signed, verify_signed  the same with a signature, beside the same floor
 
     The rows *_least have the system calls and digests that the design asks for (see least.py) in place of ours, and
     show what can be reached.
@@ -58,6 +61,7 @@ class Disk:
                 lambda: self._least(samples, suffix, key, place),  # noqa: B023
                 lambda: self._floor(samples, suffix, key, place),  # noqa: B023
             )
+            self._digests(samples, suffix, key, rows, place)
         for name in ("disk_put", "disk_get"):
             samples[f"{name}{LEAST}{suffix}", "floor"] = samples[f"{name}{suffix}", "floor"]
         return samples
@@ -71,6 +75,14 @@ class Disk:
         timed(samples, f"disk_put{suffix}", "ours", lambda: self._tier.put(key, place))
         timed(samples, f"disk_get{suffix}", "ours", get)
         self._tier.delete(key)  # at once: what has not reached the disk yet never will, and holds up nobody
+
+    def _digests(self, samples: Samples, suffix: str, key: EncoderCacheKey, rows: int, place: memoryview) -> None:
+        spec = entry.TensorSpec(rows, WIDTH, "BF16")
+        for name, signing in ((suffix, None), (f"_signed{suffix}", SigningKey(bytes(32), "bench"))):
+            timed(samples, f"seal{name}", "ours", lambda: entry.seal(place, key, spec, "bench", signing))  # noqa: B023
+            timed(samples, f"verify{name}", "ours", lambda: entry.verify(place, key, signing))  # noqa: B023
+            for what in ("seal", "verify"):
+                timed(samples, f"{what}{name}", "floor", lambda: xxhash.xxh3_128_digest(place))
 
     def _least(self, samples: Samples, suffix: str, key: EncoderCacheKey, place: memoryview) -> None:
         root = str(self._tier.root)

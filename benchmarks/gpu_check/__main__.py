@@ -2,16 +2,21 @@
 """`make gpu-check`: the worker seam on a real GPU. Correctness first, then speed; then, with --model, a vLLM engine.
 
 A table, and as the last line one JSON object with the same (also in --json FILE). The exit status is 0 if every byte
-was right, whatever was measured; 1 if not; 2 if there is nothing to check with.
+was right, and every token of an engine's, whatever was measured; 1 if not; 2 if there is nothing to check with.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_check.card import Card
 
 _NEEDED = "torch with CUDA, and what this package itself needs: pip install torch; pip install ."
 
@@ -25,25 +30,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--card", default="", help=argparse.SUPPRESS)  # what opens another device than the first GPU
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer samples: no figure of worth")
     options = parser.parse_args(arguments)
+    options.model = os.path.expanduser(options.model)
     try:
+        from benchmarks.gpu_check import model
         from benchmarks.gpu_check.card import FIRST, NoCard, open_card
     except ImportError as error:
-        print(f"make gpu-check: {error} in {sys.executable}. It needs {_NEEDED}", file=sys.stderr)
-        return 2
+        return _nothing_to_check(f"{error} in {sys.executable}. It needs {_NEEDED}")
     try:
         with open_card(options.card or FIRST) as card, tempfile.TemporaryDirectory(prefix="lmcache-ec-") as folder:
+            if options.model and (unfit := model.what_is_wrong(options.model)):
+                return _nothing_to_check(f"{unfit} (in {sys.executable})")
             return _check(card, Path(folder), options)
     except NoCard as error:
-        print(f"make gpu-check: {error} (in {sys.executable}; PYTHON= names another)", file=sys.stderr)
-        return 2
+        return _nothing_to_check(f"{error} (in {sys.executable}; PYTHON= names another)")
 
 
-def _check(card: object, folder: Path, options: argparse.Namespace) -> int:
+def _nothing_to_check(why: str) -> int:
+    print(f"make gpu-check: {why}", file=sys.stderr)
+    return 2
+
+
+def _check(card: Card, folder: Path, options: argparse.Namespace) -> int:
     from benchmarks.gpu_check import correctness, model, speed
-    from benchmarks.gpu_check.card import Card
     from benchmarks.gpu_check.report import Report
 
-    assert isinstance(card, Card)
     began = time.monotonic()
     plan, effort = correctness.Plan(card, folder), speed.Effort()
     if options.quick:
@@ -52,15 +62,15 @@ def _check(card: object, folder: Path, options: argparse.Namespace) -> int:
     report = Report(card.facts)
     report.checks = correctness.run(plan, _print)
     report.figures = speed.run(plan, effort, _print)
+    print(f"\n{report.table()}\n\n{time.monotonic() - began:.0f} s", flush=True)
     if options.model:
-        _print(f"a vLLM engine with {options.model}")
-        report.model = model.run(options.model, _print)
-    lines = "\n".join(model.lines(report.model))
-    print(f"\n{report.table()}\n\n{lines}\n{time.monotonic() - began:.0f} s")
+        card.give_back()
+        report.model = model.run(options.model, card.engines, _print)
+        print(f"\n{model.table(report.model)}\n\n{time.monotonic() - began:.0f} s", flush=True)
     print(report.json())
     if options.json:
         options.json.write_text(report.json() + "\n")
-    return 0 if report.right and model.is_right(report.model) else 1
+    return 0 if report.right and (not options.model or model.is_right(report.model)) else 1
 
 
 def _print(line: str) -> None:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from benchmarks.gpu_check.model import Engines
 
 FIRST = "benchmarks.gpu_check.card:first_card"
 """Names what opens the card, so that a child process can open it, too."""
@@ -21,12 +24,14 @@ class NoCard(Exception):
 
 @dataclass(frozen=True)
 class Card:
-    """`cuda` is `torch.cuda`, or its stand-in; `opener` is what opened this card, "module:function"."""
+    """`cuda` is `torch.cuda`, or its stand-in; `opener` is what opened this card, "module:function"; `engines` is how
+    vLLM is started on it."""
 
     device: torch.device
     cuda: Any
     opener: str
     facts: dict[str, str]
+    engines: Engines = field(default_factory=Engines)
 
     def event(self) -> Any:
         """One that takes the time, and for which a thread waits asleep."""
@@ -37,6 +42,11 @@ class Card:
 
     def empty(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, width, dtype=dtype, device=self.device)
+
+    def give_back(self) -> None:
+        """Leave the card's memory to the next process: what was freed is this one's until then."""
+        gc.collect()
+        self.cuda.empty_cache()
 
     def hold(self, seconds: float) -> None:
         """Keep the current stream busy for about as long: what is queued meanwhile waits behind it."""

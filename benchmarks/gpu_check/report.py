@@ -37,7 +37,7 @@ class Report:
     facts: dict[str, str]
     checks: list[Check] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
-    model: dict[str, object] = field(default_factory=dict)
+    model: dict[str, dict[str, object]] = field(default_factory=dict)
     """Of a real engine, by model runner."""
 
     @property
@@ -59,9 +59,9 @@ class Report:
             [
                 facts,
                 "",
-                *_columns([("every byte compared", "", ""), *checks]),
+                *columns([("every byte compared", "", ""), *checks]),
                 "",
-                *_columns([("measured", "value", "bar", "of"), *figures]),
+                *columns([("measured", "value", "bar", "of"), *figures]),
             ]
         )
 
@@ -76,7 +76,8 @@ def _bar(figure: Figure) -> str:
     return f"<= {figure.limit:g}: {'not measured' if figure.met is None else 'yes' if figure.met else 'NO'}"
 
 
-def _columns(rows: Sequence[Iterable[str]]) -> list[str]:
+def columns(rows: Sequence[Iterable[str]]) -> list[str]:
+    """The lines of a table without rules."""
     table = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

@@ -19,7 +19,17 @@ _NEWS_S = 120.0
 _HELD = ("reserved", "writing", "sealing", "filling", "orphaned")
 _HELD_COUNTS = (
     *(f"places_{state}" for state in _HELD),
-    *("pins", "leases", "orders", "fetches_under_way", "requests", "dirty_bytes", "filling_bytes", "leased_bytes"),
+    *(
+        "pins",
+        "leases",
+        "orders",
+        "fetches_under_way",
+        "staged",
+        "requests",
+        "dirty_bytes",
+        "filling_bytes",
+        "leased_bytes",
+    ),
 )
 
 

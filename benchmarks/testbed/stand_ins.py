@@ -182,7 +182,16 @@ class Runner:
 # ---- an engine's two sides
 
 
-NOTHING_HELD = ("places_reserved", "places_writing", "places_sealing", "places_filling", "pins", "leases", "orders")
+NOTHING_HELD = (
+    "places_reserved",
+    "places_writing",
+    "places_sealing",
+    "places_filling",
+    "pins",
+    "leases",
+    "orders",
+    "staged",
+)
 
 
 class Served:
@@ -245,6 +254,10 @@ class Served:
             return condition()
 
         wait_until(what, met, PATIENCE_S)
+
+    def stage(self, request: Request) -> None:
+        """Passes until the request, which carries nothing to encode, can be scheduled in the one that has begun."""
+        self.until(f"{request.request_id} can go", lambda: self.side.ensure_cache_available(request, 0))
 
     def step(self, *requests: Request, text: int = 1) -> None:
         """Close the pass and run it."""

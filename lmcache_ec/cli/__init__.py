@@ -7,6 +7,7 @@ import json
 
 import typer
 
+from lmcache_ec.cli.clear import clear
 from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.cli.inspect import inspect
 from lmcache_ec.cli.keys import list_keys
@@ -14,6 +15,8 @@ from lmcache_ec.cli.lifecycle import check_and_set
 from lmcache_ec.cli.ls import list_entries
 from lmcache_ec.cli.namespaces import find_and_remove
 from lmcache_ec.cli.status import all_engines, show
+from lmcache_ec.cli.verify import verify
+from lmcache_ec.cli.warm import warm
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
@@ -55,6 +58,9 @@ def doctor(
 
 app.command("ls")(list_entries)
 app.command("inspect")(inspect)
+app.command("verify")(verify)
+app.command("warm")(warm)
+app.command("clear")(clear)
 app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)

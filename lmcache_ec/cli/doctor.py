@@ -71,6 +71,8 @@ class Report:
     memory: dict[str, Any] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
     remotes: dict[str, str] = field(default_factory=dict)
+    signing: str | None = None
+    """Id of the key that entries are signed with, if they are."""
     connector: str | None = None
     command: str | None = None
     variables: list[str] = field(default_factory=list)
@@ -90,6 +92,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
     _front_end(report)
     _memory(report, resolved.config if resolved else None, environ)
     if resolved:
+        _signing(report, resolved.config)
         _disk(report, resolved.config)
         _remotes(report, resolved.config)
         report.command = _command(extra, environ)
@@ -99,6 +102,15 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
             if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
+
+
+def _signing(report: Report, config: EncoderCacheConfig) -> None:
+    try:
+        key = config.signing_key()
+    except ConfigError as error:
+        report.problems += error.args
+    else:
+        report.signing = key.id if key is not None else None
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
@@ -117,16 +129,18 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
                     opened.check_writes()
         except TierNotReady as error:
             report.remotes[tier.name] = f"{tier.where}, is not ready"
-            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
+            report.notes.append(f"{message(error)}; an engine would start without it and retry in the background")
         except WritesRefused as error:
             report.remotes[tier.name] += ", read only"
-            report.notes.append(f"{message(error)}; an engine reads it, and asks now and then whether it takes writes")
+            report.notes.append(f"{message(error)}; an engine would only read from it until it accepts writes")
         except TierUnreachable as error:
             report.remotes[tier.name] = f"{tier.where}, does not answer"
-            report.notes.append(f"{message(error)}; an engine starts without it, and tries again in the background")
+            report.notes.append(f"{message(error)}; an engine would start without it and retry in the background")
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
             report.problems.append(message(error))
+        if tier.credentials:
+            report.remotes[tier.name] += f"; credentials from {tier.credentials}"
 
 
 def render(report: Report) -> str:
@@ -144,6 +158,7 @@ def render(report: Report) -> str:
         "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
         "Remotes": [(name, state, "") for name, state in report.remotes.items()],
+        "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
         "Notes": [("-", text, "") for text in report.notes],
@@ -171,11 +186,11 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         parsed = json.loads(extra)
     except ValueError as error:
         where = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-        report.problems.append(f'--extra is not JSON{where}: a map is accepted, such as \'{{"local_disk": "/data"}}\'')
+        report.problems.append(f'--extra is not JSON{where}: must be a map, for example \'{{"local_disk": "/data"}}\'')
         return None
     if not isinstance(parsed, dict):
         report.problems.append(
-            f'--extra is {masked_unknown(parsed)}: a map is accepted, such as \'{{"local_disk": "/data"}}\''
+            f'--extra is {masked_unknown(parsed)}: must be a map, for example \'{{"local_disk": "/data"}}\''
         )
         return None
     try:
@@ -286,7 +301,7 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
     folder = config.local_disk
     if folder is None or not config.enabled:
         if config.enabled and not config.remotes:
-            report.notes.append("no entry outlives the engine: neither local_disk nor remotes are set")
+            report.notes.append("no entry outlives the engine: neither local_disk nor remotes is set")
         return
     try:
         found = disk(folder)
@@ -342,7 +357,7 @@ def _command(extra: str, environ: Mapping[str, str]) -> str:
 
 
 def _server() -> str:
-    """The CPU build's own command looks for a package that is called vllm."""
+    """The CPU build's `vllm serve` fails because it expects a package named vllm."""
     if _version(("vllm",)) is None and _version((_CPU_BUILD,)):
         return "python -m vllm.entrypoints.openai.api_server --model MODEL"
     return "vllm serve MODEL"

@@ -11,8 +11,10 @@ from typing import Annotated
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.named_tiers import NamedTier
+from lmcache_ec.cli.named_tiers import NamedTier, configured
+from lmcache_ec.config import ConfigError
 from lmcache_ec.key import EntryName, ObjectName, check_namespace
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Tier, message
 
 _HEADER_BYTES = 4096
@@ -64,9 +66,7 @@ class OpenTiers:
                 typer.echo(f"{name}: {text}", err=True)
 
 
-Namespaces = Annotated[
-    list[str] | None, typer.Argument(metavar="[NAMESPACE]...", help="Of these; without any, of all.")
-]
+Namespaces = Annotated[list[str] | None, typer.Argument(metavar="NAMESPACE", help="Of these; without any, of all.")]
 """The arguments of a command that goes through entries."""
 
 
@@ -81,7 +81,7 @@ def check_namespaces(namespaces: Sequence[str]) -> None:
 
 def held_in(tier: Tier, namespaces: Sequence[str]) -> Iterator[Held]:
     """The entries of these namespaces, or of all, as the tier lists them. TierError as of the tier."""
-    for namespace in namespaces or [use.namespace for use in tier.namespaces()]:
+    for namespace in namespaces or tier.namespace_names():
         for listed in tier.list(namespace):
             yield Held(ObjectName(namespace, listed.digest), listed.length, listed.modified)
 
@@ -100,7 +100,19 @@ def header_of(tier: Tier, name: EntryName) -> entry.Header | None:
     return entry.read_header(memoryview(start))
 
 
-def verified(tier: Tier, name: EntryName, length: int) -> entry.Header | None:
-    """An entry of `length` bytes, read whole and verified; None if it is not there any more. TierError, EntryError."""
+def signing_of(extra: str) -> SigningKey | None:
+    """The key of a configuration. Ends the command if it cannot be used."""
+    try:
+        return configured(extra).signing_key()
+    except ConfigError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def verified(tier: Tier, name: EntryName, length: int, signing: SigningKey | None = None) -> entry.Header | None:
+    """An entry of `length` bytes, read whole and verified, with its signature if it should have one of `signing`; None
+    if it is not there any more. TierError, EntryError."""
     data = tier.peek(name, length + 1)  # one byte more is seen, too
-    return None if data is None else entry.verify_named(memoryview(data), name)
+    if data is None:
+        return None
+    return entry.verify_named(memoryview(data), name, signing if signing and signing.signs(name.namespace) else None)

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.entries import OpenTiers, check_namespaces, header_of, verified
+from lmcache_ec.cli.entries import OpenTiers, check_namespaces, header_of, signing_of, verified
 from lmcache_ec.cli.ls import printable
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.wording import span, table
 from lmcache_ec.key import EncoderCacheKey, EntryName, ObjectName, parse_object_name
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import precise_size
 from lmcache_ec.tiers.base import Tier, TierError, message
 
@@ -52,8 +53,9 @@ def inspect(
     The exit status is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
     check_namespaces([namespace] if namespace else [])
+    signing = signing_of(extra)
     with OpenTiers(wanted_tiers(extra, tier), listed=False) as opened:
-        copies = list(_copies(opened, wanted, namespace, whole=not header_only))
+        copies = list(_copies(opened, wanted, namespace, signing, whole=not header_only))
     if as_json:
         typer.echo(json.dumps(_record(copies, opened), indent=2))
     else:
@@ -65,13 +67,15 @@ def inspect(
     raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)
 
 
-def _copies(opened: OpenTiers, wanted: str, namespace: str, *, whole: bool) -> Iterator[Copy]:
+def _copies(
+    opened: OpenTiers, wanted: str, namespace: str, signing: SigningKey | None, *, whole: bool
+) -> Iterator[Copy]:
     for tier_name, tier in opened.tiers.items():
         try:
             for name in _names(tier, wanted, namespace):
                 length = tier.contains(name)
                 if length is not None:
-                    yield _copy(tier_name, tier, name, length, whole=whole)
+                    yield _copy(tier_name, tier, name, length, signing, whole=whole)
         except TierError as error:
             opened.errors[tier_name] = message(error)
 
@@ -82,7 +86,7 @@ def _names(tier: Tier, wanted: str, namespace: str) -> Iterator[EntryName]:
     if name is not None:
         yield name
         return
-    for each in [namespace] if namespace else [use.namespace for use in tier.namespaces()]:
+    for each in [namespace] if namespace else tier.namespace_names():
         if _is_text(wanted):
             yield EncoderCacheKey(each, wanted)
         if _SHA256.fullmatch(wanted):
@@ -98,12 +102,12 @@ def _is_text(argument: str) -> bool:
     return True
 
 
-def _copy(tier_name: str, tier: Tier, name: EntryName, length: int, *, whole: bool) -> Copy:
+def _copy(tier_name: str, tier: Tier, name: EntryName, length: int, signing: SigningKey | None, *, whole: bool) -> Copy:
     header, problem = None, ""
     try:
         header = header_of(tier, name)
         if header is not None and whole:
-            header, problem = verified(tier, name, length) or header, ""
+            header, problem = verified(tier, name, length, signing) or header, ""
     except entry.OtherVersion as error:
         problem = f"cannot be judged here: {error}"
     except entry.EntryError as error:

@@ -34,6 +34,8 @@ class NamedTier:
     open: Callable[[], Tier]
     kind: RemoteKind | None = None
     unlisted: str = ""
+    credentials: str = ""
+    """Where they come from, as far as its kind says."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
@@ -53,7 +55,7 @@ def configured(extra: str) -> EncoderCacheConfig:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise typer.BadParameter('a JSON map is accepted, such as \'{"local_disk": "/data"}\'', param_hint="--extra")
+        raise typer.BadParameter('must be a JSON map, for example \'{"local_disk": "/data"}\'', param_hint="--extra")
     try:
         return resolve(parsed).config
     except ConfigError as error:
@@ -69,12 +71,13 @@ def named_tiers(config: EncoderCacheConfig) -> list[NamedTier]:
     return [replace(tier, name=name) for name, tier in zip(names, tiers, strict=True)]
 
 
-def wanted_tiers(extra: str, only: str = "") -> list[NamedTier]:
-    """The tiers of the configuration, or the one that is named. Ends the command if there is none."""
+def wanted_tiers(extra: str, only: str = "", hint: str = "--tier") -> list[NamedTier]:
+    """The tiers of the configuration, or the one that is named, by what `hint` says. Ends the command if there is
+    none."""
     tiers = named_tiers(configured(extra))
     if only and only not in [tier.name for tier in tiers]:
         names = ", ".join(tier.name for tier in tiers) or "none, as the configuration names no tier"
-        raise typer.BadParameter(f"accepted here: {names}", param_hint="--tier")
+        raise typer.BadParameter(f"accepted here: {names}", param_hint=hint)
     if not tiers:
         typer.echo("no disk and no remote is configured here: is LMCACHE_CONFIG_FILE set?", err=True)
         raise typer.Exit(1)
@@ -95,4 +98,5 @@ def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:
 
 def _remote(remote: Remote) -> NamedTier:
     kind = kind_of(remote.url)
-    return NamedTier(kind.name, masked_url(remote.url), partial(open_remote, remote), kind, kind.no_namespaces)
+    opener, where = partial(open_remote, remote), masked_url(remote.url)
+    return NamedTier(kind.name, where, opener, kind, kind.no_namespaces, kind.credentials(remote))

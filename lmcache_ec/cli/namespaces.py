@@ -9,13 +9,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
 from lmcache_ec.channel import STATUS_PREFIX
 from lmcache_ec.cli.named_tiers import NamedTier, wanted_tiers
 from lmcache_ec.cli.status import engines
+from lmcache_ec.cli.wording import counted, table
 from lmcache_ec.key import check_namespace
 from lmcache_ec.sizes import precise_size
 from lmcache_ec.tiers.base import NamespaceUse, message
@@ -85,13 +86,28 @@ def find_and_remove(
     removal = bool(remove or remove_unused)
     _check_options(remove, remove_unused, unused_for, needs_yes=removal and as_json and not yes)
     tiers = wanted_tiers(extra, tier)
+    look_and_remove(tiers, remove, unused_for, removal=removal, yes=yes, force=force, as_json=as_json)
+
+
+def look_and_remove(
+    tiers: Sequence[NamedTier],
+    namespace: str,
+    unused_for: float,
+    *,
+    removal: bool,
+    yes: bool,
+    force: bool,
+    as_json: bool,
+) -> NoReturn:
+    """Print what the tiers hold of a namespace, or of all; for `removal`, remove it after a question. Ends the
+    command."""
     using, silent = _in_use()
     report = _looked(tiers, using)
-    _select(report, remove, unused_for)
+    _select(report, namespace, unused_for)
     if not as_json:
-        _print(report)
+        _print(report, unused_for)
     if removal:
-        report.refusal = _refusal(report, remove, unused_for, () if force else silent, force=force)
+        report.refusal = _refusal(report, namespace, unused_for, () if force else silent, force=force)
         if report.rows and not report.refusal and (yes or typer.confirm(_question(report), abort=True)):
             _remove(report, tiers, err=as_json)
     if as_json:
@@ -186,7 +202,7 @@ def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence
 
 def _question(report: Report) -> str:
     entries, size = (sum(numbers) for numbers in zip(*((r.use.entries, r.use.bytes) for r in report.rows), strict=True))
-    return f"Remove {entries:,} entries, {precise_size(size)}? (Engines on other hosts are not seen from here.)"
+    return f"Remove {counted(entries, 'entry')}, {precise_size(size)}? (Engines on other hosts are not seen from here.)"
 
 
 def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
@@ -200,7 +216,7 @@ def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
                 for name in names:
                     entries = opened.remove(name)
                     report.removed.append({"tier": tier.name, "namespace": name, "entries": entries})
-                    typer.echo(f"{tier.name}: removed {entries:,} entries of {name}", err=err)
+                    typer.echo(f"{tier.name}: removed {counted(entries, 'entry')} of {name}", err=err)
         except (OSError, ValueError) as error:
             report.errors[tier.name] = message(error)
             typer.echo(f"{tier.name}: {message(error)}", err=True)
@@ -209,14 +225,13 @@ def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
 # ---- what is printed
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, unused_for: float) -> None:
     rows = [_cells(row) for row in report.rows]
     if rows:
-        widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
-        for cells in (_HEADINGS, *rows):
-            typer.echo("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+        typer.echo("\n".join(table([_HEADINGS, *rows])))
     else:
-        typer.echo("No namespace was found.")
+        days = f"{unused_for:g} {'day' if unused_for == 1 else 'days'}"
+        typer.echo(f"No namespace has been unused for {days}." if unused_for else "No namespace was found.")
     for texts in (report.notes, report.errors):
         for name, text in texts.items():
             typer.echo(f"{name}: {text}", err=True)

@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from functools import partial
 from typing import TextIO, TypeVar
@@ -60,7 +60,7 @@ class Progress:
 
 def results(
     items: Iterable[_Item], job: Callable[[_Item], _Result], threads: int, tick: Callable[[], None]
-) -> Iterator[_Result]:
+) -> Generator[_Result]:
     """What `job` returns for each item, as it is done by one of `threads`, in no order.
 
     `items` is gone through on a thread of its own, not far ahead. `tick` is called on the caller's thread several times

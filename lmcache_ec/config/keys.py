@@ -21,8 +21,10 @@ from pydantic import (
     field_validator,
 )
 
+from lmcache_ec.config.sources import ConfigError
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.mask import HIDDEN, masked, masked_address
+from lmcache_ec.signing import SigningKey, read_key
 from lmcache_ec.sizes import GIB
 from lmcache_ec.tiers.kinds import can_list, check_remote, configured, kind_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
@@ -60,9 +62,18 @@ def _folder(value: object) -> object:
         return value
     path = value.strip().removeprefix("file://")
     if "://" in path:
-        raise ValueError("a folder on this host is accepted, /path or file:///path, no other address")
+        raise ValueError("must be a folder on this host, /path or file:///path")
     if "," in path:
-        raise ValueError("one folder is accepted, /path or file:///path, not a list as LMCache takes for KV")
+        raise ValueError("must be one folder, /path or file:///path, not a list as for LMCache's KV cache")
+    return path or None
+
+
+def _file(value: object) -> object:
+    """The path of a file, as `_folder`."""
+    if not isinstance(value, str):
+        return value
+    if "://" in (path := value.strip().removeprefix("file://")):
+        raise ValueError
     return path or None
 
 
@@ -71,7 +82,7 @@ def _absolute(path: Path | None) -> Path | None:
         example = os.path.abspath(os.path.expanduser(path))
         if masked(example) == HIDDEN:
             raise ValueError
-        raise ValueError(f"an absolute path is accepted, such as {example}")
+        raise ValueError(f"must be an absolute path, for example {example}")
     return path
 
 
@@ -101,56 +112,59 @@ def _upper(value: object) -> object:
     return value.upper() if isinstance(value, str) else value
 
 
-Flag = Annotated[bool, Accepts("true or false is accepted")]
-Text = Annotated[str, Accepts('a text is accepted; put a number in quotes: "7"')]
+Flag = Annotated[bool, Accepts("must be true or false")]
+Text = Annotated[str, Accepts('must be text; put a number in quotes: "7"')]
 Number = Annotated[
     int,
     BeforeValidator(_no_flag),
     Field(ge=0, le=1_000_000_000),
-    Accepts("a whole number is accepted, 0 to 1000000000"),
+    Accepts("must be a whole number from 0 to 1000000000"),
 ]
 Folder = Annotated[
-    Path | None, BeforeValidator(_folder), AfterValidator(_absolute), Accepts("a folder is accepted, /path, or null")
+    Path | None, BeforeValidator(_folder), AfterValidator(_absolute), Accepts("must be a folder, /path, or null")
+]
+KeyFile = Annotated[
+    Path | None, BeforeValidator(_file), AfterValidator(_absolute), Accepts("must be a file, /path, or null")
 ]
 Namespace = Annotated[
     str | None,
     AfterValidator(_namespace),
-    Accepts(f"1 to {MAX_NAMESPACE_CHARS} characters of a-z 0-9 . _ - are accepted, no dot first, or null"),
+    Accepts(f"must be null, or 1 to {MAX_NAMESPACE_CHARS} of the characters a-z 0-9 . _ -, and not begin with a dot"),
 ]
 Gibibytes = Annotated[
     float,
     BeforeValidator(_no_flag),
     Field(ge=0, le=1 << 20, allow_inf_nan=False),
-    Accepts("a number of GiB is accepted, such as 4 or 0.5, without a unit", "GiB"),
+    Accepts("must be a number of GiB, for example 4 or 0.5, without a unit", "GiB"),
 ]
 Milliseconds = Annotated[
     int,
     BeforeValidator(_no_flag),
     Field(gt=0, le=600_000),
-    Accepts("a whole number of milliseconds is accepted, 1 to 600000, without a unit", "ms"),
+    Accepts("must be a whole number of milliseconds from 1 to 600000, without a unit", "ms"),
 ]
 Seconds = Annotated[
     float,
     BeforeValidator(_no_flag),
     Field(gt=0, le=3600, allow_inf_nan=False),
-    Accepts("a number of seconds is accepted, above 0, at most 3600, without a unit", "s"),
+    Accepts("must be a number of seconds above 0, at most 3600, without a unit", "s"),
 ]
 SecondsFromZero = Annotated[
     float,
     BeforeValidator(_no_flag),
     Field(ge=0, le=3600, allow_inf_nan=False),
-    Accepts("a number of seconds is accepted, 0 to 3600, without a unit", "s"),
+    Accepts("must be a number of seconds from 0 to 3600, without a unit", "s"),
 ]
 Lifetime = Annotated[
     Annotated[float, BeforeValidator(_no_flag), Field(gt=0, allow_inf_nan=False)] | None,
-    Accepts("a number of seconds above 0 is accepted, without a unit, or null", "s"),
+    Accepts("must be a number of seconds above 0, without a unit, or null", "s"),
 ]
 Remotes = Annotated[
     tuple[str, ...],
     BeforeValidator(_urls),
-    Accepts("one URL or a list of them is accepted, such as [redis://host:6379, s3://bucket/prefix]"),
+    Accepts("must be a URL or a list of URLs, for example [redis://host:6379, s3://bucket/prefix]"),
 ]
-ExtraConfig = Annotated[dict[str, object], BeforeValidator(_map), Accepts("a map is accepted, or its JSON")]
+ExtraConfig = Annotated[dict[str, object], BeforeValidator(_map), Accepts("must be a map, or its JSON")]
 
 
 class EncoderCacheConfig(BaseModel):
@@ -160,7 +174,8 @@ class EncoderCacheConfig(BaseModel):
 
     enabled: Flag = Field(True, description="Whether the cache works at all; if not, the connector is inert.")
     namespace: Namespace = Field(
-        None, description="Replaces the computed namespace: the user vouches that all who share it encode alike."
+        None,
+        description="Replaces the computed namespace. Use it only if all engines that share it encode identically.",
     )
     salt: Text = Field("", description="Any text; entries are shared among engines of the same salt only.")
     epoch: Number = Field(0, description="Raise it to leave all entries so far behind.")
@@ -170,7 +185,7 @@ class EncoderCacheConfig(BaseModel):
     max_local_cpu_size: Annotated[
         Gibibytes,
         Field(gt=0),
-        Accepts("a number of GiB above 0 is accepted, such as 4 or 0.5, without a unit", "GiB"),
+        Accepts("must be a number of GiB above 0, for example 4 or 0.5, without a unit", "GiB"),
     ] = Field(2.0, description="Limit of LocalCPU, memory shared by the processes of one engine.")
     local_disk: Folder = Field(
         None, description="Folder of LocalDisk, shared by any number of engines. Unset: under that of the KV part."
@@ -181,8 +196,8 @@ class EncoderCacheConfig(BaseModel):
     min_free_disk_size: Gibibytes = Field(
         1.0, description="With less than this free on the file system of LocalDisk nothing is written."
     )
-    cache_policy: Annotated[Literal["LRU"], BeforeValidator(_upper), Accepts("LRU is accepted, no other yet")] = Field(
-        "LRU", description="What is evicted first: the least recently used."
+    cache_policy: Annotated[Literal["LRU"], BeforeValidator(_upper), Accepts("must be LRU, the only policy so far")] = (
+        Field("LRU", description="What is evicted first: the least recently used.")
     )
     extra_config: ExtraConfig = Field(
         default_factory=dict, description="LMCache's; of it, what belongs to S3 or to a remote of LMCache's is used."
@@ -197,19 +212,17 @@ class EncoderCacheConfig(BaseModel):
         float,
         BeforeValidator(_no_flag),
         Field(gt=0, le=600, allow_inf_nan=False),
-        Accepts("a number of seconds is accepted, above 0, at most 600, without a unit", "s"),
+        Accepts("must be a number of seconds above 0, at most 600, without a unit", "s"),
     ] = Field(TIMEOUT_S, description="How long a remote tier may be silent.")
     max_remote_entry_size: Annotated[
         Gibibytes,
         Field(gt=0, le=64),
-        Accepts("a number of GiB is accepted, above 0, at most 64, without a unit", "GiB"),
+        Accepts("must be a number of GiB above 0, at most 64, without a unit", "GiB"),
     ] = Field(MAX_ENTRY_BYTES / GIB, description="Largest entry that is sent to Redis.")
-    remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("auto, probe or catalog is accepted")] = (
-        Field(
-            "auto",
-            description="How a remote is asked for what no listing mentions: always (probe), only what its listing has "
-            "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
-        )
+    remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("must be auto, probe or catalog")] = Field(
+        "auto",
+        description="How a remote is asked for what no listing mentions: always (probe), only what its listing has "
+        "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
     )
     catalog_refresh_s: Seconds = Field(REFRESH_S, description="Between two listings of a remote.")
     load_deadline_ms: Milliseconds = Field(
@@ -228,7 +241,7 @@ class EncoderCacheConfig(BaseModel):
     producer_flush_s: Annotated[
         SecondsFromZero,
         Field(le=600),
-        Accepts("a number of seconds is accepted, 0 to 600, without a unit", "s"),
+        Accepts("must be a number of seconds from 0 to 600, without a unit", "s"),
     ] = Field(
         10.0, description="Longest that a producer's step waits until its entries are in every tier; 0: not at all."
     )
@@ -236,8 +249,13 @@ class EncoderCacheConfig(BaseModel):
         int,
         BeforeValidator(_no_flag),
         Field(ge=0, le=600_000),
-        Accepts("a whole number of milliseconds is accepted, 0 to 600000, without a unit", "ms"),
+        Accepts("must be a whole number of milliseconds from 0 to 600000, without a unit", "ms"),
     ] = Field(2000, description="Longest wait for an entry that a producer has announced to a request.")
+    signing_key_file: KeyFile = Field(
+        None,
+        description="File of at least 32 random bytes, the same for all who share entries: each entry is signed with "
+        "them, and what is not is a miss.",
+    )
     persist_client_ids: Flag = Field(
         False,
         description="Whether entries named by a client's uuid may leave LocalCPU: one name, one content, for ever.",
@@ -246,7 +264,7 @@ class EncoderCacheConfig(BaseModel):
     persist_updated_weights: Annotated[
         Literal[False, True, "by_version"],
         BeforeValidator(_flag_or_version),
-        Accepts("true, false or by_version is accepted"),
+        Accepts("must be true, false or by_version"),
     ] = Field(
         False,
         description="Whether outputs of weights that were changed under a running engine may leave LocalCPU: under a "
@@ -260,7 +278,7 @@ class EncoderCacheConfig(BaseModel):
     @classmethod
     def _none_only_without_a_folder(cls, size: float, others: ValidationInfo) -> float:
         if size == 0 and others.data.get("local_disk"):
-            raise ValueError("a number of GiB above 0 is accepted; for no LocalDisk say local_disk: null instead")
+            raise ValueError("must be a number of GiB above 0; to have no LocalDisk, set local_disk: null")
         return size
 
     @field_validator("remote_lookup")
@@ -268,7 +286,7 @@ class EncoderCacheConfig(BaseModel):
     def _catalog_of_what_can_be_listed(cls, lookup: str, others: ValidationInfo) -> str:
         unlisted = [url.partition("://")[0] for url in others.data.get("remotes", ()) if not can_list(url)]
         if lookup == "catalog" and unlisted:
-            raise ValueError(f"auto or probe is accepted with {unlisted[0]}://, which cannot be listed")
+            raise ValueError(f"must be auto or probe with {unlisted[0]}://, which cannot be listed")
         return lookup
 
     @field_validator("remotes")
@@ -277,7 +295,7 @@ class EncoderCacheConfig(BaseModel):
         for url in urls:
             check_remote(configured(url, others.data.get("extra_config", {})))
         if len(set(urls)) != len(urls):
-            raise ValueError("each remote once is accepted")
+            raise ValueError("must name each remote once")
         return urls
 
     def __repr_args__(self) -> Sequence[tuple[str | None, object]]:
@@ -299,6 +317,17 @@ class EncoderCacheConfig(BaseModel):
             )
             for url in self.remotes
         ]
+
+    def signing_key(self) -> SigningKey | None:
+        """What entries are signed with, read from its file now. ConfigError if that cannot be used."""
+        if self.signing_key_file is None:
+            return None
+        try:
+            key = read_key(self.signing_key_file)
+            key.namespace(self.namespace or "")
+        except ValueError as error:
+            raise ConfigError(f"signing_key_file: {error}") from None
+        return key
 
     @property
     def max_local_cpu_bytes(self) -> int:

@@ -31,7 +31,7 @@ def key_entries() -> Sequence[KeyEntry]:
         KeyEntry(
             key,
             _in_yaml(default(key), accepts(key).unit),
-            accepts(key).text.replace(" is accepted", "").replace(" are accepted", ""),
+            accepts(key).text.removeprefix("must be "),
             str(field.description),
         )
         for key, field in EncoderCacheConfig.model_fields.items()

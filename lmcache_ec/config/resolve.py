@@ -282,7 +282,7 @@ def _inherited(
             check_remote(configured(address, extra_config))
             inherit("remotes", [url], "remote_url")
         except ValueError as error:
-            notes.append(f"remote_url of the KV part, {location}, does not serve here: {error}")
+            notes.append(f"remote_url of the KV part, {location}, is not used here: {error}")
     return found, notes, problems
 
 

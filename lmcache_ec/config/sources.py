@@ -109,7 +109,7 @@ def from_file(file: str) -> FileSettings:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError):
-        raise ConfigError(f"{asked}: not YAML, a text file with a map of keys is accepted") from None
+        raise ConfigError(f"{asked}: not YAML: must be a text file with a map of keys") from None
 
 
 def _parse(text: bytes, file: str) -> FileSettings:
@@ -143,7 +143,7 @@ def _pairs(
         value = None if node is None else loader.construct_object(node, deep=True)
         if value is not None:
             location = f"{location} line {node.start_mark.line + 1 if node else 1}"
-            advice = "a map of keys is accepted, such as ec: {enabled: false}"
+            advice = "must be a map of keys, for example ec: {enabled: false}"
             raise ConfigError(f"{location} is {masked_unknown(value)}: {advice}")
         return
     seen: dict[object, int] = {}
@@ -151,7 +151,7 @@ def _pairs(
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if isinstance(key, str) and seen.setdefault(key, line) != line:
-            problems.append(f"{masked_name(key)} stands twice in {location}, lines {seen[key]} and {line}: keep one")
+            problems.append(f"{masked_name(key)} is given twice in {location}, lines {seen[key]} and {line}: keep one")
     loader.flatten_mapping(node)
     for key_node, value_node in node.value:
         yield str(loader.construct_object(key_node, deep=True)), value_node, key_node.start_mark.line + 1

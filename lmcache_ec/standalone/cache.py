@@ -51,8 +51,8 @@ class Cache:
 
     `config` is LMCache's YAML file (default: the file that LMCACHE_CONFIG_FILE names, if any); `keys` are keys of its
     `ec:` map, and override it. `namespace` is a folder name that the caller chooses, or an engine's (`lmcache-ec
-    namespaces`); default: `ec.namespace`. An identifier is any text of at most 4096 bytes, and the caller vouches that
-    it means one content. ConfigError for what cannot be used.
+    namespaces`); default: `ec.namespace`; with `ec.signing_key_file` the id of the key ends it. An identifier is any
+    text of at most 4096 bytes, and the caller vouches that it means one content. ConfigError for what cannot be used.
 
     Any thread may call any method, and all may wait for I/O. What a store does raises nothing: it is a miss,
     counted, and a line in the log. After `close` all methods raise ValueError, `close` does nothing.
@@ -64,8 +64,11 @@ class Cache:
         environ = os.environ if config is None else {**os.environ, FILE_VARIABLE: os.fspath(config)}
         self._config = resolve(keys, environ, "the arguments of Cache").config
         self.namespace = _namespace(namespace, self._config)
+        signing = self._config.signing_key()
         try:
-            self._tiers = Tiers(_openings(self._config), self.namespace, _UNDER_WAY_BYTES // 2, _logger)
+            if signing is not None:
+                self.namespace = signing.namespace(self.namespace)
+            self._tiers = Tiers(_openings(self._config), self.namespace, _UNDER_WAY_BYTES // 2, _logger, signing)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._scratch = Scratch(_UNDER_WAY_BYTES // 2)
@@ -245,11 +248,11 @@ class Cache:
 
     def _key(self, identifier: str) -> EncoderCacheKey:
         if not isinstance(identifier, str):
-            raise TypeError(f"identifier of type {type(identifier).__name__}: text is accepted")
+            raise TypeError(f"identifier of type {type(identifier).__name__}: must be text")
         key = EncoderCacheKey(self.namespace, identifier)
         size = len(identifier.encode())
         if size > MAX_IDENTIFIER_BYTES:
-            raise ValueError(f"identifier of {size} bytes: at most {MAX_IDENTIFIER_BYTES} are accepted")
+            raise ValueError(f"identifier of {size} bytes: must be at most {MAX_IDENTIFIER_BYTES}")
         return key
 
 

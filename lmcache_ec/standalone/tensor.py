@@ -48,7 +48,7 @@ class Tensor:
             array = numpy.asarray(value if hasattr(value, "__array__") else _buffer(value))
             shape, dtype = array.shape, array.dtype.name
         if dtype not in _BY_NAME:
-            raise TypeError(f"{type(value).__name__} of {dtype}: elements of {', '.join(_BY_NAME)} are accepted")
+            raise TypeError(f"{type(value).__name__} of {dtype}: the element type must be one of {', '.join(_BY_NAME)}")
         if array.dtype.byteorder == ">" or not array.flags.c_contiguous:
             array = numpy.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         return cls(tuple(shape), dtype, array.reshape(-1).view(numpy.uint8).data)
@@ -98,7 +98,7 @@ def _buffer(value: object) -> memoryview:
         return memoryview(value)  # type: ignore[arg-type]
     except TypeError:
         kind = type(value).__name__
-        raise TypeError(f"{kind}: a NumPy array, a torch tensor or an object with a buffer is accepted") from None
+        raise TypeError(f"{kind}: must be a NumPy array, a torch tensor or an object with a buffer") from None
 
 
 def _of_torch(tensor: Any) -> tuple[tuple[int, ...], str, numpy.ndarray[Any, Any]]:

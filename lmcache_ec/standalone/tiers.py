@@ -14,6 +14,7 @@ from typing import TypeVar
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.opening import Opening, opened
 from lmcache_ec.tiers.stack import Elsewhere, Found, Stack, Wanted
@@ -40,24 +41,34 @@ class Tiers:
     Any thread may call it. `_lock` guards the lengths, and `_complaining` the log; neither is held across other I/O.
     """
 
-    def __init__(self, openings: Sequence[Opening], namespace: str, copied_bytes: int, logger: Logger) -> None:
+    def __init__(
+        self,
+        openings: Sequence[Opening],
+        namespace: str,
+        copied_bytes: int,
+        logger: Logger,
+        signing: SigningKey | None = None,
+    ) -> None:
         self.journal = Journal(self._report)
         self._lock, self._complaining = threading.Lock(), threading.Lock()
         self._complaints = Complaints(logger)
         self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
         self._closing, self._due = threading.Event(), threading.Event()
         tiers = opened(openings, self._report, _refuse)
-        self.stack = Stack(tiers, self.journal, namespace, wake=self._due.set, copied_bytes=copied_bytes)
+        self.stack = Stack(
+            tiers, self.journal, namespace, wake=self._due.set, copied_bytes=copied_bytes, signing=signing
+        )
         os.close(self.stack.presence.fd)  # nobody else is to map it
         self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
         self._keeper.start()
 
     def hold(self, key: EncoderCacheKey, insist: bool = False) -> bool:
-        """Whether one of them has the entry, as far as they can be asked; `insist`: also where a listing lacks it."""
+        """Whether one of them has the entry, as far as they can be asked; `insist`: also where a listing lacks it. What
+        did not verify lately counts as absent, so that whoever asks first and writes then replaces it."""
         number = self.stack.worth_asking(key, 0, insist)
         while number is not None:
             (length,) = self.stack.lengths(number, [key])
-            if length is not None:
+            if length is not None and not self.stack.lanes[number].doubts(key.digest):
                 with self._lock:
                     self._lengths[key] = length
                     if len(self._lengths) > _KNOWN_LENGTHS:

@@ -77,7 +77,7 @@ class Writes:
 
         def run() -> None:
             try:
-                entry.seal(write.put.data, write.put.key, spec, self._producer)
+                entry.seal(write.put.data, write.put.key, spec, self._producer, self._tiers.stack.signing)
             except Exception as error:
                 self._tiers.complain("put_errors", f"an entry cannot be sealed: {error}")
                 self._abandon(write)

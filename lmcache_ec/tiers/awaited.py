@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from lmcache_ec.key import EncoderCacheKey, EntryName
-from lmcache_ec.tiers.base import Answers, Listed, NamespaceUse, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.base import Answers, Held, Listed, NamespaceUse, Tier, TierError, TierUnreachable
 
 
 class AwaitedTier(Tier):
@@ -44,6 +44,12 @@ class AwaitedTier(Tier):
 
     def contains(self, key: EntryName) -> int | None:
         return self._opened().contains(key)
+
+    def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
+        return self._opened().held(key, most_bytes)
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        return self._opened().replace(key, data, held)
 
     def check_writes(self) -> bool:
         return self._opened().check_writes()

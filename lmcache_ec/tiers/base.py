@@ -86,6 +86,19 @@ class NamespaceUse:
     used: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a tier has under the name of an entry, as it was when it was read, so that it can be replaced.
+
+    `data` is None for what is no value, or longer than was asked for. `version` tells it from whatever takes its place,
+    where the store knows such a thing.
+    """
+
+    length: int
+    data: memoryview | None
+    version: object = None
+
+
 Answer = int | None | TierError
 """Of one entry among several: what `get_into` or `contains` returns for it, or the error that it raises."""
 
@@ -96,7 +109,8 @@ class Tier(abc.ABC):
     """Moves whole entries into and out of buffers that it is given; knows no tensors and verifies nothing.
 
     Runs in the store process only, on the tier's own threads, and may block there. Safe to call from several threads
-    at once, and beside other processes on the same store. An entry appears whole or not at all and is never replaced.
+    at once, and beside other processes on the same store. An entry appears whole or not at all, and only `replace` puts
+    another in its place.
     Every method but `close` raises TierError if the store fails or does not answer; its subclasses say what is meant.
     """
 
@@ -153,6 +167,21 @@ class Tier(abc.ABC):
         False where that cannot be asked."""
         return False
 
+    def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
+        """What is there under this name, with its bytes if they are no more than `most_bytes`; None if nothing is
+        there, or if it changes just now."""
+        length = self.contains(key)
+        if length is None or length > most_bytes:
+            return None if length is None else Held(length, None)
+        data = memoryview(bytearray(length))
+        return Held(length, data) if self.get_into(key, data) == length else None
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        """Store an entry in the place of `held`. False, and nothing is written, if something else is there by now, as
+        far as the tier can tell."""
+        self.delete(key)
+        return self.put(key, data)
+
     @abc.abstractmethod
     def delete(self, key: EntryName) -> None:
         """Remove an entry; none there is no error."""
@@ -168,8 +197,12 @@ class Tier(abc.ABC):
         return ()
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """What each namespace with an entry takes. To be counted is no use of an entry, and changes nothing."""
+        """What each namespace with an entry takes. Counting does not update the last-used time, and changes nothing."""
         raise self._unlisted()
+
+    def namespace_names(self) -> Sequence[str]:
+        """The namespaces, without a count of their entries, which some may lack."""
+        return [use.namespace for use in self.namespaces()]
 
     def remove(self, namespace: str) -> int:
         """Delete all entries of a namespace, and nothing else: how many it found. Those that are written meanwhile may

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
-from lmcache_ec.tiers.base import Listed, NamespaceUse, Tier, TierError, WritesRefused
+from lmcache_ec.tiers.base import Held, Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
     check_no_stranger,
@@ -49,6 +49,7 @@ from lmcache_ec.tiers.disk_files import (
     mark_used,
     namespaces_in,
     publish,
+    publish_over,
     read_into,
     read_start,
     remove_empty,
@@ -75,16 +76,19 @@ class DiskTier(Tier):
     different limits each keep the folder to their own when they write. Where less than `min_free_bytes` of the file
     system would stay free, nothing is written, and nothing evicted for it. A folder that can be read and not written
     is served so: `read_only`, which `notice` says. ValueError if `root` cannot be made, or nothing in it can be read;
-    without `make`, nothing is made or written there before something is put or removed.
+    without `make`, nothing is made or written there before something is put or removed. One that does not evict
+    (`evicts`) fails with EDQUOT what finds no room.
 
     Runs in the store process, on the tier's own threads.
     """
 
     name = "disk"
 
-    def __init__(self, root: Path, max_bytes: int, min_free_bytes: int = 0, *, make: bool = True) -> None:
+    def __init__(
+        self, root: Path, max_bytes: int, min_free_bytes: int = 0, *, make: bool = True, evicts: bool = True
+    ) -> None:
         if max_bytes <= 0:
-            raise ValueError(f"size of the disk tier: {max_bytes} bytes given, a positive number is accepted")
+            raise ValueError(f"size of the disk tier: must be a positive number of bytes, not {max_bytes}")
         try:
             if make:
                 os.close(open_root(str(root), make=True))
@@ -100,6 +104,7 @@ class DiskTier(Tier):
         self._kept = KeptRoot(self._path)
         self.max_bytes = max_bytes
         self.min_free_bytes = min_free_bytes
+        self._evicts = evicts
         self._account = FolderAccount(root / ".usage")
         self._news = FolderNews(root / ".news")
         self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, name; the least recently used first
@@ -123,10 +128,18 @@ class DiskTier(Tier):
         with self._reporting("read", name):
             return self._looked_up(lambda root: read_into(root, name, buffer))
 
-    def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+    def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
+        """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
+        return self._stored(key, data, used=used)
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        """As every tier; what took the place of `held` meanwhile is replaced, too."""
+        return self._stored(key, data, over=True)
+
+    def _stored(self, key: EncoderCacheKey, data: memoryview, over: bool = False, used: float | None = None) -> bool:
         with self._reporting("write", key.object_name):
             try:
-                return self._put(key, data)
+                return self._put(key, data, over, used)
             except OSError as error:
                 if error.errno not in _FORBIDDEN or isinstance(error, TierError):
                     raise
@@ -170,6 +183,10 @@ class DiskTier(Tier):
 
     def news(self, namespace: str) -> Sequence[bytes]:
         return self._news.hear(namespace)
+
+    def namespace_names(self) -> Sequence[str]:
+        with self._reporting("list", "the folder"), Descriptor(open_root(self._path)) as root:
+            return namespaces_in(root)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier; without a survey, and so without the sweep that goes with one."""
@@ -282,12 +299,12 @@ class DiskTier(Tier):
             text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
             raise TierError(errno.ENOSPC, f"the disk tier does not write {length} bytes: {text}")
 
-    def _put(self, key: EncoderCacheKey, data: memoryview) -> bool:
+    def _put(self, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None) -> bool:
         problem: OSError = _no_room(len(data), self.max_bytes)
         for _ in range(_ATTEMPTS):
             try:
                 with Descriptor(open_root(self._path, make=True)) as root:
-                    written = self._put_below(root, key, data)
+                    written = self._put_below(root, key, data, over, used)
             except FileNotFoundError as error:
                 problem = error  # somebody removes the folder at this moment
                 continue
@@ -297,9 +314,11 @@ class DiskTier(Tier):
                 return written
         raise problem
 
-    def _put_below(self, root: int, key: EncoderCacheKey, data: memoryview) -> bool | None:
-        """As `put`; or None if a neighbour was quicker to take the room."""
-        if find(root, key.object_name) is not None:
+    def _put_below(
+        self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None
+    ) -> bool | None:
+        """As `put`, or `replace` if `over`; or None if a neighbour was quicker to take the room."""
+        if not over and find(root, key.object_name) is not None:
             return False
         if self.read_only:
             raise self._refusal()
@@ -309,7 +328,7 @@ class DiskTier(Tier):
             sweep(root, key.namespace)
         if self._total is None or self._total + len(data) > self.max_bytes:
             self._make_room(len(data))
-        return self._write(root, key, data)
+        return self._write(root, key, data, over, used)
 
     def _make_room(self, length: int) -> None:
         """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
@@ -319,12 +338,15 @@ class DiskTier(Tier):
                 missing = account.total + length - self.max_bytes
                 if missing <= 0:
                     return
+                if not self._evicts:
+                    text = f"the disk tier may hold {self.max_bytes} bytes, and nothing is evicted for {length}"
+                    raise TierError(errno.EDQUOT, text)
                 if self._evict(missing):
                     continue
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(self, root: int, key: EncoderCacheKey, data: memoryview) -> bool | None:
+    def _write(self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None) -> bool | None:
         reserved, published = None, False
         try:
             with (
@@ -337,7 +359,12 @@ class DiskTier(Tier):
                     return None
                 write_full(fd, data)
                 mark_used(fd)
-                published = publish(workshop, temporary, root, key.object_name)
+                if over:
+                    published = self._replace(workshop, temporary, root, key.object_name)
+                else:
+                    published = publish(workshop, temporary, root, key.object_name)
+                if used is not None:  # not before: a temporary of that age would be taken for a dead writer's
+                    os.utime(fd, (used, used))
         finally:
             if reserved is not None and not published:
                 self._give_back(len(data), reserved)
@@ -370,6 +397,12 @@ class DiskTier(Tier):
                 return 0
             self._give_back(length, account)
             return length
+
+    def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:
+        with self._looking:
+            account = self._account.read()
+            self._give_back(publish_over(workshop, temporary, root, name), account)
+        return True
 
     def _give_back(self, length: int, since: Account | None) -> None:
         try:

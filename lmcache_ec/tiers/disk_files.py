@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lmcache_ec.key import check_namespace, parse_object_name
+from lmcache_ec.key import is_namespace, parse_object_name
 from lmcache_ec.tiers.disk_folder import (
     FILE,
     FOLDER,
@@ -167,6 +167,19 @@ def publish(workshop: int, temporary: str, root: int, name: str) -> bool:
     raise problem
 
 
+def publish_over(workshop: int, temporary: str, root: int, name: str) -> int:
+    """Give a temporary the entry's name, whatever file or link has it: the length of the file that is replaced."""
+    above, _, last = name.rpartition("/")
+    with Descriptor(open_or_make(root, above)) as folder, _renaming:
+        try:
+            status = os.stat(last, dir_fd=folder, follow_symlinks=False)
+            replaced = status.st_size if stat.S_ISREG(status.st_mode) else 0
+        except FileNotFoundError:
+            replaced = 0
+        os.rename(temporary, last, src_dir_fd=workshop, dst_dir_fd=folder)
+    return replaced
+
+
 def _name(workshop: int, temporary: str, folder: int, name: str) -> bool:
     try:
         os.link(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder, follow_symlinks=False)
@@ -245,14 +258,6 @@ def namespaces_in(root: int) -> list[str]:
     """The folders that may be namespaces, in alphabetical order."""
     with listing(root, ".") as (_, found):
         return sorted(one.name for one in found if is_namespace(one.name) and one.is_dir(follow_symlinks=False))
-
-
-def is_namespace(name: str) -> bool:
-    try:
-        check_namespace(name)
-    except ValueError:
-        return False  # not ours
-    return True
 
 
 def shards_of(root: int, namespace: str) -> list[str]:

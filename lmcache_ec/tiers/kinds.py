@@ -61,7 +61,7 @@ def check_remote(remote: Remote) -> None:
     try:
         urlsplit(remote.url)
     except ValueError:
-        raise ValueError("URLs are accepted, such as redis://host:6379 or s3://bucket/prefix") from None
+        raise ValueError("must be a URL, for example redis://host:6379 or s3://bucket/prefix") from None
     kind_of(remote.url).check(remote)
 
 
@@ -83,4 +83,5 @@ def is_remote_key(key: object) -> bool:
 def environment_of(urls: Iterable[str]) -> tuple[str, ...]:
     """Beginnings of the names of environment variables that the clients of these remotes read. ValueError as
     `kind_of`."""
-    return tuple(dict.fromkeys(name for url in urls for name in kind_of(url).environment))
+    found = (name for url in urls for name in (*kind_of(url).environment, *kind_of(url).environment_for(url)))
+    return tuple(dict.fromkeys(found))

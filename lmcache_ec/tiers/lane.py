@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
+from lmcache_ec.recent import Recent
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.health import NEVER as NEVER
 from lmcache_ec.tiers.health import ReadHealth, WriteHealth
@@ -29,6 +30,9 @@ _LOOK_UPS = 3
 
 _REMEASURED_S = 5.0
 """A tier that was found slow is measured again so often."""
+
+_DOUBTED_S = 60.0
+"""How long something that proved nothing counts as absent where it would be recognized by its name alone."""
 
 _QUEUED_ITEMS = 4096
 _QUEUED_BYTES = 1 << 30
@@ -84,6 +88,7 @@ class Lane:
         self._moved_to = ""  # the namespace to list, if that is not the first any more
         self._known = False  # while it is well, nobody waits for it about what its listing lacks
         self._answer_s = 0.0
+        self._doubted: Recent[bytes] = Recent(_DOUBTED_S)
         self._queued_items = self._queued_bytes = 0
         self._lock = threading.Lock()
 
@@ -301,11 +306,28 @@ class Lane:
 
     def has(self, digest: bytes, new: bool) -> None:
         """The tier has this entry; `new` if it was written just now."""
+        self.trust(digest)
         if self.habits.lookup is Lookup.PROBE:
             return  # it is asked, whatever is known
         unheard = self._presence.add(self.name, digest)  # a neighbour may have been quicker to write it
         if (new or unheard) and self.habits.local:
             self._count_listed()
+
+    def doubt(self, digest: bytes) -> None:
+        """What the tier has under this name did not verify, and stays there until it is replaced."""
+        with self._lock:
+            self._doubted.add(digest, time.monotonic())
+
+    def trust(self, digest: bytes) -> None:
+        """It did verify, or was written here."""
+        if len(self._doubted):
+            with self._lock:
+                self._doubted.discard(digest)
+
+    def doubts(self, digest: bytes) -> bool:
+        """Whether what is there did not verify lately."""
+        with self._lock:
+            return self._doubted.holds(digest, time.monotonic())
 
     def _count_listed(self) -> None:
         with self._lock:

@@ -63,9 +63,9 @@ def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
     if "@" in parts.netloc:
         raise ValueError(f"{scheme}://: LMCache's connector takes neither user nor password")
     if scheme == "lm" and not (parts.hostname and parts.port and parts.path in ("", "/")):
-        raise ValueError("lm://: lm://<host>:<port> is accepted")
+        raise ValueError("lm://: must be lm://<host>:<port>")
     if scheme == "fs" and (not parts.path.strip("/") or (parts.netloc and parts.port is None)):
-        raise ValueError("fs://: fs:///<folder> is accepted, and fs://<host>:<port>/<folder>, whose host means nothing")
+        raise ValueError("fs://: must be fs:///<folder>, or fs://<host>:<port>/<folder>, whose host has no effect")
     if _type_of(url) == "mooncakestore" and not any(extra_config.get(key) for key in _MOONCAKE_MASTER):
         raise ValueError(f"{scheme}://: extra_config must have {_MOONCAKE_MASTER[0]}, as <host>:<port>")
     if scheme == "plugin":
@@ -74,7 +74,7 @@ def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
 
 def _check_plugin(name: str, extra_config: Mapping[str, object]) -> None:
     if not _PLUGIN_NAME.fullmatch(name):
-        raise ValueError("plugin://: plugin://<name>, or plugin://<type>.<instance>, is accepted")
+        raise ValueError("plugin://: must be plugin://<name> or plugin://<type>.<instance>")
     if why := _REFUSED_PLUGINS.get(name.partition(".")[0]):
         raise ValueError(f"plugin://{name} cannot keep encoder outputs: {why}")
     wanted = [f"{_PLUGIN}{name}.{what}" for what in ("module_path", "class_name")]

@@ -34,6 +34,7 @@ from lmcache_ec.tiers.base import (
     UNREACHABLE,
     Answer,
     Answers,
+    Held,
     Listed,
     NamespaceUse,
     Tier,
@@ -43,6 +44,7 @@ from lmcache_ec.tiers.base import (
     WritesRefused,
 )
 from lmcache_ec.tiers.redis_client import connect, disconnect, explain, fault_of, give_up, probe
+from lmcache_ec.tiers.redis_commands import Command, exchange, parts
 from lmcache_ec.tiers.redis_counts import Counts
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import moment_of_end, until
@@ -50,19 +52,12 @@ from lmcache_ec.tiers.resp import moment_of_end, until
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
 _NOTHING = memoryview(bytearray())
+_NO_VALUE = "WRONGTYPE"  # what a server answers where a key holds a list, a hash or the like
 
 _Replies = list[object]
 _Numbers = list[int]
 _Keys = dict[bytes, ObjectName]
 """Keys of the server under which entries are, with what their names say."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Command:
-    """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
-
-    args: tuple[Any, ...]
-    into: memoryview | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +96,7 @@ class RedisTier(Tier):
         self.read_only = options.read_only
         self._client = client
         self._prefix = options.prefix.encode()
+        self._lifetime = () if options.ttl_s is None else ("PX", max(1, round(options.ttl_s * 1000)))
         self._last_look: _Look | None = None
         self._slots = threading.BoundedSemaphore(options.connections)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
@@ -110,24 +106,36 @@ class RedisTier(Tier):
 
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         with self._call(f"read {key.object_name}"):
-            return self._length(self._ask(_Command(("GET", self._name(key)), buffer)))
+            return self._length(self._ask(Command(("GET", self._name(key)), buffer)))
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         limit, name = self.options.max_entry_bytes, self._name(key)
         if len(data) > limit:
             raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
-        ttl_s = self.options.ttl_s
-        lifetime = () if ttl_s is None else ("PX", max(1, round(ttl_s * 1000)))
         with self._call(f"write {key.object_name}, {len(data)} bytes", writes=True):
             # Asked first: what another engine has stored already would be sent for nothing.
-            if self._ask(_Command(("STRLEN", name))):
+            if self._taken(name):
                 return False
-            return bool(self._ask_master(_Command(("SET", name, data, "NX", *lifetime))))
+            return bool(self._ask_master(Command(("SET", name, data, "NX", *self._lifetime))))
+
+    def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
+        """As every tier; a list or the like, which nobody here wrote, is no value."""
+        try:
+            return super().held(key, most_bytes)
+        except TierError as error:
+            if _NO_VALUE not in str(error):
+                raise
+            return Held(0, None)
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        """As every tier; what took the place of `held` meanwhile is written over, too."""
+        with self._call(f"replace {key.object_name}, {len(data)} bytes", writes=True):
+            return bool(self._ask_master(Command(("SET", self._name(key), data, *self._lifetime))))
 
     def check_writes(self) -> bool:
         """As every tier: to write over a key that does not exist writes nothing, and is refused as any write is."""
         with self._call("write", writes=True):
-            self._ask_master(_Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
+            self._ask_master(Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
         return True
 
     def contains(self, key: EntryName) -> int | None:
@@ -140,16 +148,16 @@ class RedisTier(Tier):
         """As every tier; no use of the entry from Redis 7.2 and Valkey 7.2 on."""
         with self._call(f"look at {key.object_name}"):
             name = self._name(key)
-            look = _Command(("GETRANGE", name, 0, most - 1))
-            on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
-            _, reply, _ = _exchange(self._pool_of(name), [on, look, off])
+            look = Command(("GETRANGE", name, 0, most - 1))
+            on, off = (Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
+            _, reply, _ = exchange(self._pool_of(name), [on, look, off])
             (found,) = self._ask_again([look], [reply])
             start: bytes = _or_raise(found)
-            return start or (b"" if self._ask(_Command(("EXISTS", name))) else None)
+            return start or (b"" if self._ask(Command(("EXISTS", name))) else None)
 
     def delete(self, key: EntryName) -> None:
         with self._call(f"delete {key.object_name}"):
-            self._ask_master(_Command(("UNLINK", self._name(key))))
+            self._ask_master(Command(("UNLINK", self._name(key))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries, in the time that one call may take.
@@ -159,7 +167,7 @@ class RedisTier(Tier):
         """
         action = f"read {len(wanted)} entries"
         with self._call(action):
-            replies = self._ask_each([_Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
+            replies = self._ask_each([Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
             return [self._answer(action, reply) for reply in replies]
 
     def contains_each(self, keys: Sequence[EntryName]) -> Answers:
@@ -167,7 +175,7 @@ class RedisTier(Tier):
         action, names = f"look for {len(keys)} entries", [self._name(key) for key in keys]
         with self._call(action):
             # STRLEN says 0 of what is not there, too.
-            replies = self._ask_each([_Command((verb, name)) for name in names for verb in ("EXISTS", "STRLEN")])
+            replies = self._ask_each([Command((verb, name)) for name in names for verb in ("EXISTS", "STRLEN")])
             return [
                 self._answer(action, self._known_length(name, there, length))
                 for name, there, length in zip(names, replies[::2], replies[1::2], strict=True)
@@ -176,7 +184,7 @@ class RedisTier(Tier):
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier; `modified` is the present where the server does not say when an entry was last used.
 
-        It says so unless it evicts by frequency. To be listed is no use, from Redis 7.2 and Valkey 7.2 on.
+        It says so unless it evicts by frequency. Listing does not update it, from Redis 7.2 and Valkey 7.2 on.
         """
         now = time.time()
         for page in self._pages(f"list {namespace}", f"{check_namespace(namespace)}/"):
@@ -184,7 +192,7 @@ class RedisTier(Tier):
                 yield Listed(found.digest, found.length, now if found.used is None else found.used)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """As every tier; a server that evicts by frequency says nothing of the time. To be counted is no use from
+        """As every tier; a server that evicts by frequency says nothing of the time. Counting does not update it from
         Redis 7.2 and Valkey 7.2 on. Looks at every key of the database, in steps."""
         uses: dict[str, NamespaceUse] = {}
         for page in self._pages("list the namespaces", ""):
@@ -200,8 +208,8 @@ class RedisTier(Tier):
         removed, action = 0, f"remove {namespace}"
         for pool, names in self._keys(action, f"{check_namespace(namespace)}/"):
             with self._call(action):
-                commands = [_Command(("UNLINK", name)) for name in names]
-                replies = self._ask_again(commands, _exchange(pool, commands))
+                commands = [Command(("UNLINK", name)) for name in names]
+                replies = self._ask_again(commands, exchange(pool, commands))
                 removed += sum(_or_raise(reply) for reply in replies)
         return removed
 
@@ -231,21 +239,21 @@ class RedisTier(Tier):
     def _marker(self) -> bytes:
         """The name that the store bears, given to it if it has none."""
         name = f"{self.options.prefix}born".encode()
-        found = self._ask(_Command(("GET", name)))
+        found = self._ask(Command(("GET", name)))
         if found is None and self.read_only:
             raise KeyError("it has no name, and is given none")
         if found is None:
-            self._ask_master(_Command(("SET", name, os.urandom(8).hex(), "NX")))
-            found = self._ask(_Command(("GET", name)))
+            self._ask_master(Command(("SET", name, os.urandom(8).hex(), "NX")))
+            found = self._ask(Command(("GET", name)))
         if not isinstance(found, bytes):
             raise InvalidResponse("the store's name was expected")
         return found
 
     def _counts(self) -> Counts:
-        asked = [_Command(args) for args in (("INFO", "server"), ("INFO", "stats"), ("DBSIZE",))]
+        asked = [Command(args) for args in (("INFO", "server"), ("INFO", "stats"), ("DBSIZE",))]
         servers = []
         for pool in self._masters(learn=False):
-            server, stats, keys = map(_or_raise, _exchange(pool, asked))
+            server, stats, keys = map(_or_raise, exchange(pool, asked))
             servers.append((server + b"\n" + stats, keys))
         return Counts.of(servers)
 
@@ -281,13 +289,21 @@ class RedisTier(Tier):
             return reply
         raise InvalidResponse("a length was expected")
 
+    def _taken(self, name: bytes) -> bool:
+        try:
+            return bool(self._ask(Command(("STRLEN", name))))
+        except ResponseError as error:
+            if _NO_VALUE not in str(error):
+                raise
+            return True
+
     def _name(self, key: EntryName) -> bytes:
         return f"{self.options.prefix}{key.object_name}".encode()
 
     def _known_length(self, name: bytes, there: object, length: object) -> object:
         if isinstance(there, Exception) or there == 0:
             return there or None
-        return length or self._ask(_Command(("GET", name), _NOTHING))  # empty; or gone in between
+        return length or self._ask(Command(("GET", name), _NOTHING))  # empty; or gone in between
 
     def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Keys]]:
         """The names of the entries below `folder`, as each server tells them step by step; each name once."""
@@ -300,7 +316,7 @@ class RedisTier(Tier):
             cursor = None
             while cursor != b"0":
                 with self._call(action):
-                    (page,) = _exchange(pool, [_Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
+                    (page,) = exchange(pool, [Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
                     cursor, names = _or_raise(page)
                 new = {name: entry for name in {*names} - seen if (entry := self._parsed(name))}
                 if new:
@@ -320,12 +336,12 @@ class RedisTier(Tier):
                 found = _described(pool, names)
             yield found
 
-    def _ask(self, command: _Command) -> Any:
+    def _ask(self, command: Command) -> Any:
         """One round trip, through redis-py's retries and redirects."""
         options = {} if command.into is None else {"into": command.into}
         return self._client.execute_command(*command.args, **options)
 
-    def _ask_master(self, command: _Command) -> Any:
+    def _ask_master(self, command: Command) -> Any:
         """As `_ask`, of what writes. A replica answers who was the master: the connections to it are given up, for
         reading as well, and the master is looked for anew, at the same address or by the Sentinels."""
         try:
@@ -337,7 +353,7 @@ class RedisTier(Tier):
                 self._learn_topology()
             return self._ask(command)
 
-    def _ask_each(self, commands: Sequence[_Command]) -> _Replies:
+    def _ask_each(self, commands: Sequence[Command]) -> _Replies:
         """The reply of each, in order; for what failed, an exception. A Cluster's servers are asked side by side."""
         replies: _Replies = [None] * len(commands)
         servers: dict[Any, _Numbers] = {}
@@ -349,16 +365,16 @@ class RedisTier(Tier):
         def ask(server: tuple[Any, _Numbers]) -> None:
             pool, numbers = server
             with until(ends_at):
-                for part in _parts(numbers, commands, self.options.batch_bytes):
+                for part in parts(numbers, commands, self.options.batch_bytes):
                     asked = [commands[number] for number in part]
-                    for number, reply in zip(part, self._ask_again(asked, _exchange(pool, asked)), strict=True):
+                    for number, reply in zip(part, self._ask_again(asked, exchange(pool, asked)), strict=True):
                         replies[number] = reply
 
         for _ in (map if len(servers) == 1 else self._fan_out.map)(ask, servers.items()):
             pass
         return replies
 
-    def _ask_again(self, commands: Sequence[_Command], replies: _Replies) -> _Replies:
+    def _ask_again(self, commands: Sequence[Command], replies: _Replies) -> _Replies:
         """The replies, after one more try, one by one, for what another server has or a broken connection cost."""
         clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
@@ -400,51 +416,11 @@ class RedisTier(Tier):
         return [self._client.get_redis_connection(node).connection_pool for node in self._client.get_primaries()]
 
 
-def _parts(numbers: Sequence[int], commands: Sequence[_Command], most_bytes: int) -> Iterator[Sequence[int]]:
-    """`numbers` in runs whose buffers are not more than `most_bytes` together; one alone may be larger."""
-    run: list[int] = []
-    total = 0
-    for number in numbers:
-        target = commands[number].into
-        length = 0 if target is None else len(target)
-        if run and total + length > most_bytes:
-            yield run
-            run, total = [], 0
-        run.append(number)
-        total += length
-    if run:
-        yield run
-
-
-def _exchange(pool: Any, commands: Sequence[_Command]) -> list[object]:
-    """All commands in one go to one server, then their replies; for those that failed, or never came, an exception."""
-    replies: list[object] = []
-    failure: Exception = ClusterDownError("no server has this slot")
-    if pool is not None:
-        try:
-            connection = pool.get_connection()
-            try:
-                connection.send_packed_command(connection.pack_commands([command.args for command in commands]))
-                connection.expect(command.into for command in commands)
-                for _ in commands:
-                    try:
-                        replies.append(connection.read_response())
-                    except ResponseError as error:
-                        replies.append(error)
-            finally:
-                if len(replies) < len(commands):
-                    connection.disconnect()  # answers may still come, and nobody would expect them
-                pool.release(connection)
-        except Exception as error:
-            failure = error
-    return replies + [failure] * (len(commands) - len(replies))
-
-
 def _described(pool: Any, names: _Keys) -> list[_Stored]:
     """What a server has under `names`."""
-    asked = [_Command(args) for name in names for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
-    on, off = (_Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
-    _, *replies, _ = _exchange(pool, [on, *asked, off])
+    asked = [Command(args) for name in names for args in (("OBJECT", "IDLETIME", name), ("STRLEN", name))]
+    on, off = (Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
+    _, *replies, _ = exchange(pool, [on, *asked, off])
     now, found = time.time(), []
     for entry, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
         if isinstance(length, ResponseError):

@@ -29,7 +29,9 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 
 from lmcache_ec.mask import without_secrets
+from lmcache_ec.tiers import redis_credentials as credentials
 from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, WritesRefused
+from lmcache_ec.tiers.redis_credentials import CredentialsUnavailable
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, host_and_port
 from lmcache_ec.tiers.resp import (
     CLOSED,
@@ -53,17 +55,6 @@ def _any_answers(servers: Sequence[Any]) -> None:
         raise failure
 
 
-class _FromFile:
-    """What each new connection presents: the password as its file has it then. A credential provider of redis-py."""
-
-    def __init__(self, options: RedisOptions) -> None:
-        self._options = options
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        password, username = self._options.password_in_file(), self._options.username
-        return (username, password) if username else (password,)
-
-
 def connect(address: RedisAddress, options: RedisOptions) -> Any:
     """redis-py's client for the store. That of a Cluster asks for the topology at once."""
     settings: dict[str, Any] = {
@@ -74,16 +65,14 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
         "socket_connect_timeout": options.connect_timeout_s,
         "max_connections": 2 * options.connections,  # a call may ask the same server for the topology as well
     }
-    if options.password_file:
-        if not options.password_in_file():
-            raise ValueError(f"password_file {options.password_file} cannot be read, or is empty")
-        settings |= {"username": None, "password": None, "credential_provider": _FromFile(options)}
+    if provider := credentials.source(options):
+        settings |= {"username": None, "password": None, "credential_provider": provider}
     if address.tls:
         settings |= {
             "ssl_ca_certs": options.ca_file,
             "ssl_certfile": options.certificate_file,
             "ssl_keyfile": options.key_file,
-            "ssl_password": options.key_password or "",  # None would ask at a terminal
+            "ssl_password": credentials.key_password(options),
             "ssl_check_hostname": options.check_hostname and options.verify,
             "ssl_cert_reqs": "required" if options.verify else "none",
         }
@@ -124,7 +113,7 @@ def _check_files(options: RedisOptions) -> None:
             context.load_verify_locations(options.ca_file)
         if options.certificate_file:
             files = f"{options.certificate_file}, {options.key_file or 'with its key'}"
-            context.load_cert_chain(options.certificate_file, options.key_file, options.key_password or "")
+            context.load_cert_chain(options.certificate_file, options.key_file, credentials.key_password(options))
     except OSError as error:
         reason = "no PEM, or a wrong password" if isinstance(error, ssl.SSLError) else error.strerror
         raise ValueError(f"TLS: {files} cannot be used: {reason}") from None
@@ -134,9 +123,9 @@ def _sentinels(address: RedisAddress, options: RedisOptions, settings: dict[str,
     manager = Sentinel([])
     own = settings | {
         "db": 0,
-        "credential_provider": None,
-        "username": options.sentinel_username,
-        "password": options.sentinel_password,
+        "credential_provider": (provider := credentials.sentinel_source(options)),
+        "username": None if provider else options.sentinel_username,
+        "password": None if provider else options.sentinel_password,
         "socket_timeout": min(options.connect_timeout_s, options.timeout_s),  # the next one may know
     }
     manager.sentinels = [
@@ -204,6 +193,8 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
             return _explain_tls(link)
         if isinstance(link, ConnectionResetError | BrokenPipeError) or CLOSED in str(link):
             return _explain_end("a client certificate" if address.tls else "TLS, rediss://")
+        if isinstance(link, CredentialsUnavailable):
+            return link.errno, str(link)
         for kinds, number, reason in _EXPLANATIONS:
             if isinstance(link, kinds):
                 return number, reason

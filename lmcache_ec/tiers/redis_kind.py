@@ -21,6 +21,16 @@ def _open(remote: Remote) -> Tier:
     )
 
 
+def _environment(url: str) -> tuple[str, ...]:
+    """What commands that print credentials read, where there is one."""
+    _, options = parse_redis_url(url, RedisOptions())
+    return ("AWS_", "AZURE_", "CLOUDSDK_", "GOOGLE_", "VAULT_") if options.password_command else ()
+
+
+def _credentials(remote: Remote) -> str:
+    return parse_redis_url(remote.url, RedisOptions())[1].credentials_from
+
+
 REDIS = RemoteKind(
     name="redis",
     schemes=tuple(SCHEMES),
@@ -28,4 +38,6 @@ REDIS = RemoteKind(
     open=_open,
     quick=True,
     environment=("SSL_CERT_",),  # where OpenSSL finds the authorities that it trusts
+    environment_for=_environment,
+    credentials=_credentials,
 )

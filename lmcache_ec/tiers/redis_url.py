@@ -6,16 +6,16 @@
     redis-cluster://[user:password@]host[:6379][,…]             rediss-cluster:// with TLS
     unix://[user:password@]/path/of/the/socket
 
-Parameters after `?` have redis-py's names, but for `read_only` and `password_file`; `_PARAMETERS` has those that are
-understood.
+Parameters after `?` have redis-py's names, but for `read_only` and for where credentials come from, which is in
+`redis_credentials.py`. `_PARAMETERS` has those that are understood.
 """
 
 import enum
 import math
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -30,6 +30,14 @@ class Deployment(enum.Enum):
     SENTINEL = "a master that Sentinels name"
     CLUSTER = "a Cluster"
     SOCKET = "a Unix socket"
+
+
+_ONE_OF = (
+    ("password", "password_file", "password_command"),
+    ("username", "username_file"),
+    ("sentinel_password", "sentinel_password_file"),
+    ("key_password", "key_password_file"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +65,19 @@ class RedisOptions:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None
     """Holds the password, alone; read for each new connection, so that it may be replaced at any time."""
+    username_file: str | None = None
+    password_command: str | None = None
+    """Prints the password, or user and password: see `redis_credentials.py`. Its words as a shell parts them."""
     sentinel_username: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
+    sentinel_password_file: str | None = None
     ca_file: str | None = None
     """Certificates (PEM) that a server's is checked by; None: the system's."""
     certificate_file: str | None = None
     """The client's certificate (PEM), if the server asks for one."""
     key_file: str | None = None
     key_password: str | None = field(default=None, repr=False)
+    key_password_file: str | None = None
     check_hostname: bool = True
     verify: bool = True
     """Whether a server without a valid certificate is refused."""
@@ -75,28 +88,37 @@ class RedisOptions:
         for name in ("timeout_s", "connect_timeout_s", "ttl_s"):
             seconds = getattr(self, name)
             if seconds is not None and not (0 < seconds < math.inf):
-                raise ValueError(f"{name} of a Redis tier: {seconds} given, a positive number of seconds is accepted")
+                raise ValueError(f"{name} of a Redis tier: must be a positive number of seconds, not {seconds}")
         for name in ("max_entry_bytes", "connections", "batch_bytes"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} of a Redis tier: {getattr(self, name)} given, a positive number is accepted")
-        if self.password and self.password_file:
-            raise ValueError("password of a Redis tier: given twice, one of password and password_file is accepted")
+                raise ValueError(f"{name} of a Redis tier: must be a positive number, not {getattr(self, name)}")
+        for given in _ONE_OF:
+            if sum(bool(getattr(self, name)) for name in given) > 1:
+                raise ValueError(f"{given[0]} of a Redis tier: given twice, one of {', '.join(given)} is accepted")
+        if self.password_command is not None:
+            try:
+                words = shlex.split(self.password_command)
+            except ValueError:
+                words = []
+            if not words:
+                raise ValueError("password_command of a Redis tier: a program and its arguments are accepted")
         if self.database < 0:
-            raise ValueError(f"database of a Redis tier: {self.database} given, 0 or more is accepted")
+            raise ValueError(f"database of a Redis tier: must be 0 or more, not {self.database}")
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Name to value of what no text may contain."""
+        """Name to value of what no text may contain, as far as it was given: what files and commands say is kept out of
+        errors where it is used."""
         names = ("username", "password", "sentinel_username", "sentinel_password", "key_password")
-        found = {name: secret for name in names if (secret := getattr(self, name))}
-        return found | ({"password_file": text} if (text := self.password_in_file()) else {})
+        return {name: secret for name in names if (secret := getattr(self, name))}
 
-    def password_in_file(self) -> str:
-        """As it is now; empty if there is none, or it cannot be read."""
-        try:
-            return Path(self.password_file).read_text().strip() if self.password_file else ""
-        except (OSError, ValueError):
-            return ""
+    @property
+    def credentials_from(self) -> str:
+        """Where user and password come from, in words that hold none; empty where that is the address."""
+        if self.password_command:
+            return f"password_command {shlex.split(self.password_command)[0]}"
+        names = ("username_file", "password_file", "sentinel_password_file")
+        return ", ".join(f"{name} {path}" for name in names if (path := getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +161,14 @@ def _flag(text: str) -> bool:
     try:
         return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
     except KeyError:
-        raise ValueError("true or false is accepted") from None
+        raise ValueError("must be true or false") from None
 
 
 def _verify(text: str) -> bool:
     try:
         return {"required": True, "none": False}[text.lower()]
     except KeyError:
-        raise ValueError("required or none is accepted") from None
+        raise ValueError("must be required or none") from None
 
 
 _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
@@ -154,8 +176,11 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "username": ("username", str),
     "password": ("password", str),
     "password_file": ("password_file", str),
+    "username_file": ("username_file", str),
+    "password_command": ("password_command", str),
     "sentinel_username": ("sentinel_username", str),
     "sentinel_password": ("sentinel_password", str),
+    "sentinel_password_file": ("sentinel_password_file", str),
     "service": ("service", str),
     "socket_timeout": ("timeout_s", float),
     "socket_connect_timeout": ("connect_timeout_s", float),
@@ -164,6 +189,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
     "ssl_certfile": ("certificate_file", str),
     "ssl_keyfile": ("key_file", str),
     "ssl_password": ("key_password", str),
+    "ssl_password_file": ("key_password_file", str),
     "ssl_check_hostname": ("check_hostname", _flag),
     "ssl_cert_reqs": ("verify", _verify),
     "read_only": ("read_only", _flag),
@@ -177,7 +203,7 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
     except ValueError:
         raise ValueError("URL of a Redis tier: it cannot be read") from None
     if parts.scheme not in SCHEMES:
-        raise ValueError(f"URL of a Redis tier: one that begins with {', '.join(SCHEMES)} is accepted")
+        raise ValueError(f"URL of a Redis tier: must begin with one of {', '.join(SCHEMES)}")
     if "@" in parts.path + parts.query + parts.fragment or parts.fragment:
         raise ValueError("URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @")
     deployment, tls = SCHEMES[parts.scheme]
@@ -193,13 +219,13 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
         found["database"] = _value("the path (number of a database)", int, path.strip("/"))
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _PARAMETERS:
-            raise ValueError(f"URL of a Redis tier: of parameters {', '.join(_PARAMETERS)} are accepted")
+            raise ValueError(f"URL of a Redis tier: its parameters must be among {', '.join(_PARAMETERS)}")
         option, reads = _PARAMETERS[name]
         found[option] = _value(f"parameter {name}", reads, text)
     port = 26379 if deployment is Deployment.SENTINEL else 6379
     servers = () if deployment is Deployment.SOCKET else tuple(_server(text, port) for text in hosts.split(","))
     if deployment is Deployment.SOCKET and (hosts or path in ("", "/")):
-        raise ValueError("URL of a Redis tier: unix:///path/of/the/socket is accepted")
+        raise ValueError("URL of a Redis tier: must be unix:///path/of/the/socket")
     if deployment is Deployment.SINGLE and len(servers) > 1:
         raise ValueError("URL of a Redis tier: several servers are a redis-cluster:// or a redis-sentinel://")
     merged = replace(options, **found)
@@ -212,12 +238,12 @@ def _value(what: str, reads: Callable[[str], object], text: str) -> object:
     try:
         return reads(text)
     except ValueError as error:
-        accepted = "a number is accepted" if reads in (int, float) else str(error)
+        accepted = "must be a number" if reads in (int, float) else str(error)
         raise ValueError(f"URL of a Redis tier: {what}: {accepted}") from None
 
 
 def _server(text: str, port: int) -> tuple[str, int]:
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text)
     if match is None or int(match[3] or port) not in range(1, 65536):
-        raise ValueError("URL of a Redis tier: host, host:port or [address]:port is accepted, several with commas")
+        raise ValueError("URL of a Redis tier: must name hosts as host, host:port or [address]:port, with commas")
     return unquote(match[1] or match[2]), int(match[3] or port)

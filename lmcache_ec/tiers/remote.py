@@ -62,6 +62,14 @@ def _always(url: str) -> bool:
     return True
 
 
+def _none(url: str) -> tuple[str, ...]:
+    return ()
+
+
+def _nowhere(remote: Remote) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteKind:
     """One kind of remotes: what its URLs look like, and everything in which it differs from other kinds.
@@ -85,6 +93,10 @@ class RemoteKind:
     """Whether the tier at this URL can say what it holds, so that its listing can serve as a catalog."""
     environment: tuple[str, ...] = ()
     """Beginnings of the names of environment variables that its clients read."""
+    environment_for: Callable[[str], tuple[str, ...]] = _none
+    """The same for one URL."""
+    credentials: Callable[[Remote], str] = _nowhere
+    """Where its credentials come from, in words that hold none; empty where the address or the kind says it all."""
     extra_keys: re.Pattern[str] = _NO_KEY
     """The keys of LMCache's `extra_config` that it reads."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -19,8 +19,8 @@ from typing import Any, cast
 from redis._parsers import BaseParser, Encoder
 from redis.connection import AbstractConnection, Connection, PythonRespSerializer, SSLConnection
 from redis.connection import UnixDomainSocketConnection as UnixConnection
+from redis.exceptions import AuthenticationError, InvalidResponse, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import InvalidResponse
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 CLOSED = "the server closed the connection"
@@ -237,6 +237,21 @@ class PayloadConnection(AbstractConnection):
     def _capped(seconds: float) -> float:
         # Never an error: pools read this while they make a connection, and would lose count of them.
         return max(_SHORTEST_S, min(seconds, moment_of_end() - time.monotonic()))
+
+    def on_connect_check_health(self, *args: Any, **options: Any) -> None:
+        """As redis-py's; the source of the credentials hears that they were refused, and no error repeats them.
+
+        A server may answer an AUTH that it does not know with what it was sent.
+        """
+        source = self.credential_provider
+        try:
+            super().on_connect_check_health(*args, **options)
+        except RedisError as error:
+            if source is None:
+                raise
+            if isinstance(error, AuthenticationError):
+                source.refused()
+            raise type(error)(source.hidden(str(error))) from None
 
     def send_command(self, *args: Any, into: memoryview | None = None, **options: Any) -> None:
         """As redis-py's; with `into` the reply is the length of the payload, which is received there if it fits."""

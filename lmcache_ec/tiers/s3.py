@@ -25,16 +25,25 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, parse_object_name
-from lmcache_ec.tiers.base import UNREACHABLE, Listed, NamespaceUse, Tier, TierError, TierNotReady, TierUnreachable
+from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, is_namespace, parse_object_name
+from lmcache_ec.tiers.base import (
+    UNREACHABLE,
+    Held,
+    Listed,
+    NamespaceUse,
+    Tier,
+    TierError,
+    TierNotReady,
+    TierUnreachable,
+)
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_clock import StoreClock
-from lmcache_ec.tiers.s3_faults import Fault, summary
+from lmcache_ec.tiers.s3_faults import Fault, OfAnotherKey, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
@@ -172,21 +181,28 @@ class S3Tier(Tier):
         return length
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        from obstore.exceptions import PreconditionError
-
-        client = self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
         with _reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
-            with self._reported_entry(f"look for {key.object_name}"):
-                held = self._head(key)  # bytes are sent before the store refuses them
+            try:
+                with self._reported_entry(f"look for {key.object_name}"):
+                    held = self._head(key)  # bytes are sent before the store refuses them
+            except OfAnotherKey:
+                return False
             if held is None:
-                return self._created(client, key, data)
-            if not self._aged(held):
-                return False
-            try:  # replace what has aged, and nothing that a neighbour wrote meanwhile
-                self._put(client, key.object_name, data, _unchanged(held))
-                return True
-            except (PreconditionError, FileNotFoundError):
-                return False
+                return self._created(self._uploader(data), key, data)
+            return self._aged(held) and self._put_over(key, data, _unchanged(held))
+
+    def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
+        with suppress(OfAnotherKey), self._reported_entry(f"read {key.object_name}"):
+            found = _unless_absent(lambda: self._prompt.get(key.object_name))
+            if found is None or self._aged(found.meta):
+                return None
+            data = memoryview(found.bytes()) if found.meta["size"] <= most_bytes else None
+            return Held(found.meta["size"], data, _unchanged(found.meta))
+        return Held(0, None, "overwrite")  # nobody here can tell which one it is
+
+    def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
+        with _reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
+            return self._put_over(key, data, held.version)
 
     def check_writes(self) -> bool:
         """As every tier: replace an object that is not there, which no store does; one that knows no conditions makes
@@ -240,12 +256,15 @@ class S3Tier(Tier):
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier, aged objects included; S3 knows when an object was written, not when it was read."""
-        with _reported("list the namespaces"):
-            folders = self._lister.list_with_delimiter()["common_prefixes"]
-        for folder in folders:
-            use = self._use(folder.strip("/"))
+        for namespace in self.namespace_names():
+            use = self._use(namespace)
             if use.entries:
                 yield use
+
+    def namespace_names(self) -> Sequence[str]:
+        with _reported("list the namespaces"):
+            folders = self._lister.list_with_delimiter()["common_prefixes"]
+        return [name for folder in folders if is_namespace(name := folder.strip("/"))]
 
     def remove(self, namespace: str) -> int:
         """As every tier, aged objects included."""
@@ -362,6 +381,19 @@ class S3Tier(Tier):
                 if Fault.of(error).status != "409":  # that one says: deleted while this was under way, try again
                     return False
         raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others write and delete it")
+
+    def _put_over(self, key: EncoderCacheKey, data: memoryview, unchanged: Any) -> bool:
+        """Replace an object, and nothing that a neighbour wrote meanwhile."""
+        from obstore.exceptions import PreconditionError
+
+        try:
+            self._put(self._uploader(data), key.object_name, data, unchanged)
+            return True
+        except (PreconditionError, FileNotFoundError):
+            return False
+
+    def _uploader(self, data: memoryview) -> S3Store:
+        return self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
 
     def _put(self, client: S3Store, name: str, data: memoryview | bytes, mode: PutMode) -> None:
         """Write under a condition, or without one in a store that refused to, and took the same without."""

@@ -13,6 +13,10 @@ from typing import Self
 from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, WritesRefused
 
 
+class OfAnotherKey(TierError):
+    """An object that is there, and was perhaps written with another key of SSE-C than ours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What may be passed on of an error of obstore."""
@@ -56,7 +60,7 @@ class Fault:
         """As a tier raises it. What a request that `writes` is forbidden says nothing about reading; with `keyed`, what
         may be the key's fault is about that object."""
         if keyed and self.of_another_key:
-            return TierError(self.number, f"{text} (was it written with another key than that of sse-c?)")
+            return OfAnotherKey(self.number, f"{text} (was it written with another key than that of sse-c?)")
         if self.kind or self.code in _BAD_REGION or self.code in _NOBODY_COMES_IN or self.status[:1] == "3":
             return TierUnreachable(self.number, text)
         if self.not_ready:

@@ -71,7 +71,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     if bool(access_key_id) != bool(secret_access_key):
         raise ValueError("aws_access_key_id and aws_secret_access_key are given together or not at all")
     if asked.get("sse", "AES256") not in _ENCRYPTIONS:
-        raise ValueError(f"S3 URL: of sse {', '.join(_ENCRYPTIONS)} are accepted")
+        raise ValueError(f"S3 URL: sse must be one of {', '.join(_ENCRYPTIONS)}")
     if "sse_kms_key_id" in asked and not asked.get("sse", "").startswith("aws:kms"):
         raise ValueError("S3 URL: sse_kms_key_id belongs to sse=aws:kms")
     if "sse_c_key_file" in asked and asked.setdefault("sse", CUSTOMER_KEY) != CUSTOMER_KEY:

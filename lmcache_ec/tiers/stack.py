@@ -8,7 +8,8 @@ Who owns what, and when it may be freed:
    once; or, of the synchronous calls, until they return.
 3. `Found` is answered only for what verifies; until then the buffer's content is nobody's to use.
 4. What does not verify against itself is deleted from the tier that had it, and the next tier is asked. What another
-   version of the format may verify is kept.
+   version of the format may verify is kept. Where entries are signed, nothing is deleted: a read cannot tell whether
+   what it read is still there. It is a miss, and the next write replaces it (write_through.py).
 5. Promotion copies before the answer: the buffer is not looked into again.
 6. The caller surveys: `due_at` says when something is due, `survey_due` starts it on the lanes' own threads, and `wake`
    is called when `due_at` or the number of jobs may have changed.
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Landing, Tier, TierUnreachable
 from lmcache_ec.tiers.journal import Journal
@@ -99,6 +101,7 @@ class Stack:
         wake: Callable[[], None] = _ignore,
         back: Callable[[int], None] = _ignore,
         copied_bytes: int = _COPIED_BYTES,
+        signing: SigningKey | None = None,
     ) -> None:
         names = lane_names([tier.name for tier, _ in tiers])
         self.namespace = namespace
@@ -110,7 +113,9 @@ class Stack:
         for lane in self.lanes:
             if isinstance(lane.tier, AwaitedTier):
                 lane.leave_alone()
-        self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes)
+        self.signing = signing
+        """The key that every entry is signed with, if they are."""
+        self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes, signing)
         self._journal = journal
         self._wake = wake
         self._back = back
@@ -217,13 +222,14 @@ class Stack:
                 length = lane.tier.get_into(key, buffer) or 0
             if buffer is None or len(buffer) != length:
                 return Elsewhere(length)
-            spec = entry.verify(buffer, key)
+            spec = entry.verify(buffer, key, self.signing)
         except entry.EntryError as error:
-            self.refuse(lane, key, error)
+            (self.refuse if self.signing is None else self._disbelieve)(lane, key, error)
             return Absent(isinstance(error, entry.OtherVersion))
         except Exception as error:
             self._unread(lane, error)
             return Absent()
+        lane.trust(key.digest)
         self._journal.count(f"{lane.name}_hits")
         self._journal.count(f"{lane.name}_read_bytes", length)
         return Found(spec, lane.name)
@@ -240,6 +246,14 @@ class Stack:
         text = f"{lane.name}: {key.object_name} does not verify ({error}); deleted"
         self._journal.report(f"{lane.name}-corrupt", text)
         self.delete(lane, key)
+
+    def _disbelieve(self, lane: Lane, key: EncoderCacheKey, error: entry.EntryError) -> None:
+        """Where entries are signed: somebody may have put it there, and may have been replaced since it was read."""
+        kind = "forged" if error.reason is entry.Reason.SIGNATURE else "corrupt"
+        self._journal.count(f"{lane.name}_{kind}")
+        text = f"{lane.name}: {key.object_name} is not believed ({error}); a miss, and replaced by the next encode"
+        self._journal.report(f"{lane.name}-{kind}", text)
+        lane.doubt(key.digest)
 
     def delete(self, lane: Lane, key: EncoderCacheKey) -> None:
         if lane.tier.read_only:

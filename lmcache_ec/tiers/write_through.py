@@ -10,7 +10,9 @@ Who owns what, and when it may be freed:
    local tier does not take the entry, all others read `data` side by side; none waits for another.
 3. Copies are ours, those of files and those that promotion makes. One is dropped after its last use. What is kept
    until then, together, is bounded by `copied_bytes`: beyond that a file is read again, and nothing is promoted.
-4. `landed` is called once for each wanted tier, before `released` if that tier read `data`; `done` once, after all.
+4. Where entries are signed, what stands in the way of one is read, and replaced unless it is signed, too. What it is
+   replaced by can be no worse, whoever replaced it meanwhile.
+5. `landed` is called once for each wanted tier, before `released` if that tier read `data`; `done` once, after all.
    Neither happens to what is still queued when the lanes are closed: the process is about to end.
 """
 
@@ -19,14 +21,19 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers.base import Landing, WritesRefused, message
+from lmcache_ec.signing import SigningKey
+from lmcache_ec.tiers.base import Held, Landing, TierError, WritesRefused, message
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import Lane
+
+_REPLACEMENTS = 3
+_PLAUSIBLE_BYTES = 256 << 20
+"""What is longer, and than the entry that it stands in the way of, is believed to be none without being read."""
 
 
 def _ignore(*_: object) -> None:
@@ -94,6 +101,7 @@ class WriteThrough:
         wake: Callable[[], None],
         back: Callable[[int], None],
         copied_bytes: int,
+        signing: SigningKey | None = None,
     ) -> None:
         self.jobs = 0
         """Writes to one tier each that are queued or under way."""
@@ -104,6 +112,7 @@ class WriteThrough:
         self._wake = wake
         self._back = back
         self._copies = _Budget(copied_bytes)
+        self._signing = signing
         self._under_way: dict[EncoderCacheKey, list[Put]] = {}
         self._lock = threading.Lock()
 
@@ -213,15 +222,15 @@ class WriteThrough:
         try:
             if self._lanes[number].tier.get_into(key, data) != length:
                 return None
-            entry.verify(data, key)
+            entry.verify(data, key, self._signing)
         except (OSError, entry.EntryError) as error:
             name = self._lanes[number].name
-            self._journal.report(f"{name}-copy", f"{name}: {key.object_name} cannot be copied from there: {error}")
+            self._journal.report(f"{name}-copy", f"{name}: {key.object_name} cannot be copied to other tiers: {error}")
             return None
         return data
 
     def _put(self, number: int, put: Put, data: memoryview) -> Landing:
-        """Write to one tier. An entry of the same length that is there already is this one."""
+        """Write to one tier. One of the same length that is there already is this one, unless entries are signed."""
         lane, journal, key = self._lanes[number], self._journal, put.key
         if put.cancelled:
             return Landing.FAILED
@@ -230,14 +239,17 @@ class WriteThrough:
             return Landing.FAILED
         try:
             stored = lane.tier.put(key, data)
-            there = stored or lane.tier.contains(key) == len(data)
+            if not stored and self._signing is not None:
+                stored, there = self._replaced(lane, key, data, self._signing)
+            else:
+                there = stored or lane.tier.contains(key) == len(data)
             if put.cancelled:  # meanwhile
                 lane.tier.delete(key)
                 return Landing.FAILED
             journal.count(f"{lane.name}_writes" if stored else f"{lane.name}_present")
             journal.count(f"{lane.name}_written_bytes", len(data) if stored else 0)
             if stored and lane.wrote():
-                journal.report(f"{lane.name}-writes", f"{lane.name} takes writes again")
+                journal.report(f"{lane.name}-writes", f"{lane.name} accepts writes again")
                 self._back(number)
             self.weigh(lane)
             self.report_notice(lane)
@@ -246,6 +258,40 @@ class WriteThrough:
             return Landing.TOOK if there else Landing.REFUSED
         except Exception as error:
             return self._refused(lane, error)
+
+    def _replaced(self, lane: Lane, key: EncoderCacheKey, data: memoryview, signing: SigningKey) -> tuple[bool, bool]:
+        """Put an entry in the place of something unsigned: whether this call wrote it, and whether one of its length is
+        there."""
+        for _ in range(_REPLACEMENTS):
+            held, signed = self._in_the_way(lane, key, len(data), signing)
+            if held is None:
+                if lane.tier.put(key, data):
+                    return True, True
+            elif signed:
+                return False, held.length == len(data)
+            elif lane.tier.replace(key, data, held):
+                self._journal.count(f"{lane.name}_replaced")
+                text = f"{lane.name}: {key.object_name}, {held.length} bytes that nobody signed, was replaced"
+                self._journal.report(f"{lane.name}-replaced", text)
+                return True, True
+        raise TierError(errno.EAGAIN, f"{key.object_name} is not written: others write and remove it all the time")
+
+    def _in_the_way(
+        self, lane: Lane, key: EncoderCacheKey, length: int, signing: SigningKey
+    ) -> tuple[Held | None, bool]:
+        """What has the name of an entry of `length` bytes, without its bytes, and whether it is signed. What is longer
+        takes room of the copies: whoever may write to a store is not to fill this process' memory."""
+        held = lane.tier.held(key, length)
+        if held is None or held.data is not None or not length < held.length <= _PLAUSIBLE_BYTES:
+            return held, held is not None and _is_signed(held, key, signing)
+        if not self._copies.take(held.length):
+            raise TierError(errno.EAGAIN, f"{key.object_name} is not written: no memory to read what has its name")
+        try:
+            longer = lane.tier.held(key, held.length)
+            signed = longer is not None and _is_signed(longer, key, signing)
+            return longer and replace(longer, data=None), signed
+        finally:
+            self._copies.give_back(held.length)
 
     def _refused(self, lane: Lane, error: Exception) -> Landing:
         self._journal.count(f"{lane.name}_write_errors")
@@ -299,6 +345,15 @@ class WriteThrough:
     def _add_job(self, number: int) -> None:
         with self._lock:
             self.jobs += number
+
+
+def _is_signed(held: Held, key: EncoderCacheKey, signing: SigningKey) -> bool:
+    try:
+        if held.data is not None:
+            entry.verify(held.data, key, signing)
+        return held.data is not None
+    except entry.EntryError:
+        return False
 
 
 class _Budget:

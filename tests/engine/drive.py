@@ -8,6 +8,7 @@ and where a request has to be caught in mid-prefill, another one that decodes be
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -147,14 +148,8 @@ def rendered(engine: Engine, request: Request) -> dict[str, Any]:
 @contextmanager
 def foreign_front_end() -> Iterator[None]:
     """Requests as a front end makes them that knows nothing of this package: as a client spelled them, unsigned."""
-    from lmcache_ec.adapters.vllm import front_end
-
-    ours = front_end.is_ours
-    front_end.is_ours = lambda config: False
-    try:
+    with patch("lmcache_ec.adapters.vllm.front_end.is_ours", lambda config: False):
         yield
-    finally:
-        front_end.is_ours = ours
 
 
 def chat_with_embeddings(engine: Engine, seed: int) -> Any:

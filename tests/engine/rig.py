@@ -206,7 +206,14 @@ class Rig:
     def left_over(self) -> dict[str, int]:
         """What is still held, and should not be, one text-only request after everything."""
         held = ("reserved", "writing", "sealing", "filling", "orphaned")
-        names = [f"places_{state}" for state in held] + ["pins", "leases", "orders", "fetches_under_way", "requests"]
+        names = [f"places_{state}" for state in held] + [
+            "pins",
+            "leases",
+            "orders",
+            "fetches_under_way",
+            "staged",
+            "requests",
+        ]
         names += ["dirty_bytes", "filling_bytes", "leased_bytes", "unwritten"]
         counts = self.counts()
         return {name: counts[name] for name in names if counts[name]}

@@ -23,7 +23,7 @@ def test_a_restart_is_warm_though_the_folder_and_the_remote_were_emptied(tmp_pat
     with redis_server(tmp_path / "redis") as redis:
 
         def in_redis() -> int:
-            return len(redis.client().keys("*.safetensors"))  # type: ignore[arg-type]
+            return len(redis.client().keys("*.safetensors"))
 
         keys = {"remotes": [redis.url]}
         with Rig("gemma3", Layout.ONE_PROCESS, tmp_path / "one", reference, keys=keys) as rig:

@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_producer_and_a_consumer_on_two_hosts(stores: Stores, tmp_path: Path, 
 
     def engine(role: str) -> Rig:
         connector, keys = {"ec_role": f"ec_{role}"}, {"remotes": stores.urls}
-        arguments = {"mm_encoder_only": True} if role == "producer" else {}
+        arguments: dict[str, Any] = {"mm_encoder_only": True} if role == "producer" else {}
         return Rig(
             MODEL,
             Layout.MULTI_PROCESS,

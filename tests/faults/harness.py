@@ -247,7 +247,7 @@ def held(book: Mapping[str, int]) -> dict[str, int]:
     """What has to be zero when nothing is under way."""
     states = [f"places_{state}" for state in ("reserved", "writing", "sealing", "filling", "orphaned")]
     sizes = ["dirty_bytes", "filling_bytes", "leased_bytes"]
-    return {name: book[name] for name in (*states, *sizes, "pins", "leases", "orders", "fetches_under_way")}
+    return {name: book[name] for name in (*states, *sizes, "pins", "leases", "orders", "fetches_under_way", "staged")}
 
 
 class Traces:

@@ -60,8 +60,8 @@ def sealed() -> bytearray:
 SEALED = sealed()
 HEADER: dict[str, Any] = json.loads(SEALED[8 : 8 + struct.unpack_from("<Q", SEALED)[0]])
 PLACES: list[Callable[[dict[str, Any]], tuple[dict[str, Any], str]]] = [
-    *(lambda header, name=name: (header["__metadata__"], name) for name in HEADER["__metadata__"]),  # type: ignore[misc]
-    *(lambda header, name=name: (header["ec"], name) for name in HEADER["ec"]),  # type: ignore[misc]
+    *(lambda header, name=name: (header["__metadata__"], name) for name in HEADER["__metadata__"]),
+    *(lambda header, name=name: (header["ec"], name) for name in HEADER["ec"]),
     lambda header: (header, "ec"),
     lambda header: (header, "__metadata__"),
     lambda header: (header, "another"),
@@ -187,7 +187,7 @@ def test_many_values_that_are_small_enough_each_are_too_much_together() -> None:
 
 @given(JSON | st.dictionaries(st.text(max_size=8), st.dictionaries(st.sampled_from(["namespace", "metadata"]), JSON)))
 def test_parameters_of_a_client_name_namespaces_or_nothing(params: object) -> None:
-    found = announced(SimpleNamespace(ec_transfer_params=params))  # type: ignore[arg-type]
+    found = announced(SimpleNamespace(ec_transfer_params=params))
     assert all(isinstance(text, str) for pair in found.items() for text in pair)
 
 

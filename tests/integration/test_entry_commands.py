@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec ls` and `inspect` over real stores."""
+"""`lmcache-ec ls`, `inspect`, `verify`, `warm` and `clear` over real stores."""
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,15 +15,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.testbed.core import VERSIONS, of_another_version
+from benchmarks.testbed.core import VERSIONS, of_another_version, wait_until
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec import entry
 from lmcache_ec.cli import app
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
-from lmcache_ec.tiers.redis import open_redis
+from lmcache_ec.tiers.redis import RedisTier, open_redis
 from lmcache_ec.tiers.s3 import open_s3
 
 CANARY = "hunter2-canary"
@@ -49,28 +53,38 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
 
 
 class Stores:
-    """A disk, a Redis and an S3 tier of the configuration that the commands read, all of them empty."""
+    """A disk and a Redis of the configuration that the commands read, both empty; with `add_s3` an S3 remote, too."""
 
-    def __init__(self, folder: Path, redis: RedisServer, s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, value in s3.environment.items():
-            monkeypatch.setenv(name, value)
+    def __init__(self, folder: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder / "disk"
         self.server = redis
-        self.redis_url = f"redis://:{CANARY}@127.0.0.1:{redis.port}"
-        self.s3_url = f"s3://{s3.bucket}/{folder.name}?endpoint={s3.endpoint}"
+        self.url = f"redis://:{CANARY}@127.0.0.1:{redis.port}"
         redis.client(password=CANARY).flushall()
         monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(self.folder))
-        monkeypatch.setenv("LMCACHE_EC_REMOTES", f"{self.redis_url}, {self.s3_url}")
+        monkeypatch.setenv("LMCACHE_EC_REMOTES", self.url)
         self.disk = DiskTier(self.folder, GIB)
-        self.redis = open_redis(self.redis_url)
-        self.s3 = open_s3(self.s3_url)
+        self.redis = open_redis(self.url)
+
+    def add_s3(self, s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+        url = f"s3://{s3.bucket}/{self.folder.parent.name}?endpoint={s3.endpoint}"
+        monkeypatch.setenv("LMCACHE_EC_REMOTES", f"{self.url}, {url}")
+        self.s3 = open_s3(url)
 
 
 @pytest.fixture
-def stores(tmp_path: Path, redis: RedisServer, s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
-    made = Stores(tmp_path, redis, s3, monkeypatch)
+def stores(tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stores]:
+    made = Stores(tmp_path, redis, monkeypatch)
     with closing(made.redis):
         yield made
+
+
+@pytest.fixture
+def three(stores: Stores, s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Stores:
+    """With an S3 remote."""
+    stores.add_s3(s3, monkeypatch)
+    return stores
 
 
 def run(*arguments: str, answer: str = "") -> Result:
@@ -104,14 +118,14 @@ def spoiled(identifier: str) -> memoryview:
 # ---- ls
 
 
-def test_each_entry_is_listed_once_with_the_tiers_that_hold_it(stores: Stores) -> None:
-    put(stores.disk, "both", "only disk")
-    put(stores.redis, "both", "only redis", "\x1b[31mred\n")
-    put(stores.s3, "both", "only s3")
-    put(stores.s3, "both", namespace="other")
-    path = stores.folder / EncoderCacheKey("ns", "only disk").object_name
+def test_each_entry_is_listed_once_with_the_tiers_that_hold_it(three: Stores) -> None:
+    put(three.disk, "both", "only disk")
+    put(three.redis, "both", "only redis", "\x1b[31mred\n")
+    put(three.s3, "both", "only s3")
+    put(three.s3, "both", namespace="other")
+    path = three.folder / EncoderCacheKey("ns", "only disk").object_name
     os.utime(path, (path.stat().st_mtime - 40 * DAY_S,) * 2)
-    before = {file: file.stat().st_mtime_ns for file in stores.folder.rglob("*.safetensors")}
+    before = {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")}
     report = answered("ls", "ns")
     held = {row["sha256"]: (row["tiers"], row["identifier"], row["bytes"]) for row in report["entries"]}
     length = len(sealed("both"))
@@ -137,7 +151,7 @@ def test_each_entry_is_listed_once_with_the_tiers_that_hold_it(stores: Stores) -
     assert "5 entries.\n" in text
     newest = run("ls", "ns", "--tier", "disk", "--count", "1").stdout
     assert "2 entries. Only the newest 1 are listed; --count 0 lists all." in newest
-    assert {file: file.stat().st_mtime_ns for file in stores.folder.rglob("*.safetensors")} == before
+    assert {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")} == before
 
 
 def test_a_tier_that_does_not_answer_is_one_line_beside_what_the_others_hold(
@@ -157,7 +171,7 @@ def test_a_tier_that_does_not_answer_is_one_line_beside_what_the_others_hold(
 def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Stores) -> None:
     identifier = "ü😀" * 400  # its header is longer than most
     put(stores.disk, identifier)
-    put(stores.s3, identifier)
+    put(stores.redis, identifier)
     put(stores.redis, identifier, namespace="other")
     key = EncoderCacheKey("ns", identifier)
     for asked in ([identifier, "--namespace", "ns"], [key.digest.hex(), "--namespace", "ns"], [key.object_name]):
@@ -165,8 +179,8 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
         header = found["header"]
         assert (header["identifier"], header["namespace"], header["producer"]) == (identifier, "ns", "host:41234")
         assert (header["shape"], header["dtype"], header["bytes"]) == ([4, 64], "BF16", len(sealed(identifier)))
-        assert [(copy["tier"], copy["problem"]) for copy in found["tiers"]] == [("disk", ""), ("s3", "")]
-    assert [copy["tier"] for copy in answered("inspect", identifier)["tiers"]] == ["disk", "redis", "s3"]
+        assert [(copy["tier"], copy["problem"]) for copy in found["tiers"]] == [("disk", ""), ("redis", "")]
+    assert [copy["tier"] for copy in answered("inspect", identifier)["tiers"]] == ["disk", "redis", "redis"]
     text = run("inspect", identifier).stdout
     assert [text.count(said) for said in ("4 x 64 BF16", "host:41234", "verifies")] == [2, 2, 3]
     missing = run("inspect", "another")
@@ -188,10 +202,258 @@ def test_what_does_not_verify_in_one_tier_is_said_of_that_tier(stores: Stores, h
 
 def test_of_a_large_entry_only_the_header_is_read_where_that_is_enough(stores: Stores) -> None:
     spec = entry.TensorSpec(1 << 16, 64, "BF16")
-    for tier in (stores.disk, stores.redis, stores.s3):
+    for tier in (stores.disk, stores.redis):
         tier.put(EncoderCacheKey("ns", "large"), sealed("large", spec=spec))
     client = stores.server.client(password=CANARY)
     before = client.info("stats")["total_net_output_bytes"]
     assert run("inspect", "large", "--header-only").exit_code == 0
     assert run("ls", "--identifiers").exit_code == 0
     assert client.info("stats")["total_net_output_bytes"] - before < 100_000
+
+
+# ---- verify
+
+
+def test_each_entry_of_each_tier_is_judged_and_nothing_is_used_or_changed_by_it(three: Stores) -> None:
+    tiers = {"disk": three.disk, "redis": three.redis, "s3": three.s3}
+    for tier in tiers.values():
+        put(tier, "good", "better", "ü😀" * 400)
+        put(tier, "elsewhere", namespace="other")
+        for number, how in enumerate(VERSIONS):
+            key = EncoderCacheKey("ns", f"version {number}")
+            tier.put(key, memoryview(of_another_version(bytes(sealed(key.identifier)), how)))
+        tier.put(EncoderCacheKey("ns", "torn"), sealed("torn")[:-1])
+        tier.put(EncoderCacheKey("ns", "flipped"), spoiled("flipped"))
+        tier.put(EncoderCacheKey("ns", "under another's name"), sealed("good"))
+    before = {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")}
+    result = run("verify", "--json")
+    report = json.loads(result.stdout)
+    counts = {"good": 4, "corrupt": 3, "other_version": len(VERSIONS), "unreadable": 0, "gone": 0, "removed": 0}
+    assert {name: {key: found[key] for key in counts} for name, found in report["tiers"].items()} == dict.fromkeys(
+        tiers, counts
+    )
+    assert (result.exit_code, report["errors"], report["interrupted"]) == (1, {}, False)
+    assert {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")} == before
+    assert run("verify", "other").exit_code == 0
+
+    text = run("verify", "--remove", "--tier", "disk").stdout
+    assert "4 good, 3 corrupt (3 removed), 5 of another version, 0 unreadable" in text
+    assert answered("verify", "--tier", "disk")["tiers"]["disk"]["corrupt"] == 0
+    assert len(list(three.folder.rglob("*.safetensors"))) == 4 + len(VERSIONS)
+    assert three.disk.stored_bytes == sum(file.stat().st_size for file in three.folder.rglob("*.safetensors"))
+    assert run("verify", "--remove", "--tier", "s3").exit_code == 1  # they were found
+    assert run("verify", "--tier", "s3").exit_code == 0
+    assert len(list(three.redis.list("ns"))) == 11  # nobody asked for these
+
+
+def test_what_an_engine_wrote_anew_since_it_was_read_is_not_removed(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = EncoderCacheKey("ns", "picture")
+    stores.disk.put(key, spoiled("picture"))
+    look = DiskTier.peek
+
+    def peek(tier: DiskTier, name: EntryName, most: int) -> bytes | None:
+        found = look(tier, name, most)
+        stores.disk.delete(key)
+        put(stores.disk, "picture")
+        monkeypatch.setattr(DiskTier, "peek", look)
+        return found
+
+    monkeypatch.setattr(DiskTier, "peek", peek)
+    assert answered("verify", "--remove", "--tier", "disk")["tiers"]["disk"]["removed"] == 0
+    assert stores.disk.contains(key)
+
+
+@pytest.mark.parametrize(("sample", "least", "most"), [("7", 7, 7), ("1000", 200, 200), ("50%", 40, 160)])
+def test_a_sample_is_so_many_entries_or_such_a_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: str, least: int, most: int
+) -> None:
+    monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
+    put(DiskTier(tmp_path, GIB), *(f"picture {number}" for number in range(200)))
+    assert least <= answered("verify", "--sample", sample)["tiers"]["disk"]["good"] <= most
+    for wrong in ("some", "101%", "-1", "5 %"):
+        assert run("verify", "--sample", wrong).exit_code == 2
+
+
+def test_a_store_that_dies_while_it_is_verified_is_an_error_and_not_a_loss_of_entries(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with redis_server(tmp_path / "own") as server:
+        monkeypatch.setenv("LMCACHE_EC_REMOTES", f"redis://127.0.0.1:{server.port}")
+        with closing(open_redis(f"redis://127.0.0.1:{server.port}")) as tier:
+            put(tier, *(f"picture {number}" for number in range(40)))
+        look = RedisTier.peek
+
+        def peek(tier: RedisTier, name: EntryName, most: int) -> bytes | None:
+            server.kill()
+            return look(tier, name, most)
+
+        monkeypatch.setattr(RedisTier, "peek", peek)
+        result = run("verify", "--remove", "--tier", "redis", "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["tiers"]["redis"]["removed"], report["tiers"]["redis"]["corrupt"]) == (1, 0, 0)
+    assert "the rest was not looked at" in report["errors"]["redis"]
+
+
+# ---- warm
+
+
+def test_the_newest_entries_of_a_remote_come_to_the_disk_and_stay_as_old_as_they_are(three: Stores) -> None:
+    names = [f"picture {number}" for number in range(6)]
+    put(three.redis, *names[:3], "ü😀" * 400)
+    put(three.s3, *names)
+    put(three.disk, names[0])
+    report = answered("warm", "--from", "redis")
+    assert (report["namespace"], report["copied"], report["present"]) == ("ns", 3, 1)
+    for identifier in (*names[:3], "ü😀" * 400):
+        path = three.folder / EncoderCacheKey("ns", identifier).object_name
+        assert entry.verify(memoryview(path.read_bytes()), EncoderCacheKey("ns", identifier)) == SPEC
+    again = answered("warm", "--from", "redis")
+    assert (again["copied"], again["present"]) == (0, 4)
+
+    two = answered("warm", "ns", "--from", "s3", "--bytes", f"{2 * len(sealed('picture 0'))}")
+    assert two["chosen"] == 2
+    assert answered("warm", "ns", "--from", "s3", "--count", "3")["chosen"] == 3
+    listed = {found.digest: found.modified for found in three.s3.list("ns")}
+    assert run("warm", "--from", "s3").exit_code == 0
+    ages = {found.digest: found.modified for found in three.disk.list("ns")}
+    assert listed.keys() <= ages.keys()
+    own = EncoderCacheKey("ns", "picture 5").digest
+    assert abs(ages[own] - listed[own]) < 1e-3
+    assert three.disk.stored_bytes == sum(file.stat().st_size for file in three.folder.rglob("*.safetensors"))
+
+
+def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(stores: Stores, tmp_path: Path) -> None:
+    put(stores.redis, "one", "two", "three", "ü")
+    put(stores.redis, "one", namespace="other")
+    (tmp_path / "list").write_text("one\nü\nnowhere\n\none\n")
+    unnamed = run("warm", "--identifiers", str(tmp_path / "list"))
+    assert (unnamed.exit_code, "holds 2 namespaces, name one: ns, other" in unnamed.stderr) == (1, True)
+    report = answered("warm", "ns", "--identifiers", str(tmp_path / "list"))
+    assert (report["chosen"], report["copied"], report["absent"]) == (3, 2, 1)
+    assert {found.digest for found in stores.disk.list("ns")} == {
+        EncoderCacheKey("ns", it).digest for it in ("one", "ü")
+    }
+
+
+def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = len(sealed("picture 0"))
+    monkeypatch.setenv("LMCACHE_EC_MAX_LOCAL_DISK_SIZE", f"{5.5 * length / GIB:.12f}")
+    own = [f"own {number}" for number in range(3)]
+    put(stores.disk, *own)
+    put(stores.redis, *(f"picture {number}" for number in range(4)))
+    result = run("warm", "--from", "redis", "--threads", "1")
+    assert (result.exit_code, "2 copied" in result.stdout) == (0, True)
+    assert "the disk is full" in result.stderr
+    assert all(stores.disk.contains(EncoderCacheKey("ns", identifier)) for identifier in own)
+    assert answered("warm", "--from", "redis", "--evict")["full"] == ""
+    held = [found.digest for found in stores.disk.list("ns")]
+    assert len(held) == 5
+    assert len([one for one in held if one in {EncoderCacheKey("ns", identifier).digest for identifier in own}]) == 1
+
+
+def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: Stores) -> None:
+    stores.redis.put(EncoderCacheKey("ns", "flipped"), spoiled("flipped"))
+    stores.redis.put(EncoderCacheKey("ns", "v"), memoryview(of_another_version(bytes(sealed("v")), VERSIONS[0])))
+    put(stores.redis, "good")
+    result = run("warm", "--from", "redis", "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["copied"], report["corrupt"], report["other_version"]) == (1, 1, 1, 1)
+    assert [found.digest for found in stores.disk.list("ns")] == [EncoderCacheKey("ns", "good").digest]
+
+
+def test_warm_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "no Redis and no S3 remote is configured" in run("warm").stderr
+    monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
+    monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", f"redis://user:{CANARY}@127.0.0.1:{free_port()}")
+    down = run("warm")
+    assert (down.exit_code, "nothing listens there" in down.stderr) == (1, True)
+    for wrong in (("--from", "disk"), ("--bytes", "10GB"), ("--count", "-1"), ("../x",)):
+        assert run("warm", *wrong).exit_code == 2
+
+
+# ---- clear
+
+
+def test_a_tier_is_cleared_of_all_that_is_ours_after_a_question(stores: Stores) -> None:
+    for tier in (stores.disk, stores.redis):
+        put(tier, "one", "two")
+        put(tier, "one", namespace="other")
+    stores.server.client(password=CANARY).set("theirs", "1")
+    (stores.folder / "theirs").write_text("1")
+    assert run("clear", "redis", "--force", answer="n\n").exit_code == 1
+    assert run("clear", "redis", "--json").exit_code == 2
+    assert run("clear", "tape").exit_code == 2
+    assert len(list(stores.redis.list("ns"))) == 2
+    assert run("clear", "redis", "--force", "--namespace", "other", "--yes").exit_code == 0
+    assert [use.namespace for use in stores.redis.namespaces()] == ["ns"]
+    asked = run("clear", "redis", "--force", answer="y\n")
+    assert (asked.exit_code, "Remove 2 entries" in asked.output) == (0, True)
+    assert stores.server.client(password=CANARY).keys() == [b"theirs"]
+    assert answered("clear", "disk", "--force", "--yes")["removed"] == [
+        {"tier": "disk", "namespace": "ns", "entries": 2},
+        {"tier": "disk", "namespace": "other", "entries": 1},
+    ]
+    assert (stores.folder / "theirs").exists()
+    assert stores.disk.stored_bytes == 0
+
+
+# ---- a hundred thousand entries
+
+
+def in_a_process(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from lmcache_ec.cli import main; main()", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruptions(
+    stores: Stores, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Progress within a second of the first work, Ctrl-C at once, and the same command goes on."""
+    number = 100_000
+    client = stores.server.client(password=CANARY)
+    for first in range(0, number, 1000):
+        pipe = client.pipeline(transaction=False)
+        for each in range(first, first + 1000):
+            key = EncoderCacheKey("ns", f"picture {each}")
+            pipe.set(f"lmcache-ec/{key.object_name}", bytes(sealed(key.identifier)))
+        pipe.execute()
+
+    for signalled in (True, False):
+        began = time.monotonic()
+        process = in_a_process("warm", "ns", "--from", "redis", "--json")
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        first_s = time.monotonic() - began
+        if signalled:
+            wait_until("some were copied", lambda: len(list(stores.folder.glob("ns/0?/*"))) > 100)
+            process.send_signal(signal.SIGINT)
+        told = time.monotonic()
+        out, err = process.communicate(timeout=600)
+        report, took_s = json.loads(out), time.monotonic() - began
+        with capsys.disabled():
+            print(f"\nwarm: first line after {first_s:.1f} s ({line.strip()}), {took_s:.1f} s in all: {report}")
+            print(
+                f"  ended {time.monotonic() - told:.1f} s after the first line or the signal; {err.splitlines()[-1:]}"
+            )
+        assert process.returncode == (130 if signalled else 0)
+        assert report["interrupted"] is signalled
+    assert report["copied"] + report["present"] == number
+    assert report["present"] > 100
+    assert (
+        stores.disk.stored_bytes
+        == number * len(sealed("picture 10000"))
+        == sum(found.length for found in stores.disk.list("ns"))
+    )
+
+    began = time.monotonic()
+    process = in_a_process("verify", "ns", "--tier", "disk", "--json")
+    out, err = process.communicate(timeout=600)
+    with capsys.disabled():
+        print(f"verify: {time.monotonic() - began:.1f} s; {err.splitlines()}")
+    assert json.loads(out)["tiers"]["disk"]["good"] == number

@@ -234,7 +234,7 @@ def _threads(prefix: str) -> list[str]:
     [
         ({"namespace": "x"}, "no tier: neither local_disk nor remotes is set"),
         ({"local_disk": "/tmp/x"}, "no namespace: give one"),
-        ({"local_disk": "/tmp/x", "namespace": "Not/This"}, "namespace 'Not/This': 1 to 80 characters"),
+        ({"local_disk": "/tmp/x", "namespace": "Not/This"}, "namespace 'Not/This': must be 1 to 80 of the characters"),
         ({"local_disk": "/proc/x", "namespace": "x"}, "local_disk /proc/x"),
         ({"locl_disk": "/tmp/x", "namespace": "x"}, "locl_disk"),
         ({"local_disk": "/tmp/x", "namespace": "x", "enabled": False}, "ec.enabled is false"),
@@ -251,8 +251,8 @@ def test_what_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        ([1.0, 2.0], "list: a NumPy array, a torch tensor or an object with a buffer is accepted"),
-        (numpy.zeros(3, complex), "ndarray of complex128: elements of bfloat16, float16"),
+        ([1.0, 2.0], "list: must be a NumPy array, a torch tensor or an object with a buffer"),
+        (numpy.zeros(3, complex), "ndarray of complex128: the element type must be one of bfloat16, float16"),
         (numpy.array(["text"]), "ndarray of str"),
         (torch.zeros(3, dtype=torch.complex64), "Tensor of complex64"),
     ],
@@ -262,7 +262,7 @@ def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(problem)):
         cache.put("cat", value)
-    with pytest.raises(ValueError, match="identifier of 5000 bytes: at most 4096"):
+    with pytest.raises(ValueError, match="identifier of 5000 bytes: must be at most 4096"):
         cache.put("x" * 5000, PICTURE)
     assert cache.flush()
     assert not list(folder.rglob("*.safetensors"))

@@ -96,7 +96,7 @@ METADATA_ONLY = {
 
 HELD = (
     *(f"places_{state}" for state in ("reserved", "writing", "sealing", "filling", "orphaned")),
-    *("pins", "leases", "orders", "fetches_under_way", "requests"),
+    *("pins", "leases", "orders", "fetches_under_way", "staged", "requests"),
     *("dirty_bytes", "filling_bytes", "leased_bytes", "unwritten"),
 )
 """Counts that are zero once nothing is under way."""

@@ -376,7 +376,7 @@ def test_doctor_says_before_a_start_what_the_start_would_say_of_a_remote(tmp_pat
         away = found("s3cr3t-canary")
     assert right.remotes == {"redis": f"redis://127.0.0.1:{server.port}, answers"}
     assert "authentication failed" in " ".join(wrong.problems)
-    assert "tries again in the background" in " ".join(away.notes)
+    assert "retry in the background" in " ".join(away.notes)
     assert not [problem for problem in (*right.problems, *away.problems) if "redis" in problem]
     assert "canary" not in "".join(report.to_json() + render(report) for report in (right, wrong, away))
 

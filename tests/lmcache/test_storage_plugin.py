@@ -8,6 +8,7 @@ with a configuration file of its own, and closes them, which is a test each time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.testbed.core import of_another_version
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
+from lmcache_ec import entry
 from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
 
 CANARY = "canary-5f0c-in-the-mine"
@@ -191,6 +193,44 @@ def test_a_file_that_was_harmed_is_a_miss_and_gone_and_can_be_stored_again(
         assert one("get", name="kv chunk") == described("kv chunk")
 
 
+def test_where_entries_are_signed_a_forged_file_is_a_miss_for_look_ups_too_until_it_is_stored_again(
+    one: StorageProcess, config: Config, tmp_path: Path
+) -> None:
+    """LMCache stores nothing that a look-up found."""
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    with opened(one, config("disk")):
+        one("put", names=["kv chunk"])
+        unsigned = one("namespace")
+    with opened(one, path := config("disk", signing_key_file=str(key))):
+        namespace = one("namespace")
+        assert namespace.startswith(f"{unsigned}-")
+        assert one("contains", name="kv chunk") is None
+        one("put", names=["kv chunk"])
+    (file,) = (tmp_path / "disk" / namespace).glob("??/*.safetensors")
+    signed = file.read_bytes()
+    signature = signed.index(b'"signature":"') + len(b'"signature":"')
+    file.write_bytes(forged := _with_right_digest(signed[:signature] + b"0" * 32 + signed[signature + 32 :]))
+    with opened(one, path):
+        assert one("contains", name="kv chunk") == OURS
+        assert one("get_all", names=["kv chunk"]) == [None]
+        assert one("contains", name="kv chunk") is None
+        assert file.read_bytes() == forged
+        assert one("counts")["disk_forged"] == 1
+        one("put", names=["kv chunk"])
+        assert one("counts")["disk_replaced"] == 1
+    with opened(one, path):
+        assert one("contains", name="kv chunk") == OURS
+        assert one("get", name="kv chunk") == described("kv chunk")
+
+
+def _with_right_digest(data: bytes) -> bytes:
+    blob = bytearray(data)
+    blob[entry._DIGEST_AT : entry._DIGEST_END] = entry._digest(memoryview(blob))
+    return bytes(blob)
+
+
 def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(
     one: StorageProcess, config: Config, tmp_path: Path
 ) -> None:
@@ -292,11 +332,14 @@ def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_
     )
     chunks = [f"3 MB#{number}" for number in range(6)]
 
+    def written(number: int) -> bool:
+        return bool(one("counts").get("disk_writes", 0) == number)
+
     def put(disk: bool = False) -> list[str]:
         for number, chunk in enumerate(chunks, 1):
             one("put", names=[chunk], wait=False)
             if disk:
-                wait_until("the disk has it", lambda number=number: one("counts").get("disk_writes", 0) == number, 30.0)
+                wait_until("the disk has it", partial(written, number), 30.0)
         return [chunk for chunk in chunks if one("pending", name=chunk)]
 
     with opened(one, config("disk", url, salt="stuck", **settings)):
@@ -366,8 +409,8 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
     [
         ({"max_local_disc_size": 1}, "lmcache_ec.max_local_disc_size: did you mean lmcache_ec.max_local_disk_size"),
         ({"max_local_disk_size": -1}, "lmcache_ec.max_local_disk_size"),
-        ({"local_disk": "relative"}, "lmcache_ec.local_disk: an absolute path is accepted"),
-        ({}, "neither lmcache_ec.local_disk nor lmcache_ec.remotes"),
+        ({"local_disk": "relative"}, "lmcache_ec.local_disk: must be an absolute path"),
+        ({}, "set lmcache_ec.local_disk or lmcache_ec.remotes"),
         ({"remote_url": f"redis://:{CANARY}@localhost"}, "give a password as ${NAME}"),
         ({"remote_url": f"redis://localhost?password={CANARY}"}, "give a password as ${NAME}"),
         ({"remotes": ["redis://:${NO_SUCH_VARIABLE}@localhost"]}, "no such environment variable: NO_SUCH_VARIABLE"),

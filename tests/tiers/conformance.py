@@ -109,6 +109,32 @@ class TierConformance:
         assert tier.put(key, value("longer", 2000)) is False
         assert fetch(tier, key) == value("first", 1000)
 
+    def test_what_is_held_can_be_replaced_by_an_entry_of_any_length(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        assert tier.held(key, MIB) is None
+        for old, new in ((1000, 1000), (1000, 300_000), (300_000, 10), (0, 1000)):
+            tier.delete(key)
+            tier.put(key, value("old", old))
+            held = tier.held(key, MIB)
+            assert held is not None
+            assert (held.length, held.data) == (old, value("old", old))
+            assert tier.replace(key, value("new", new), held) is True
+            assert fetch(tier, key) == value("new", new)
+            assert [found.length for found in tier.list(key.namespace)] == [new]
+            if tier.replace(key, value("late", new), held):  # of a tier that cannot tell: one entry for another
+                assert fetch(tier, key) == value("late", new)
+            else:
+                assert fetch(tier, key) == value("new", new)
+
+    def test_what_is_longer_than_asked_for_is_held_without_its_bytes(self, tier: Tier) -> None:
+        key = EncoderCacheKey(new_namespace(), "picture")
+        tier.put(key, value("old", 5000))
+        held = tier.held(key, 4999)
+        assert held is not None
+        assert (held.length, held.data) == (5000, None)
+        assert tier.replace(key, value("new", 10), held) is True
+        assert fetch(tier, key) == value("new", 10)
+
     def test_deleted_is_gone_and_can_be_put_again(self, tier: Tier) -> None:
         key, other = (EncoderCacheKey(new_namespace(), "picture") for _ in range(2))
         tier.put(key, value("a", 10))

@@ -98,12 +98,12 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
     calls = [
         lambda: other.get_into(KEY, memoryview(bytearray(5000))),
         lambda: other.contains(KEY),
-        lambda: other.put(KEY, value("secret", 5000)),
     ]
+    assert other.put(KEY, value("secret", 5000)) is False, "what is there stays"
     for call in calls:
         with pytest.raises(TierError, match="another key than that of sse-c") as caught:
             call()
-        assert type(caught.value) is TierError
+        assert not isinstance(caught.value, TierUnreachable | WritesRefused)
     tier.born()
     with pytest.raises(ValueError, match="correct sse_c_key_file") as refused:
         opened(url, f"&sse_c_key_file={key_file}")
@@ -114,7 +114,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
     ("query", "content", "said"),
     [
         ("sse_c_key_file={file}", None, "cannot be read: No such file"),
-        ("sse_c_key_file={file}", b"too short, and never shown", "holds no key: 32 bytes are accepted"),
+        ("sse_c_key_file={file}", b"too short, and never shown", "holds no key: must be 32 bytes"),
         ("sse_c_key_file={file}", base64.b64encode(bytes(31)), "holds no key"),
         ("sse_c_key_file={file}&sse=AES256", bytes(32), "sse_c_key_file belongs to sse=sse-c"),
         ("sse=sse-c", None, f"sse_c_key_file=/path in the URL, or {VARIABLE}"),
@@ -141,3 +141,20 @@ def test_a_write_that_is_refused_is_not_the_keys_fault_and_the_file_is_read_once
     front.rule = lambda request: (403, "AccessDenied") if request.method == "PUT" else None
     with pytest.raises(WritesRefused):
         tier.put(EncoderCacheKey("ns", "other"), value("other", 100))
+
+
+def test_an_object_that_cannot_be_read_without_another_key_can_be_replaced_where_entries_are_signed(
+    url: str, key_file: Path, tmp_path: Path
+) -> None:
+    """Else somebody who may write to the bucket could keep an entry from being stored."""
+    (other := tmp_path / "other").write_bytes(os.urandom(32))
+    tier = opened(url, f"&sse_c_key_file={key_file}")
+    assert opened(url, f"&sse_c_key_file={other}").put(KEY, value("another's", 5000))
+    with pytest.raises(TierError):
+        fetch(tier, KEY)
+    assert tier.put(KEY, value("ours", 6000)) is False
+    held = tier.held(KEY, 1 << 20)
+    assert held is not None
+    assert held.data is None
+    assert tier.replace(KEY, value("ours", 6000), held)
+    assert fetch(tier, KEY) == value("ours", 6000)

@@ -160,7 +160,7 @@ def test_a_remote_of_the_kv_part_that_cannot_serve_here_is_noted_and_does_not_en
     assert resolved.config == EncoderCacheConfig()
     (note,) = resolved.notes
     assert "remote_url of the KV part, " in note
-    assert "line 1, does not serve here: " in note
+    assert "line 1, is not used here: " in note
     assert CANARY not in note
 
 
@@ -214,7 +214,7 @@ def test_a_limit_beyond_the_memory_at_hand_is_a_warning_and_no_error() -> None:
 def test_every_key_says_what_it_is_and_what_it_accepts() -> None:
     for key, field_info in KEYS.items():
         assert field_info.description, key
-        assert "accepted" in accepts(key).text, key
+        assert "must be" in accepts(key).text, key
 
 
 def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> None:
@@ -278,10 +278,10 @@ MISTAKES = {
     "ec_ before an unknown name": Mistake(("ec_cache=<text>", "<file> line 1", "accepted are"), "ec_cache: x"),
     "a dot": Mistake(("ec.epoch=3", "<file> line 1", "indent it under ec: as epoch"), "ec.epoch: 3"),
     "a key twice": Mistake(
-        ("epoch stands twice", "<file> (ec), lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
+        ("epoch is given twice", "<file> (ec), lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
     ),
     "the map twice": Mistake(
-        ("ec stands twice in <file>, lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
+        ("ec is given twice in <file>, lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
     ),
     "off by a word": Mistake(("<file> (ec) line 1 is false", "a map", "ec: {enabled: false}"), "ec: off"),
     "a list of keys": Mistake(("<file> (ec) line 2 is <list>", "a map"), "ec:\n  - epoch: 1"),
@@ -295,7 +295,7 @@ MISTAKES = {
         ("LMCACHE_CONFIG_FILE=/tmp", "Is a directory"), environ={"LMCACHE_CONFIG_FILE": "/tmp"}
     ),
     "a unit": Mistake(
-        ("max_local_cpu_size='4GB'", "<file> line 1", GIB, "such as 4", "without a unit"),
+        ("max_local_cpu_size='4GB'", "<file> line 1", GIB, "for example 4", "without a unit"),
         "ec: {max_local_cpu_size: 4GB}",
     ),
     "no value": Mistake(("max_local_cpu_size=null", "<file> line 2", GIB), "ec:\n  max_local_cpu_size:"),
@@ -321,14 +321,14 @@ MISTAKES = {
         "ec: {remote_url: 'redis://:${REDIS_PASSWORD}@host'}",
     ),
     "a relative folder": Mistake(
-        ("local_disk='cache'", "<file> line 1", f"such as {os.getcwd()}/cache"), "ec: {local_disk: cache}"
+        ("local_disk='cache'", "<file> line 1", f"for example {os.getcwd()}/cache"), "ec: {local_disk: cache}"
     ),
-    "a home": Mistake(("local_disk='~/cache'", EXTRA, f"such as {Path.home()}/cache"), extra={"local_disk": "~/cache"}),
-    "two folders": Mistake(
-        ("local_disk='/a,/b'", "<file> line 1", "one folder is accepted"), "ec: {local_disk: '/a,/b'}"
+    "a home": Mistake(
+        ("local_disk='~/cache'", EXTRA, f"for example {Path.home()}/cache"), extra={"local_disk": "~/cache"}
     ),
+    "two folders": Mistake(("local_disk='/a,/b'", "<file> line 1", "must be one folder"), "ec: {local_disk: '/a,/b'}"),
     "a list of folders": Mistake(
-        ("local_disk=<list>", "<file> line 1", "a folder is accepted, /path"), "ec: {local_disk: [/a]}"
+        ("local_disk=<list>", "<file> line 1", "must be a folder, /path"), "ec: {local_disk: [/a]}"
     ),
     "a bucket for a folder": Mistake(
         ("local_disk='s3://bucket'", EXTRA, "a folder on this host"), extra={"local_disk": "s3://bucket"}
@@ -361,13 +361,13 @@ MISTAKES = {
     "a model for a namespace": Mistake(
         ("namespace='Qwen/Qwen3-VL'", "<file> line 1", "a-z 0-9 . _ -"), "ec: {namespace: Qwen/Qwen3-VL}"
     ),
-    "another policy": Mistake(("cache_policy='LFU'", "<file> line 1", "LRU is accepted"), "ec: {cache_policy: LFU}"),
+    "another policy": Mistake(("cache_policy='LFU'", "<file> line 1", "must be LRU"), "ec: {cache_policy: LFU}"),
     "a remote that takes KV chunks alone": Mistake(
         ("remotes='azure://container'", "<file> line 1, remote_url", "cannot keep encoder outputs"),
         "ec: {remote_url: 'azure://container'}",
     ),
     "a catalog of what cannot be listed": Mistake(
-        ("remote_lookup='catalog'", "<file> line 1", "auto or probe is accepted with lm://"),
+        ("remote_lookup='catalog'", "<file> line 1", "must be auto or probe with lm://"),
         "ec: {remote_url: 'lm://host:65432', remote_lookup: catalog}",
     ),
     "an address without its ://": Mistake(
@@ -389,13 +389,13 @@ MISTAKES = {
         ("remotes=['redis://host', 'redis://host']", EXTRA, "each remote once"),
         extra={"remotes": ["redis://host", "redis://host"]},
     ),
-    "a number for remotes": Mistake(("remotes=5", "<file> line 1", "one URL or a list of them"), "ec: {remotes: 5}"),
+    "a number for remotes": Mistake(("remotes=5", "<file> line 1", "a URL or a list of URLs"), "ec: {remotes: 5}"),
     "a word for a time to live": Mistake(("ttl_s='1d'", "<file> line 1", "seconds above 0"), "ec_ttl_s: 1d"),
     "a way to ask": Mistake(
         ("remote_lookup='ask'", "<file> line 1", "auto, probe or catalog"), "ec: {remote_lookup: ask}"
     ),
     "a map that is none": Mistake(
-        ("extra_config='s3_region=x'", "LMCACHE_EC_EXTRA_CONFIG", "a map is accepted, or its JSON"),
+        ("extra_config='s3_region=x'", "LMCACHE_EC_EXTRA_CONFIG", "must be a map, or its JSON"),
         environ={"LMCACHE_EC_EXTRA_CONFIG": "s3_region=x"},
     ),
     "a map that vllm logs": Mistake(

@@ -118,7 +118,7 @@ def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_h
     warnings = [text for text, level in said.items() if level == "WARNING"]
     assert any(f"LocalCPU may grow to {size}.0 GiB" in text for text in warnings)
     assert any(f"chunk_size ({file} line 4)" in text for text in warnings)
-    assert any(f"remote_url of the KV part, {file} line 1, does not serve here" in text for text in warnings)
+    assert any(f"remote_url of the KV part, {file} line 1, is not used here" in text for text in warnings)
     assert not any("hunter2" in text for text in said)
 
 

@@ -10,16 +10,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.testbed.stand_ins import PATIENCE_S
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import copier as copier_module
 from lmcache_ec.adapters.vllm.copier import DeviceCopier, HostCopier, copier_for, why_unsupported
-from tests.cuda import ALREADY_REGISTERED, Cuda, CudaStream, OnDevice, collected
+from lmcache_ec.channel import Stage
+from tests.cuda import ALREADY_REGISTERED, Cuda, CudaStream, OnDevice, Xpu, collected
 
 DEVICE = torch.device("cuda", 0)
 PAGE = mmap.PAGESIZE
@@ -289,7 +290,7 @@ def test_a_device_that_hangs_does_not_keep_its_worker_from_ending(
     assert not copier.release()
     assert not copier.release()
     assert time.monotonic() - began < 2
-    assert "is given up" in caplog.text
+    assert "giving up on it" in caplog.text
     mapped = weakref.ref(arena.memory)
     del arena
     assert collected(mapped) == [False]
@@ -361,24 +362,107 @@ def test_a_plain_load_crosses_the_borders_of_registrations_and_is_there_when_it_
         copier.load_plainly(source)
 
 
-def test_an_accelerator_without_a_runtime_to_register_with_copies_all_the_same(cuda: Cuda) -> None:
-    """As XPU: streams and events are torch's own names there, `cudart` is not."""
-    names = ("Stream", "current_stream", "stream", "device")
-    xpu = SimpleNamespace(**{name: getattr(cuda, name) for name in names}, Event=lambda: cuda.Event(blocking=True))
-    copier = DeviceCopier(torch.device("xpu", 0), xpu)
-    assert not copier.registers
-    copier._device = DEVICE  # the stand-in's memory is that of a cuda device
-    memory, steps = mmap.mmap(-1, PAGE), Steps()
-    destination = torch.frombuffer(memory, dtype=torch.float32, count=12).view(3, 4)
-    copier.save(on_device(3, 4), destination)
-    loaded = copier.load(destination)
-    copier._device = torch.device("xpu", 0)
-    copier.finish(steps("step"))
-    cuda.run()
-    steps.wait(1)
+def test_a_device_without_a_runtime_to_register_with_copies_all_the_same_and_is_waited_for_asleep() -> None:
+    """As XPU: streams and events are torch's own names there, `cudart` is not, nor are events that sleep."""
+    xpu, steps, memory = Xpu(running=True, pace_s=0.05), Steps(), mmap.mmap(-1, PAGE)
+    with OnDevice(xpu):
+        copier = DeviceCopier(torch.device("xpu", 0), xpu)
+        assert not copier.registers
+        source = torch.arange(12.0, device="xpu").view(3, 4)
+        destination = torch.frombuffer(memory, dtype=torch.float32, count=12).view(3, 4)
+        copier.begin_step()
+        copier.save(source, destination)
+        loaded = copier.load(destination)
+        copier.finish(steps("step"))
+        steps.wait(1)
+        assert copier.stage(memory, STAGE) == ""
+        staged = copier.take(STAGE.number)
+        copier.begin_step()
+        copier.close()
+        assert copier.release()
+    assert staged is not None
+    assert torch.equal(loaded, torch.arange(12.0).view(3, 4))
+    assert torch.equal(staged, loaded)
+    assert (xpu.spins, xpu.registered, xpu.faults) == (0, [], [])
+
+
+@pytest.mark.parametrize("module", [torch.cuda, torch.xpu], ids=["cuda", "xpu"])
+def test_torch_has_what_is_called_of_a_device(module: Any) -> None:
+    """In this build, too, which has neither: the stand-ins offer no more than that."""
+    assert why_unsupported(module.__name__.removeprefix("torch.")) == ""
+    calls = {"Stream": ("record_event", "wait_event"), "Event": ("record", "query", "synchronize")}
+    own = module.streams  # in a process with vLLM for CPU, `torch.cuda.Event` is a placeholder of vLLM's
+    missing = [name for kind, names in calls.items() for name in names if not hasattr(getattr(own, kind), name)]
+    assert missing == []
+
+
+# ---- ahead of the step
+
+
+STAGE = Stage(1, 0, 3, 4, "F32")
+
+
+@pytest.fixture
+def running() -> Iterator[Cuda]:
+    cuda = Cuda(running=True, pace_s=0.05)
+    with OnDevice(cuda):
+        yield cuda
+    cuda.check()
+    assert cuda.faults == []
+
+
+def test_what_is_staged_is_there_when_the_rank_answers_and_outlives_what_the_arena_holds_then(running: Cuda) -> None:
+    copier = DeviceCopier(DEVICE, running)
+    arena = Arena(copier, 1)
+    source = arena.floats(3, 4).copy_(torch.arange(12.0).view(3, 4))
+    assert copier.stage(arena.memory, STAGE) == ""
+    source.fill_(-1)
+    staged = copier.take(STAGE.number)
+    assert staged is not None
+    assert torch.equal(staged, torch.arange(12.0).view(3, 4))
+    assert copier.take(STAGE.number) is None
+    assert running.spins == 0
     copier.close()
     assert copier.release()
-    assert torch.equal(loaded, torch.arange(12.0).view(3, 4))
+
+
+def test_memory_of_a_staged_load_is_not_given_out_while_the_model_still_reads_it(
+    cuda: Cuda, copier: DeviceCopier
+) -> None:
+    arena = Arena(copier, 1)
+
+    def stage() -> None:
+        with OnDevice(cuda):  # a thread's own
+            copier.stage(arena.memory, STAGE)
+
+    rank = threading.Thread(target=stage)
+    rank.start()
+    wait_until("the copy is queued", lambda: side(cuda)._work)
+    while rank.is_alive():
+        cuda.run()
+        rank.join(0.01)
+    staged = copier.take(STAGE.number)
+    assert staged is not None
+    address = staged.data_ptr()
+    cuda.model.submit(lambda: None)
+    del staged
+    assert copier.load(arena.floats(3, 4)).data_ptr() != address
+    cuda.run()
+
+
+def test_a_device_that_cannot_have_what_is_to_be_staged_says_why(running: Cuda) -> None:
+    copier = DeviceCopier(DEVICE, running)
+    arena = Arena(copier, 1)
+    assert "within the arena" in copier.stage(arena.memory, Stage(1, PAGE, 3, 4, "F32"))
+    running.memory.full |= {*running.side, running.model}
+    assert "out of memory" in copier.stage(arena.memory, STAGE)
+    assert copier.take(STAGE.number) is None
+    running.memory.full.clear()
+    assert copier.stage(arena.memory, STAGE) == ""
+    copier.close()
+    assert copier.release()
+    assert copier.take(STAGE.number) is None
+    assert "given back" in copier.stage(arena.memory, STAGE)
 
 
 def test_a_device_that_cannot_copy_beside_the_model_is_named() -> None:

@@ -116,9 +116,9 @@ def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ("{epoch: 1}", "--extra is not JSON (character 2): a map is accepted"),
-        ("[1]", "--extra is <list>: a map is accepted"),
-        ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: a whole number is accepted"),
+        ("{epoch: 1}", "--extra is not JSON (character 2): must be a map"),
+        ("[1]", "--extra is <list>: must be a map"),
+        ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: must be a whole number"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_a_problem_and_the_rest_is_told_all_the_same(

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make gpu-check`, over a stand-in for the card: on the first real one only the card is new."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu_check import correctness
+from benchmarks import demo
+from benchmarks.demo import Phase
+from benchmarks.gpu_check import correctness, model
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.card import Card
 from benchmarks.gpu_check.correctness import Plan
+from benchmarks.gpu_check.model import Engines
 from benchmarks.gpu_check.report import Check, Figure, Report
 from benchmarks.testbed.models import ROOT
 from lmcache_ec.adapters.vllm.copier import DeviceCopier
-from tests.cuda import Cuda, OnDevice
+from tests.cuda import Cuda, OnDevice, stand_in_xpu
 
 
 def test_every_check_is_right_and_every_figure_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,6 +39,20 @@ def test_every_check_is_right_and_every_figure_is_measured(tmp_path: Path, capsy
     assert [name for name, value in figures.items() if value is None and "digest" not in name] == []
     assert figures["resident at the start"] == 32
     assert len([line for line in lines if line.startswith(("save ", "load ", "hooks, "))]) == 12
+
+
+def test_a_device_that_is_no_cuda_copies_every_byte_right(tmp_path: Path) -> None:
+    """Sources that are freed and overwritten, and places that are used again: over pageable memory."""
+    with stand_in_xpu() as card:
+        plan = Plan(card, tmp_path, megabytes=(0.5, 2.75), large=16.0, repeats=1)
+        for check in (
+            correctness.every_size_in_bf16_and_fp32,
+            correctness.views_of_a_batch_that_is_freed_at_once,
+            correctness.a_source_overwritten_by_the_step_after,
+            correctness.a_place_is_not_reused_while_a_copy_of_it_runs,
+        ):
+            check(plan)
+        assert (card.cuda.registered, card.cuda.spins, card.cuda.stalls > 0) == ([], 0, True)
 
 
 # ---- each check can fail
@@ -103,6 +122,25 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
     assert sys.executable in line
 
 
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [("vllm", "needs vLLM"), ("skimage", "needs scikit-image"), (None, "no checkpoint, there is no config.json")],
+)
+def test_without_what_engines_need_it_says_so_in_one_line_before_anything_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    missing: str | None,
+    says: str,
+) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else there(name))
+    assert main(["--card", "tests.cuda:stand_in_card", "--model", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    [line] = err.splitlines()
+    assert (out, says in line, f"MODEL={tmp_path}" in line, sys.executable in line) == ("", True, True, True)
+
+
 def test_it_needs_neither_vllm_nor_lmcache_nor_an_installation() -> None:
     code = """
 import sys
@@ -138,3 +176,41 @@ def test_the_table_says_what_is_wrong_and_which_bars_are_missed() -> None:
     assert "not measured" in rows["unknown"]
     assert not report.right
     assert json.loads(report.json())["figures"][1]["met"] is False
+
+
+def phase_of(encodes: int, **loads: int) -> Phase:
+    return Phase(
+        encodes, loads, ttft_ms_median=9.0, ttft_ms=[9.0], outputs_equal=False, tokens_equal=True, bytes_stored=700
+    )
+
+
+GOOD = {"off": phase_of(6), "cold": phase_of(6), "repeat": phase_of(0, cpu=6), "restart": phase_of(0, disk=6)}
+
+
+@pytest.mark.parametrize(
+    ("phase", "change", "wrong"),
+    [
+        ("off", {}, ""),
+        ("cold", {"encodes": 0}, "no encode was counted"),
+        ("repeat", {"encodes": 1}, "encoded again though they were in memory"),
+        ("restart", {"encodes": 2}, "2 pictures were encoded again after the restart"),
+        ("repeat", {"tokens_equal": False}, "other tokens than without the cache: repeat"),
+    ],
+)
+def test_an_engine_is_right_if_nothing_was_encoded_twice_and_tokens_are_equal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, phase: str, change: dict[str, Any], wrong: str
+) -> None:
+    phases = {**GOOD, phase: replace(GOOD[phase], **change)}
+    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo, "run", lambda *_, **__: phases)
+    found = model.run("a model", Engines({"V2": {}}, {}), lambda line: None)
+    assert wrong in str(found["V2"]["wrong"])
+    assert model.is_right(found) is (wrong == "")
+    rows = [line.split()[:3] for line in model.table(found).splitlines()[1:5]]
+    assert rows == [["V2", name, str(each.encodes)] for name, each in phases.items()]
+    assert bool(wrong) is ("V2: WRONG" in model.table(found))
+
+
+def test_a_model_that_was_asked_for_and_did_not_run_is_not_right() -> None:
+    assert not model.is_right({"V2": {"not_run": "vLLM does not start"}, "V1": {"not_run": "the same"}})
+    assert model.is_right({"V2": {"not_run": "vLLM does not start"}, "V1": {"wrong": ""}})

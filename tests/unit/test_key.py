@@ -65,7 +65,7 @@ def test_facts_that_json_cannot_say_are_refused(fact: object) -> None:
 
 @pytest.mark.parametrize("text", ["", ".", "..", ".hidden", "a/b", "A", "a b", "a" * 81, "ä", "a\n", "a\0"])
 def test_unsafe_namespaces_are_refused_with_what_is_accepted(text: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(repr(text)) + ".*are accepted"):
+    with pytest.raises(ValueError, match=re.escape(repr(text)) + ": must be 1 to"):
         check_namespace(text)
     with pytest.raises(ValueError, match="namespace"):
         EncoderCacheKey(text, DIGEST)

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lmcache_ec.adapters.vllm import build
+from lmcache_ec.adapters.vllm.copier import DeviceCopier
 from lmcache_ec.adapters.vllm.topology import engines_on_host, why_inert
+from tests.cuda import Xpu
 
 
 def config(device: str = "cuda", v2: bool = True, lora: Any = None, **parallel: Any) -> Any:
@@ -51,6 +54,17 @@ def test_a_device_that_turns_out_not_to_work_ends_nobodys_start(caplog: pytest.L
     assert build.build_worker_side(config("cuda"), logging.getLogger("test_layout")) is None
     [record] = caplog.records
     assert "rank 0 cannot copy beside the model" in record.getMessage()
+
+
+def test_a_device_that_registers_no_memory_serves_and_one_line_says_what_that_costs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    xpu = DeviceCopier(torch.device("xpu", 0), Xpu())
+    monkeypatch.setattr(build, "_copier", lambda kind: xpu)
+    assert build.build_worker_side(config("xpu"), logging.getLogger("test_layout")) is not None
+    [record] = caplog.records
+    assert "registers no memory with xpu" in record.getMessage()
+    xpu.close()
 
 
 def test_data_parallel_engines_on_hosts_of_their_own_are_served() -> None:

@@ -380,6 +380,7 @@ def test_of_two_requests_for_an_item_the_one_that_carries_it_has_it_encoded_if_t
     served = serve()
     served.store(X)
     without, with_media = metadata_only("without", X), request("with", X)
+    served.stage(without)
     assert (served.vllm.offer(without), served.vllm.offer(with_media)) == ("load", "")
     output = served.vllm.end_pass()
     [load] = output.ec_connector_metadata.loads
@@ -620,6 +621,7 @@ def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alon
     assert served.side.take_unavailable_requests() == {"unknown"}
     assert served.side.take_unavailable_requests() == set()
     finish(served, unknown)
+    served.stage(known)
     assert (served.vllm.offer(known), served.vllm.offer(other)) == ("load", "encode")
     served.step(known, other)
     assert served.side.take_unavailable_requests() == set()
@@ -648,6 +650,7 @@ def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
     served = serve()
     served.store(X)
     waiting, other = metadata_only("waiting", X), request("other", X)
+    served.stage(waiting)
     for each in (waiting, other):
         assert served.vllm.offer(each, blocks=False) == "load"
     served.step()

@@ -280,6 +280,7 @@ def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(serv
     missing when it is gathered ends the engine."""
     served.store(X)
     asking = request("asking", X, data=None)
+    served.stage(asking)
     assert served.vllm.offer(asking) == "load"
     output = served.vllm.end_pass()
     served.runner.worker._worker.abandon()
@@ -297,7 +298,7 @@ def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(serv
 def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(served: Served) -> None:
     served.store(X)
     asking, side = request("asking", X, data=None), served.side
-    assert side.ensure_cache_available(asking, 0)
+    served.stage(asking)
     assert side.has_cache_item(X)
     served.cache.close()
     side.give_up_item(asking, 0)

@@ -254,6 +254,7 @@ def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any
     engine.ask(A)
     engine.forget()
     vllm, side, asked = engine.served.vllm, engine.served.side, request("asked", A, data=data)
+    engine.served.stage(asked)
     assert vllm.offer(asked) == "load"
     vllm.preempt(asked)
     engine.runner.run(vllm.end_pass())
@@ -295,6 +296,7 @@ def test_what_is_promised_and_carries_nothing_to_encode_is_loaded_all_the_same(t
     engine.forget()
     vllm, side = engine.served.vllm, engine.served.side
     asked = request("asked", A, data=None)
+    engine.served.stage(asked)
     assert vllm.offer(asked) == "load"
     output = vllm.end_pass()
     engine.change(2)

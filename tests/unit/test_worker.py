@@ -17,7 +17,7 @@ from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
-from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved
+from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved, Stage
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.rank import Rank
 from tests.unit.preallocated import PreallocatedCache
@@ -100,6 +100,25 @@ def test_a_load_puts_the_stored_bytes_into_the_encoder_cache(rig: Rig, cache: An
     assert meta.encoder_inputs == {}
     rig.fill(4096, "x", embedding("another entry, in the same place"))
     assert torch.equal(cache["x"], embedding("x"))
+
+
+def test_a_load_that_is_not_staged_after_all_is_copied_as_any_other(rig: Rig) -> None:
+    rig.fill(4096, "x", embedding("x"))
+    cache: dict[str, torch.Tensor] = {}
+    step(rig.workers[0], loads(load_of("x", 4096, staged=99)), cache)
+    assert torch.equal(cache["x"], embedding("x"))
+    assert rig.end.report() == Report(1, [(PLACE, COPIED, 0)])
+
+
+def test_what_is_staged_for_outdated_weights_is_let_go_of_where_the_item_is_encoded(rig: Rig) -> None:
+    worker, meta = rig.workers[0], loads(load_of("x", 4096, staged=1))
+    assert worker._copier.stage(rig.end.memory, Stage(1, 0, 4, WIDTH, "F32")) == ""
+    worker.bind(meta)
+    worker._outdated = True
+    worker.load({})
+    worker.finish_step()
+    assert meta.encoder_inputs == {"request": [0]}
+    assert worker._copier.take(1) is None
 
 
 BAD_LOADS = {

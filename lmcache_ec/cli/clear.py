@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec clear`: everything of ours out of one tier."""
+
+from __future__ import annotations
+
+import typer
+
+from lmcache_ec.cli.entries import check_namespaces
+from lmcache_ec.cli.named_tiers import wanted_tiers
+from lmcache_ec.cli.namespaces import look_and_remove
+
+
+def clear(
+    tier: str = typer.Argument(..., metavar="TIER", help="Its name, as in `status`: disk, redis, s3, s3_2."),
+    namespace: str = typer.Option("", "--namespace", help="Remove the entries of this namespace alone."),
+    yes: bool = typer.Option(False, "--yes", help="Remove without a question."),
+    force: bool = typer.Option(False, "--force", help="Remove even what an engine on this host uses now."),
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Remove all entries from one tier, after a question. Files, keys and objects of others stay.
+
+    Engines that run do not take it for a loss, and write nothing again. The exit status is 1 if something was not
+    removed.
+    """
+    check_namespaces([namespace] if namespace else [])
+    if as_json and not yes:
+        raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
+    tiers = wanted_tiers(extra, tier, "TIER")
+    for one in tiers:
+        if one.kind is not None and one.unlisted:
+            typer.echo(f"{one.name}: {one.unlisted}", err=True)
+            raise typer.Exit(1)
+    look_and_remove(tiers, namespace, 0.0, removal=True, yes=yes, force=force, as_json=as_json)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`lmcache-ec verify`: whether the entries of the tiers are what was sealed."""
+
+from __future__ import annotations
+
+import enum
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import typer
+
+from lmcache_ec import entry
+from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, held_in, verified
+from lmcache_ec.cli.named_tiers import wanted_tiers
+from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
+from lmcache_ec.cli.wording import counted, span
+from lmcache_ec.sizes import precise_size
+from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, message
+
+_THREADS = 4
+_LISTED = 100
+"""Entries that are named in the report, of each tier; all are counted."""
+_FAILURES = 8
+"""So many answers in a row that a store cannot be reached end the verification of its tier."""
+_SAMPLE = re.compile(r"([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
+
+
+class Verdict(enum.StrEnum):
+    GOOD = "good"
+    CORRUPT = "corrupt"
+    OTHER_VERSION = "other_version"
+    UNREADABLE = "unreadable"
+    GONE = "gone"
+    """Evicted, expired or removed since it was listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One entry. `problem` says why it is not good; `lost` if it is the store that did not answer."""
+
+    held: Held
+    verdict: Verdict
+    problem: str = ""
+    removed: bool = False
+    lost: bool = False
+
+
+@dataclass(slots=True)
+class Report:
+    """Of one tier: entries by verdict, those removed, bytes read, and the first that are not good."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    removed: int = 0
+    bytes: int = 0
+    problems: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def read(self) -> int:
+        return self.verdicts.total() - self.verdicts[Verdict.GONE]
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.verdicts[Verdict.CORRUPT] or self.verdicts[Verdict.UNREADABLE])
+
+    def add(self, judged: Judged) -> None:
+        self.verdicts[judged.verdict] += 1
+        self.removed += judged.removed
+        self.bytes += judged.held.length if judged.verdict is not Verdict.GONE else 0
+        if judged.problem and len(self.problems) < _LISTED:
+            said = {"object": judged.held.name.object_name, "verdict": str(judged.verdict), "problem": judged.problem}
+            self.problems.append(said)
+
+    def as_record(self) -> dict[str, object]:
+        counts = {str(verdict): self.verdicts[verdict] for verdict in Verdict}
+        return {**counts, "removed": self.removed, "bytes": self.bytes, "problems": self.problems}
+
+
+def verify(
+    namespaces: Namespaces = None,
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Verify this tier alone."),
+    sample: str = typer.Option(
+        "100%", "--sample", metavar="N|P%", help="Only so many entries of each tier, chosen at random."
+    ),
+    remove: bool = typer.Option(False, "--remove", help="Delete what is corrupt; entries of other versions are kept."),
+    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries that are read at a time."),
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Whether the entries of the tiers are what was sealed: read whole, and compared with their digests.
+
+    To be verified is no use of an entry. Ctrl-C ends it at any time, with what was found until then. The exit status is
+    1 if an entry is corrupt or unreadable, or a tier could not be reached; 130 after Ctrl-C.
+    """
+    check_namespaces(namespaces or ())
+    choose = _sampling(sample)
+    reports: dict[str, Report] = {}
+    interrupted = False
+    with OpenTiers(wanted_tiers(extra, tier)) as opened:
+        for name, one in opened.tiers.items():
+            report = reports[name] = Report()
+            progress = Progress(partial(_progress, name, report))
+            job = partial(_judged, one, remove=remove)
+            try:
+                _collect(results(choose(held_in(one, namespaces or ())), job, threads, progress.tick), report)
+            except TierError as error:
+                opened.errors[name] = message(error)
+            except KeyboardInterrupt:
+                interrupted = True
+            progress.clear()
+            if not as_json:
+                _print(name, report, progress.passed_s)
+            if interrupted:
+                break
+    if as_json:
+        tiers = {name: report.as_record() for name, report in reports.items()}
+        rest = {"errors": opened.errors, "notes": opened.notes, "interrupted": interrupted}
+        typer.echo(json.dumps({"tiers": tiers, **rest}, indent=2))
+    else:
+        opened.report()
+    if interrupted:
+        typer.echo("interrupted: the rest was not looked at", err=True)
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(1 if opened.errors or any(report.failed for report in reports.values()) else 0)
+
+
+# ---- which entries
+
+
+class _Sampling:
+    """Chooses so many entries, or each with the same probability. In the order of the listing in the second case, whose
+    end it need not wait for."""
+
+    def __init__(self, number: int | None, share: float) -> None:
+        self._number = number
+        self._share = share
+
+    def __call__(self, listed: Iterator[Held]) -> Iterator[Held]:
+        if self._number is None:
+            yield from (held for held in listed if self._share >= 1 or random.random() < self._share)
+            return
+        chosen: list[Held] = []
+        for index, held in enumerate(listed):
+            if index < self._number:
+                chosen.append(held)
+            elif (place := random.randrange(index + 1)) < self._number:
+                chosen[place] = held
+        yield from chosen
+
+
+def _sampling(text: str) -> _Sampling:
+    match = _SAMPLE.fullmatch(text)
+    if match is None or (match[2] and float(match[2]) > 100):
+        raise typer.BadParameter(
+            f"{text!r} given; a number of entries or a percentage is accepted, such as 1000 or 5%",
+            param_hint="--sample",
+        )
+    return _Sampling(int(match[1]), 0.0) if match[1] else _Sampling(None, float(match[2]) / 100)
+
+
+# ---- one entry
+
+
+def _judged(tier: Tier, held: Held, *, remove: bool) -> Judged:
+    try:
+        return Judged(held, Verdict.GOOD if verified(tier, held.name, held.length) else Verdict.GONE)
+    except entry.OtherVersion as error:
+        return Judged(held, Verdict.OTHER_VERSION, str(error))
+    except entry.EntryError as error:
+        return Judged(held, Verdict.CORRUPT, str(error), remove and _removed(tier, held))
+    except TierError as error:
+        return Judged(held, Verdict.UNREADABLE, message(error), lost=isinstance(error, TierUnreachable))
+
+
+def _removed(tier: Tier, held: Held) -> bool:
+    """Delete what was corrupt, unless somebody has replaced it since. Whether that was done."""
+    if tier.read_only:
+        return False
+    try:
+        verified(tier, held.name, held.length)
+    except entry.OtherVersion:
+        return False
+    except entry.EntryError:
+        try:
+            tier.delete(held.name)
+        except TierError:
+            return False
+        return True
+    except TierError:
+        return False
+    return False
+
+
+def _collect(judged: Iterator[Judged], report: Report) -> None:
+    """Count, until the end; TierUnreachable if the store does not answer any more."""
+    lost = 0
+    for one in judged:
+        report.add(one)
+        lost = lost + 1 if one.lost else 0
+        if lost >= _FAILURES:
+            raise TierUnreachable(None, f"{one.problem}; the rest was not looked at")
+
+
+# ---- what is printed
+
+
+def _progress(name: str, report: Report, passed_s: float) -> str:
+    if not report.read:
+        return f"{name}: listing the entries"
+    bad = report.verdicts[Verdict.CORRUPT] + report.verdicts[Verdict.UNREADABLE]
+    rate = report.read / passed_s if passed_s else 0.0
+    return f"{name}: {report.read:,} verified, {bad:,} not good, {rate:,.0f} a second"
+
+
+def _print(name: str, report: Report, passed_s: float) -> None:
+    verdicts = report.verdicts
+    parts = [f"{verdicts[Verdict.GOOD]:,} good", f"{verdicts[Verdict.CORRUPT]:,} corrupt"]
+    if report.removed:
+        parts[-1] += f" ({report.removed:,} removed)"
+    parts += [f"{verdicts[Verdict.OTHER_VERSION]:,} of another version", f"{verdicts[Verdict.UNREADABLE]:,} unreadable"]
+    if verdicts[Verdict.GONE]:
+        parts.append(f"{verdicts[Verdict.GONE]:,} removed meanwhile by others")
+    read = f"{counted(report.read, 'entry')} read, {precise_size(report.bytes)} in {span(passed_s)}"
+    typer.echo(f"{name}: {read}: {', '.join(parts)}")
+    for problem in report.problems:
+        typer.echo(f"  {problem['object']}: {problem['problem']}")
+    if report.problems and (more := verdicts.total() - verdicts[Verdict.GOOD] - verdicts[Verdict.GONE] - _LISTED) > 0:
+        typer.echo(f"  and {more:,} more")

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a Redis store's user and password come from, anew for each connection: files, or a command.
+
+They may change while engines run: files are read for each connection, and what a command printed is used until it
+expires or a server refuses it. Both classes are what redis-py calls a credential provider; any thread may call them.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from lmcache_ec.mask import without_secrets
+from lmcache_ec.tiers.resp import left
+
+if TYPE_CHECKING:
+    from lmcache_ec.tiers.redis_url import RedisOptions
+
+_COMMAND_S = 30.0
+"""The longest that a command may run. Calls of the tier wait for it as long as they may take, and no longer."""
+_AGAIN_S = 1.0
+"""Not more often is it run, whatever servers say to what it printed."""
+_MOST_BYTES = 64 << 10
+
+Presented = tuple[str] | tuple[str, str]
+
+
+class CredentialsUnavailable(RedisConnectionError):
+    """There are none at the moment: a file cannot be read, or the command failed. Shows neither."""
+
+    errno = errno.ETIMEDOUT
+
+
+class FileCredentials:
+    """User and password, each as its file has it or as it was given."""
+
+    def __init__(self, username: str | None, password: str | None, username_file: str | None, file: str | None) -> None:
+        for path in filter(None, (username_file, file)):
+            _at_start(path)
+        self._username, self._password = username, password
+        self._username_file, self._password_file = username_file, file
+
+    def get_credentials(self) -> Presented:
+        username = _in_file(self._username_file) if self._username_file else self._username
+        password = _in_file(self._password_file) if self._password_file else self._password
+        return (username, password or "") if username else (password or "",)
+
+    def refused(self) -> None:
+        """The files are read again anyway."""
+
+    def hidden(self, text: str) -> str:
+        """`text` without what they hold."""
+        try:
+            return without_secrets(text, _named(self.get_credentials()))
+        except CredentialsUnavailable:
+            return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    presented: Presented
+    at: float
+    expires_at: float
+
+
+class CommandCredentials:
+    """What a command prints: a password, or a JSON object with `password` and, if need be, `username` and `expires_in`
+    (seconds).
+
+    It is run without a shell, on a thread of its own, by one caller for all; nothing that it prints is logged. `_lock`
+    guards what is known and is never held while it runs.
+    """
+
+    def __init__(self, command: str, username: str | None, username_file: str | None) -> None:
+        self._arguments = shlex.split(command)
+        if shutil.which(self._program) is None:
+            raise ValueError(f"password_command: there is no program {self._program} that could be run")
+        if username_file:
+            _at_start(username_file)
+        self._username, self._username_file = username, username_file
+        self._runner = ThreadPoolExecutor(1, "redis-credentials")
+        self._future: Future[_Printed] | None = None
+        self._ran_at = 0.0
+        self._refused = False
+        self._lock = threading.Lock()
+
+    def get_credentials(self) -> Presented:
+        with self._lock:
+            if self._future is None or self._is_over(self._future):
+                self._future, self._refused, self._ran_at = self._runner.submit(self._run), False, time.monotonic()
+            future = self._future
+        try:
+            return future.result(left(_COMMAND_S)).presented
+        except FutureTimeoutError:
+            raise CredentialsUnavailable(f"password_command {self._program} takes too long") from None
+
+    def refused(self) -> None:
+        """A server did not take what it was given last."""
+        with self._lock:
+            self._refused = True
+
+    def hidden(self, text: str) -> str:
+        """`text` without what it printed."""
+        future = self._future
+        done = future is not None and future.done() and future.exception() is None
+        return without_secrets(text, _named(future.result().presented)) if future is not None and done else text
+
+    def _is_over(self, future: Future[_Printed]) -> bool:
+        """Whether it is to be run again. Under the lock."""
+        if not future.done() or time.monotonic() - self._ran_at < _AGAIN_S:
+            return False
+        return future.exception() is not None or self._refused or future.result().expires_at <= time.monotonic()
+
+    @property
+    def _program(self) -> str:
+        """Its arguments may hold what is nobody's business."""
+        return self._arguments[0]
+
+    def _run(self) -> _Printed:
+        began = time.monotonic()
+        output = _output_of(self._arguments)
+        known = _in_file(self._username_file) if self._username_file else self._username
+        try:
+            text = output.decode().strip()
+            fields = json.loads(text) if text.startswith("{") else {"password": text}
+            password, username = fields["password"], fields.get("username", known)
+            expires_at = began + float(fields.get("expires_in", "inf"))
+            if not (isinstance(password, str) and password and isinstance(username, str | None)):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise CredentialsUnavailable(
+                f"password_command {self._program} printed neither a password alone nor a JSON object with "
+                f"password, username and expires_in (seconds)"
+            ) from None
+        return _Printed((username, password) if username else (password,), began, expires_at)
+
+
+def _output_of(arguments: list[str]) -> bytes:
+    """What a command prints, at most 64 KiB. CredentialsUnavailable, which shows none of it, if it fails."""
+    what = f"password_command {arguments[0]}"
+    try:
+        process = subprocess.Popen(
+            arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise CredentialsUnavailable(f"{what} cannot be run: {error.strerror}") from None
+    timer = threading.Timer(_COMMAND_S, _kill, (process.pid,))
+    timer.start()
+    with process:
+        assert process.stdout is not None
+        output = process.stdout.read(_MOST_BYTES + 1)
+        if len(output) > _MOST_BYTES:
+            _kill(process.pid)
+        status = process.wait()
+    timer.cancel()
+    if status or len(output) > _MOST_BYTES:
+        how = "prints too much" if len(output) > _MOST_BYTES else f"ended with status {status}"
+        raise CredentialsUnavailable(f"{what} {how}")
+    return output
+
+
+def _kill(group: int) -> None:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _in_file(path: str) -> str:
+    try:
+        text = Path(path).read_text().strip()
+    except (OSError, ValueError):
+        text = ""
+    if not text:
+        raise CredentialsUnavailable(f"{path} cannot be read, or is empty")
+    return text
+
+
+def _at_start(path: str) -> str:
+    try:
+        return _in_file(path)
+    except CredentialsUnavailable as error:
+        raise ValueError(str(error)) from None
+
+
+def _named(presented: Presented) -> Mapping[str, str]:
+    names = ("username", "password") if len(presented) == 2 else ("password",)
+    return {name: text for name, text in zip(names, presented, strict=True) if text}
+
+
+def source(options: RedisOptions) -> CommandCredentials | FileCredentials | None:
+    """Where a server's user and password come from, if they are to be asked for. ValueError for a file or program that
+    is not there at the start."""
+    if options.password_command:
+        return CommandCredentials(options.password_command, options.username, options.username_file)
+    if options.password_file or options.username_file:
+        return FileCredentials(options.username, options.password, options.username_file, options.password_file)
+    return None
+
+
+def sentinel_source(options: RedisOptions) -> FileCredentials | None:
+    """The same for Sentinels."""
+    file = options.sentinel_password_file
+    return FileCredentials(options.sentinel_username, None, None, file) if file else None
+
+
+def key_password(options: RedisOptions) -> str:
+    """Of the key of the client's certificate; empty if it needs none, as None would ask at a terminal."""
+    return _at_start(options.key_password_file) if options.key_password_file else options.key_password or ""

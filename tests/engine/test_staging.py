@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items that carry nothing to encode, in an engine whose device fails: their request ends, and nothing else does."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.engine_runner import Call
+from benchmarks.testbed.media import Prompt
+from benchmarks.testbed.triton_interpreter import ENVIRONMENT
+from tests.engine.drive import Request
+from tests.engine.rig import Reference, Rig
+
+MODEL = "qwen2vl"
+PICTURE, OTHER = Prompt(images=(1,)), Prompt(images=(2,))
+WHOLE = Request(PICTURE, uuids=("the client's picture",))
+BARE = Request(PICTURE, uuids=WHOLE.uuids, grid=(1, 8, 8))
+
+
+def fail_copies(engine: object) -> None:
+    """In the engine's process: its device copies nothing from the arena any more, however it is asked."""
+    copier = engine.worker_connector._worker._copier  # type: ignore[attr-defined]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the device has no memory left")
+
+    copier.load = copier.load_plainly = copier.load_ahead = broken
+
+
+@pytest.mark.parametrize(
+    "runner", [pytest.param({}, id="v1"), pytest.param(ENVIRONMENT, id="v2", marks=pytest.mark.slow)]
+)
+def test_a_load_that_fails_of_what_cannot_be_encoded_ends_its_request_and_never_the_engine(
+    tmp_path: Path, reference: Reference, runner: dict[str, str]
+) -> None:
+    with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, environment=runner) as rig:
+        rig.scanned()
+        assert [ending.reason for ending in rig.play(WHOLE, Request(OTHER)).endings] == ["length", "length"]
+        rig.settle()
+        rig.forget(noticed=True)
+        played = rig.play(BARE)
+        assert ([ending.reason for ending in played.endings], played.encodes) == (["length"], [])
+        rig.forget(noticed=True)
+        rig.engine.do(Call(f"{__name__}:fail_copies", {}))
+        played = rig.play(BARE, Request(OTHER))
+        assert [ending.reason for ending in played.endings] == ["error", "length"]
+        assert len(played.encodes) == 1, "what carries its pixels is encoded in the same step"
+        assert rig.ask(OTHER) == 0
+        counts = rig.counts()
+        assert (counts["unavailable"], counts["loads_failed"]) == (1, 1)
+        assert rig.left_over() == {}
