@@ -230,7 +230,7 @@ class EncoderCacheConfig(BaseModel):
         description="Longest wait of a request for all its entries to arrive, and with load_policy auto no longer than "
         "their encodes are expected to take; then vLLM encodes.",
     )
-    load_policy: Annotated[Literal["auto", "always"], Accepts("auto or always is accepted")] = Field(
+    load_policy: Annotated[Literal["auto", "always"], Accepts("must be auto or always")] = Field(
         "auto",
         description="What a request waits for: entries that are expected sooner than vLLM would have encoded them "
         "(auto), or all that a tier has (always).",
