@@ -30,6 +30,7 @@ from itertools import islice
 
 from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.histogram import SIZE_BYTES, Histogram
 from lmcache_ec.place import Extent, Place, State, aligned
 from lmcache_ec.rewrites import Rewrites
 from lmcache_ec.space import Space
@@ -60,6 +61,7 @@ class Counts:
     """What the book has seen since the engine's start; `snapshot()` adds what it holds now."""
 
     saves: int = 0
+    saved_bytes: int = 0
     saves_dropped: int = 0
     saves_void: int = 0
     seals_failed: int = 0
@@ -87,6 +89,7 @@ class Book:
         self.capacity = capacity
         self._granule = granule_bytes
         self.counts = Counts()
+        self.saved_sizes = Histogram("save_bytes", SIZE_BYTES)
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
         self.tiers = 0
@@ -320,6 +323,8 @@ class Book:
         del self._saving[place_id]
         place.incarnation = incarnation
         self.counts.saves += 1
+        self.counts.saved_bytes += place.length
+        self.saved_sizes.add(place.length)
         place.lacks = self.tiers if place.persist else 0
         self._publish(place)
         if place.dirty:
@@ -328,7 +333,7 @@ class Book:
             self._unwritten[place.id] = place
 
     def written(self, place_id: int, ok: bool) -> None:
-        """The write-through of a live entry is over. A failed one is not tried again: the tier said no."""
+        """The write-through of a live entry is over. A failed one is not tried again: the tier refused it."""
         place = self._dirty.pop(place_id, None)
         if place is None:
             return
@@ -498,7 +503,7 @@ class Book:
             del self._loads[key]
             self.unpin(order.place)
 
-    # ---- a store process lost, and gone
+    # ---- a store process that is lost, and one that has ended
 
     def store_lost(self, incarnation: int) -> list[str]:
         """Void what that process held; its bytes stay untouched until `store_ended`. Returns the fills now missed."""

@@ -47,6 +47,7 @@ from lmcache_ec.channel import (
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
+from lmcache_ec.copies import CopyTimes
 from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
@@ -57,6 +58,7 @@ from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
+from lmcache_ec.tally import Tallies
 from lmcache_ec.tiers.kinds import environment_of
 from lmcache_ec.weights import Held, Home, Weights
 
@@ -106,6 +108,9 @@ class EncoderCache:
         self._complaints = Complaints(_logger)
         self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
+        self.copies = CopyTimes()
+        self.tallies = Tallies()
+        """What the store processes have counted."""
         self._tiers: list[str] = []
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
         self._handed = (-1, -1)  # revision of the book, and ping, of the last ledger
@@ -295,6 +300,7 @@ class EncoderCache:
         if self._presence is not None:
             self._presence.close()
             self._presence = None
+        self.tallies.close()
         os.close(self._arena_fd)
         self._ranks.clear()
         self.inert = self.inert or "closed"
@@ -394,7 +400,8 @@ class EncoderCache:
         match message:
             case Report(step=step, outcomes=outcomes, encode_s=encode_s):
                 self.book.report(rank, step, outcomes, self._store.alive())
-                if rank == 0:
+                if rank == 0:  # all have the same to do, and that one saves, too
+                    self.copies.add(message.load_ns, message.save_ns)
                     self.policy.encoded(step, encode_s)
             case Attached(registers=registers):
                 self._growth.rank_attached(rank, registers)
@@ -440,6 +447,7 @@ class EncoderCache:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
                     self._adopt_presence(fds[1], tiers)
+                    self.tallies.adopt(self._store.number, fds[2], tiers)
                     self._adopt_tiers(tiers)
 
     def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
@@ -493,6 +501,7 @@ class EncoderCache:
     def store_ended(self, number: int) -> None:
         """Its process can touch the arena no more."""
         self.book.store_ended(number)
+        self.tallies.ended(number)
 
     def store_started(self) -> None:
         """Another one is there."""

@@ -125,7 +125,7 @@ class Ledger(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The store process is there. Descriptors: a pidfd of itself, and the presence filter once it serves.
+    """The store process is there. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
 
     `problem` says which tier could not be opened at an engine's start; it is then done without. `tiers` are those it
     serves.
@@ -335,11 +335,14 @@ class Staged(Message, frozen=True):
 class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named.
 
+    `load_ns` and `save_ns` are what its loads and saves took in the forward pass; 0: it had none.
     `encode_s`: what the encoder took in this step, seconds; 0 if it was not measured.
     """
 
     step: int
     outcomes: list[tuple[int, Outcome, int]]
+    load_ns: int = 0
+    save_ns: int = 0
     encode_s: float = 0.0
 
 

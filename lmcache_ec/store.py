@@ -53,6 +53,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.locate import Locator
 from lmcache_ec.status_server import Status, StatusServer, tier_statuses
 from lmcache_ec.store_process import PROCESS_NAME
+from lmcache_ec.tally import TIER_GAUGES, Tally
 from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.emptied import Looks
 from lmcache_ec.tiers.journal import Journal
@@ -78,6 +79,7 @@ class Store:
         self._saver = saver
         self._journal = Journal(lambda kind, text: self._post(Notice(kind, text)))
         self._stack = Stack([], self._journal)  # until it is known which tiers there are
+        self._tally: Tally | None = None
         self._looks: Looks | None = None
         self._locator: Locator | None = None
         self._sealer = ThreadPoolExecutor(1, "seal")
@@ -154,6 +156,7 @@ class Store:
             case Locate():
                 self._sought.append(message)
             case Ping(number=number):
+                self._take_stock()
                 self._post(Pong(number))
             case Populate() if self._owns(message.offset, message.length):
                 threading.Thread(target=self._populate, args=(message,), name="populate", daemon=True).start()
@@ -189,7 +192,12 @@ class Store:
                 stack.lanes, start.look_s, self._journal, lambda *news: self._post(Born(*news)), self._rouse
             )
         names = [lane.name for lane in stack.lanes]
-        self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), stack.presence.fd])
+        counts = Tally.memory()
+        self._tally = Tally(counts, names, write=True)
+        self._journal.share(self._tally)
+        self._take_stock()
+        self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), stack.presence.fd, counts])
+        os.close(counts)
         stack.survey_due()
 
     def _refuse(self, problem: str) -> None:
@@ -221,6 +229,19 @@ class Store:
         except LinkClosed:
             return True  # nobody is there to hear it
 
+    def _take_stock(self) -> None:
+        """Have the tally say how things stand: with each ping, once a second while the engine works."""
+        tally, start = self._tally, self._start
+        if tally is None or start is None:
+            return
+        tally.set("jobs", self._jobs)
+        for lane in self._stack.lanes:
+            held = self._stack.writes.held.get(lane.name, -1)
+            limit = start.disk_bytes if lane.habits.local else -1
+            stock = (lane.state, lane.listed, held, limit, *lane.queued)
+            for name, value in zip(TIER_GAUGES, stock, strict=True):
+                tally.set(f"{lane.name}_{name}", value)
+
     def _state(self) -> Status | None:
         start, counts = self._start, self._journal.counts
         if start is None:
@@ -232,7 +253,7 @@ class Store:
             "engine_pid": self._engine_pid,
             "since": self._since,
             "state": "serving" if self._link in self._links else "finishing",
-            "tiers": tier_statuses(self._stack, counts, start.disk_bytes),
+            "tiers": tier_statuses(self._stack, self._journal, start.disk_bytes),
             "incarnation": start.incarnation,
             "scan_complete": self._stack.presence.all_complete,
             "jobs": self._jobs,

@@ -17,9 +17,11 @@ from vllm.logger import init_logger
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+    from .collector import Collector
     from .scheduler import SchedulerSide
     from .worker import WorkerSide
 
@@ -42,12 +44,17 @@ class ECLMCacheConnector(ECConnectorBase):
         _log_through_vllm()
         self._scheduler: SchedulerSide | None = None
         self._failed: SchedulerSide | None = None
+        self._collector: Collector | None = None
         self._worker: WorkerSide | None = None
         self._gave_up = False
         self._unavailable: set[str] = set()
         self._encodable: Callable[[Request, int], bool] | None = None
         if role == ECConnectorRole.SCHEDULER:
             self._scheduler, self._encodable = build_scheduler_side(vllm_config, logger)
+            if self._scheduler is not None:
+                from .collector import Collector
+
+                self._collector = Collector(self._scheduler, logger)
         else:
             self._worker = build_worker_side(vllm_config, logger)
 
@@ -108,6 +115,10 @@ class ECLMCacheConnector(ECConnectorBase):
         """What the answer tells a consumer. True in place of False would keep the request's KV blocks for good."""
         side = self._scheduler
         return False, None if side is None else self._guarded(lambda: side.request_finished(request), None)
+
+    def get_ec_connector_stats(self) -> ECConnectorStats | None:
+        payload = None if self._scheduler is None or self._collector is None else self._collector.collect()
+        return None if payload is None else self.build_ec_connector_stats(payload)
 
     # ---- worker side
 
@@ -175,6 +186,26 @@ class ECLMCacheConnector(ECConnectorBase):
         side = self._scheduler
         if side is not None:
             self._guarded(lambda: side.set_weight_version(version), None)
+
+    # ---- metrics, in vLLM's front ends
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECConnectorStats | None:
+        from .metrics import Stats
+
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ECConnectorPromMetrics | None:
+        from .metrics import PromMetrics
+
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- both
 

@@ -42,6 +42,10 @@ class Item:
     announced: bool = False
     """A producer has announced the item: it is waited for even if no listing has it."""
     missed: bool = False
+    awaited: bool = False
+    """It was waited for."""
+    late: bool = False
+    """It had not come when its request had waited for as long as it may."""
     held_at: tuple[int, int] | None = None
     dropped: bool = False
     """vLLM has taken back from its workers what they would encode (0.33's V2 runner, once the item is computed)."""

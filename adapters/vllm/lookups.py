@@ -116,5 +116,8 @@ class LookUps:
     def sought(self, item: Item) -> TensorSpec | None:
         """The same, for who saves it or looks for it by its length; None also where another item's entry is known to
         have the name."""
-        known = bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
-        return None if known else self.spec(item)
+        return None if self.misfit(item) else self.spec(item)
+
+    def misfit(self, item: Item) -> bool:
+        """Whether what has its name is another item's entry, as was found lately."""
+        return bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)

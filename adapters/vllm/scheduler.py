@@ -18,6 +18,7 @@ from lmcache_ec.recent import Recent
 from lmcache_ec.staging import Readiness
 
 from .announcement import Announcer, announced
+from .decisions import Decisions
 from .identifiers import (
     Durability,
     client_uuid,
@@ -98,6 +99,7 @@ class SchedulerSide:
             *("unsigned_items", "early_look_ups"),
         )
         self.counts = dict.fromkeys(names, 0)
+        self.decisions = Decisions()
         self._policy = policy
         self._media = media
         self._complaints = Complaints(logger)
@@ -282,18 +284,25 @@ class SchedulerSide:
                 self.counts["deferred_passes"] += 1
                 return False
             self.counts["timeouts"] += 1
+            for item, standing in zip(wanted, standings, strict=True):
+                item.late = standing is Standing.PENDING
+                item.missed |= item.late
             for item in pending:
-                item.missed = True
                 self._look_ups.late(item)
         standing_of = zip(wanted, standings, strict=True)
         if any((item.missed or standing is Standing.MISSED) and not item.encodable for item, standing in standing_of):
             self.counts["unavailable"] += 1
             self._unavailable.add(memo.request_id)
             return False
-        if memo.waiting_since is not None:
-            memo.waited_s += self._now - memo.waiting_since
-            memo.waiting_since = None
+        self._end_wait(memo)
         return True
+
+    def _end_wait(self, memo: Memo) -> None:
+        if memo.waiting_since is not None:
+            waited_s = self._now - memo.waiting_since
+            memo.waited_s += waited_s
+            memo.waiting_since = None
+            self.decisions.waited(waited_s)
 
     def _starting(self) -> bool:
         """Whether the first requests still have to wait until the ranks have mapped the arena."""
@@ -334,6 +343,7 @@ class SchedulerSide:
         if place is not None:  # over the budget of leases: promised if it is still there when it is asked for
             return Standing.SETTLED if item.encodable else Standing.PENDING
         item.missed = item.missed or not self._look_ups.can_come(item, among)
+        item.awaited |= not item.missed
         return Standing.MISSED if item.missed else Standing.PENDING
 
     def _staged(self, memo: Memo, item: Item) -> Standing:
@@ -426,6 +436,7 @@ class SchedulerSide:
             self._withdraw(identifier)
         self._follow_frees(scheduler_output.free_encoder_mm_hashes)
         self._follow_payloads(scheduler_output)
+        self._count_encodes(scheduler_output.scheduled_encoder_inputs)
         if scheduler_output.total_num_scheduled_tokens and (self._loads or not self.cache.inert):
             meta = self._orders(scheduler_output)
         else:
@@ -442,6 +453,29 @@ class SchedulerSide:
         self._take_out(meta)  # `give_up` needs them if anything before this raises
         self._turn.release()
         return meta
+
+    def _count_encodes(self, encodes: dict[str, list[int]]) -> None:
+        for request_id, indices in encodes.items():
+            items = self._items(request_id)
+            for index in indices:
+                if index < len(items):
+                    self.decisions.encoded(items[index].modality, self._why_encoded(items[index]))
+
+    def _why_encoded(self, item: Item) -> str:
+        if not item.names:
+            return "not_cacheable"
+        if not self._look_ups.in_use:
+            return "off"
+        if item.late:
+            return "deadline"
+        if self._look_ups.misfit(item):
+            return "misfit"
+        return "not_found" if item.awaited else "new"
+
+    def _modality(self, bearer: tuple[str, int]) -> str:
+        request_id, index = bearer
+        items = self._items(request_id)
+        return items[index].modality if index < len(items) else "unknown"
 
     def _follow_frees(self, freed: list[str]) -> None:
         if self._missing.difference(freed):
@@ -559,6 +593,7 @@ class SchedulerSide:
             promised = self._loads[identifier]
             meta.loads.append(load := self._load(identifier, promised.outdated, bearer))
             if load.place:
+                self.decisions.loaded(promised.place, self._modality(bearer))
                 book.send_load(promised.place, self._step)
             else:
                 book.unpin(promised.place)
@@ -676,6 +711,8 @@ class SchedulerSide:
         if memo is not None:
             self.cache.book.revision += 1  # the next pass hands on what was counted for it
             self._release(memo)
+            self._end_wait(memo)
+            self.decisions.ended |= not self._memos
             if memo is self._asked:
                 self._asked = None
 
@@ -705,6 +742,20 @@ class SchedulerSide:
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
         return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+
+    def measures(self) -> dict[str, int]:
+        """All that `metric_table` is made of: counts, gauges and the counts of histograms."""
+        cache, counts = self.cache, self.snapshot()
+        evicted = {"cpu_evictions": counts["evictions"], "cpu_evicted_bytes": counts["evicted_bytes"]}
+        sizes = dict(cache.book.saved_sizes.counts())
+        return {
+            **counts,
+            **evicted,
+            **sizes,
+            **self.decisions.counts(),
+            **cache.copies.counts(),
+            **cache.tallies.totals(),
+        }
 
     def _counts(self) -> dict[str, int]:
         own = {**self.counts, "misfits": self._look_ups.misfits}

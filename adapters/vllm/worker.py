@@ -67,6 +67,7 @@ class WorkerSide:
         self._meta: Orders | None = None
         self._outcomes: list[tuple[int, Outcome]] = []
         self._copied: list[Save] = []
+        self._load_ns = self._save_ns = 0
 
     def start(self, engine: str, linger_s: float = LINGER_S) -> None:
         """Wait for the scheduler side from now on. Raises OSError if another process holds this rank's address."""
@@ -95,7 +96,9 @@ class WorkerSide:
         meta = self._meta
         if meta is None or not meta.loads:
             return
+        began = time.perf_counter_ns()
         failed = [not self._load(meta, load, cache) for load in meta.loads]
+        self._load_ns += time.perf_counter_ns() - began
         for load, again in zip(meta.loads, self._agree(failed), strict=True):
             if again:
                 self._encode_after_all(meta, load, cache)
@@ -174,6 +177,7 @@ class WorkerSide:
                     self._outcomes.append((order.place, Outcome.FAILED))
 
     def _save(self, meta: Orders, save: Save, cache: EncoderTensors) -> None:
+        began = time.perf_counter_ns()
         try:
             if self._outdated:
                 raise ValueError(_OUTDATED)
@@ -181,6 +185,7 @@ class WorkerSide:
             if tuple(tensor.shape) != (save.spec.rows, save.spec.width) or dtype_name(tensor.dtype) != save.spec.dtype:
                 raise ValueError(f"it is {tuple(tensor.shape)} {tensor.dtype}, expected was {save.spec}")
             self._copier.save(tensor, self._payload(meta, save))
+            self._save_ns += time.perf_counter_ns() - began
         except Exception as error:
             self._complaints.warn("save", f"an encoder output is not cached: {error}")
             self._outcomes.append((save.place, Outcome.FAILED))
@@ -209,6 +214,8 @@ class WorkerSide:
         meta, rank, encode_s = self._meta, self._rank, self._clock.take()
         outcomes, copied = self._outcomes, self._copied
         self._outcomes, self._copied, self._meta = [], [], None
+        took_ns = self._load_ns, self._save_ns
+        self._load_ns = self._save_ns = 0
         if meta is None or rank is None:
             return
         step, namespace, handed_over = meta.step, meta.namespace, threading.Event()
@@ -219,7 +226,7 @@ class WorkerSide:
             for save in copied:
                 incarnation = rank.hand_over(_saved(save, namespace, save.place in flushed))
                 named.append((save.place, Outcome.COPIED if incarnation else Outcome.ABSENT, incarnation))
-            rank.report(step, named, encode_s())
+            rank.report(step, named, *took_ns, encode_s())
             handed_over.set()
 
         self._copier.finish(done)

@@ -14,6 +14,7 @@ from typing import TypeVar
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.recent import Recent
+from lmcache_ec.tally import STATES
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.health import NEVER as NEVER
 from lmcache_ec.tiers.health import ReadHealth, WriteHealth
@@ -108,6 +109,19 @@ class Lane:
     def takes_writes(self) -> bool:
         """Whether a write is worth trying now."""
         return not (self._reading.rests or self._writing.rests)
+
+    @property
+    def state(self) -> int:
+        """An index into `tally.STATES`."""
+        if self.rests:
+            return STATES.index("unreachable")
+        return STATES.index("read_only" if self.read_only else "serving" if self.takes_writes else "resting")
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Writes that wait or are under way, and their bytes."""
+        with self._lock:
+            return self._queued_items, self._queued_bytes
 
     @property
     def new_notice(self) -> bool:

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What became of the items that vLLM needed: loaded or encoded, and why; how long requests waited for that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from lmcache_ec.histogram import LATENCY_NS, NS, SIZE_BYTES, Histogram
+
+if TYPE_CHECKING:
+    from lmcache_ec.place import Place
+
+MISS_REASONS = ("new", "not_found", "deadline", "misfit", "not_cacheable", "off")
+"""Why an item was encoded, see `docs/metrics.md`."""
+
+
+class Decisions:
+    """Runs on the scheduler's thread alone. Counts what goes out with a step, which is what happens: nothing of a pass
+    that vLLM takes back."""
+
+    def __init__(self) -> None:
+        self.modalities: list[str] = []
+        """Those that were seen: as many as the model has."""
+        self.ended = False
+        """Whether the last request that was known has ended since this was set to False."""
+        self._counts: Counter[str] = Counter()
+        self._sizes = Histogram("load_bytes", SIZE_BYTES)
+        self._waits = Histogram("deferred_ns", LATENCY_NS)
+
+    def loaded(self, place: Place, modality: str) -> None:
+        """An item goes out to be loaded. Before the book forgets which tier had it."""
+        self._looked_up(modality, "hit")
+        self._counts[f"loaded_bytes_{place.origin or 'cpu'}"] += place.length
+        self._sizes.add(place.length)
+
+    def encoded(self, modality: str, reason: str) -> None:
+        """An item goes out to be encoded."""
+        self._looked_up(modality, "miss")
+        self._counts[f"misses_{reason}"] += 1
+
+    def waited(self, seconds: float) -> None:
+        """A request was deferred for so long."""
+        self._waits.add(int(seconds * NS))
+
+    def counts(self) -> dict[str, int]:
+        return {**self._counts, **dict(self._sizes.counts()), **dict(self._waits.counts())}
+
+    def _looked_up(self, modality: str, result: str) -> None:
+        if modality not in self.modalities:
+            self.modalities.append(modality)
+        self._counts[f"look_ups_{modality}_{result}"] += 1

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What copies between the arena and a rank's device have taken of its forward passes."""
+
+from __future__ import annotations
+
+from lmcache_ec.histogram import LATENCY_NS, Histogram
+
+
+class CopyTimes:
+    """One rank's, as it reports them, a step at a time. Runs on the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._loads = Histogram("step_load_ns", LATENCY_NS)
+        self._saves = Histogram("step_save_ns", LATENCY_NS)
+
+    def add(self, load_ns: int, save_ns: int) -> None:
+        if load_ns:
+            self._loads.add(load_ns)
+        if save_ns:
+            self._saves.add(save_ns)
+
+    def counts(self) -> dict[str, int]:
+        return {**dict(self._loads.counts()), **dict(self._saves.counts())}
