@@ -3,7 +3,7 @@
 
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +206,7 @@ class Served:
         announcer: Any = None,
         watched: bool = False,
         persist_updated_weights: Any = False,
+        remotes: Sequence[str] = (),
         keys: dict[str, Any] | None = None,
         **policy: Any,
     ) -> None:
@@ -217,7 +218,8 @@ class Served:
         self.name = name
         self.runner = runner or Runner(name)
         own = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
-        config = EncoderCacheConfig(local_disk=folder, **{"load_policy": "always", "drain_s": 5, **own, **(keys or {})})
+        own |= {"load_policy": "always", "remotes": list(remotes), **(keys or {})}
+        config = EncoderCacheConfig(local_disk=folder, drain_s=5, **own)
         try:
             saves = policy.get("producer", True)
             self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, saves, watched))
@@ -243,8 +245,9 @@ class Served:
         return self
 
     def _scanned(self) -> bool:
-        presence = self.cache._presence
-        return presence is not None and presence.all_complete
+        """Remotes that answer quickly are asked, and never listed."""
+        presence, disk = self.cache._presence, "disk" in self.cache._tiers
+        return presence is not None and (presence.complete("disk") if disk else presence.all_complete)
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
         """Passes with text alone until `condition` holds."""

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.dashboard import draw, without_variables
 from benchmarks.testbed.servers.openai import OpenAIServer, image_part
 from benchmarks.testbed.servers.prometheus import Prometheus
 from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.waiting import wait_until
-from tests.unit.test_dashboard import ALERTS, QUERIES, RULES, without_variables
+from tests.unit.test_dashboard import ALERTS, QUERIES, RULES
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -200,6 +201,8 @@ def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer
             wait_until("every query has an answer", answered, 90, pause_s=0.2)
         except AssertionError:
             raise AssertionError(f"without an answer: {unanswered}") from None
+        draw(prometheus, 60, picture := tmp_path / "dashboard.svg")  # as in docs/metrics.md
+        assert picture.exists()
         assert all(target["health"] == "up" for target in prometheus.ask("targets")["activeTargets"])
         rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
         assert [rule["health"] for rule in rules] == ["ok"] * len(RULES)

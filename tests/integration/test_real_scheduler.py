@@ -10,7 +10,7 @@ import itertools
 import random
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,13 +199,17 @@ class Engine:
         self.prompts = Prompts(dice, dice.choice(METADATA_ONLY[fault]))
         self.endings: dict[str, FinishReason] = {}
         self.resets = self.preemptions = 0
+        self.ordered: Counter[str] = Counter()
+        """Encodes and loads that have gone out with steps."""
+        self.handed: list[dict[str, Any]] = []
+        """What vLLM's front ends have got for the metrics."""
 
         deadline_ms = dice.choice([1, 20, 200])
         config = _configuration(dice, folder, deadline_ms)
         if fault is Fault.RANK:
             config.cache_config.num_gpu_blocks = SCARCE_BLOCKS  # so that requests wait with their leases
         self.runner = V1Runner.of(config)
-        self.scheduler = scheduler(config, _kv_cache(config), _no_grammars(), BLOCK_TOKENS, log_stats=False)
+        self.scheduler = scheduler(config, _kv_cache(config), _no_grammars(), BLOCK_TOKENS, log_stats=True)
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=dice.choice([16, 40, 100, 400]))
         self.scheduler.max_num_encoder_input_tokens = dice.choice([16, 64, 400])
         self.connector = self.scheduler.ec_connector
@@ -222,6 +226,8 @@ class Engine:
         self.waits.pass_began = time.monotonic()
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
+        self.ordered["encodes"] += sum(map(len, output.scheduled_encoder_inputs.values()))
+        self.ordered["loads"] += sum(load.place != 0 for load in output.ec_connector_metadata.loads)
         self.runner.run(output)
         self._steps.append((output, self._sampled(output)))
         behind = self._behind if output.total_num_scheduled_tokens else 0
@@ -239,6 +245,9 @@ class Engine:
 
     def _take_in(self, output: SchedulerOutput, sampled: ModelRunnerOutput) -> None:
         for of_a_client in self.scheduler.update_from_output(output, sampled).values():
+            stats = of_a_client.scheduler_stats
+            if stats is not None and stats.ec_connector_stats is not None:
+                self.handed.append(stats.ec_connector_stats)
             for said in of_a_client.outputs:
                 if said.finish_reason is not None:
                     assert said.request_id not in self.endings, f"{said.request_id} ended twice"
@@ -403,3 +412,37 @@ def test_any_requests_are_served_right_and_leave_nothing(
         assert engine.runner.cache.keys() <= engine.scheduler.encoder_cache_manager.cached.keys()
         snapshot = engine.side.snapshot()
         assert snapshot["mirror_resets"] <= engine.resets
+
+
+@pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
+def test_what_front_ends_are_handed_for_the_metrics_adds_up_whatever_is_killed(
+    scheduler: type[Scheduler], tmp_path: Path
+) -> None:
+    with life(2, scheduler, Fault.KILLS, tmp_path) as engine:
+        handed: Counter[str] = Counter()
+
+        def add_up() -> Counter[str]:
+            """By metric and labels, and by metric alone."""
+            while engine.handed:
+                for key, number in engine.handed.pop()["counters"].items():
+                    handed[key] += number
+                    handed[key.partition("|")[0]] += number if "|" in key else 0
+            return handed
+
+        def all_of_it() -> dict[str, tuple[int, int]]:
+            """What differs: as handed, as counted."""
+            counted, own = engine.side.cache.tallies.totals(), engine.side.snapshot()
+            truth = {
+                "misses_total": engine.ordered["encodes"],
+                "hits_total": engine.ordered["loads"],
+                "saves_total": own["saves"],
+                "store_restarts_total": own["store_losses"],
+                **{f"tier_{name}_total|disk": counted[f"disk_{name}"] for name in ("hits", "writes", "read_bytes")},
+            }
+            add_up()
+            return {name: (handed[name], value) for name, value in truth.items() if handed[name] != value}
+
+        engine.until("nothing is left", lambda: not engine.left_over())
+        engine.until("all of it is handed over", lambda: not all_of_it())
+        lookups = {result: handed[f"lookups_total|image|{result}"] for result in ("hit", "miss")}
+        assert lookups == {"hit": engine.ordered["loads"], "miss": engine.ordered["encodes"]}

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.dashboard import DASHBOARD, PANELS, without_variables
 from benchmarks.testbed.models import ROOT
 from lmcache_ec.adapters.vllm.metric_table import METRICS, PREFIX, Kind
 
 ALERTS = ROOT / "configs/prometheus-alerts.yaml"
 RULES = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
-DASHBOARD = json.loads((ROOT / "configs/grafana-dashboard.json").read_text())
-PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 BROKEN = {
@@ -50,10 +49,6 @@ WELL = {
     'misses_total{reason="new"}': "0+9x60",
     'tier_writes_total{tier="redis"}': "0+9x60",
 }
-
-
-def without_variables(query: str) -> str:
-    return query.replace("$__rate_interval", "1m").replace("$model_name", ".*").replace("$engine", ".*")
 
 
 def promtool(*arguments: object, cwd: Path) -> None:
