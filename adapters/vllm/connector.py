@@ -148,6 +148,7 @@ class ECLMCacheConnector(ECConnectorBase):
         side = self._worker
         if side is not None:
             self._guarded(lambda: side.load(encoder_cache), None)
+            self._guarded(side.begin_encodes, None)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         side = self._worker
