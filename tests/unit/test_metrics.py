@@ -52,7 +52,8 @@ def collector(side: Side) -> Collector:
 
 def prom(engines: int = 1) -> PromMetrics:
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    config: Any = SimpleNamespace(ec_transfer_config=None)
+    keys = {"local_disk": "/d", "remotes": ["s3://bucket/a?region=x", "s3://bucket/b?region=x"]}
+    config: Any = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_connector_extra_config=keys))
     return PromMetrics(config, types, ["model_name", "engine"], {i: ["m", str(i)] for i in range(engines)})
 
 
@@ -115,6 +116,7 @@ def test_a_series_begins_at_zero(clock: Clock) -> None:
     for reason in MISS_REASONS:
         assert value("misses_total", reason=reason) == 0
     assert value("store_restarts_total") == value("deferred_seconds_count") == 0
+    assert value("tier_read_seconds_count", tier="s3_2") == 0
     payload = collector(Side()).collect()
     assert payload is not None
     proms.observe(payload)
