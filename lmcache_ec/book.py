@@ -333,7 +333,7 @@ class Book:
             self._unwritten[place.id] = place
 
     def written(self, place_id: int, ok: bool) -> None:
-        """The write-through of a live entry is over. A failed one is not tried again: the tier said no."""
+        """The write-through of a live entry is over. A failed one is not tried again: the tier refused it."""
         place = self._dirty.pop(place_id, None)
         if place is None:
             return
@@ -503,7 +503,7 @@ class Book:
             del self._loads[key]
             self.unpin(order.place)
 
-    # ---- a store process lost, and gone
+    # ---- a store process that is lost, and one that has ended
 
     def store_lost(self, incarnation: int) -> list[str]:
         """Void what that process held; its bytes stay untouched until `store_ended`. Returns the fills now missed."""

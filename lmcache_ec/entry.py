@@ -15,7 +15,7 @@ depends on the identifier alone, so that the length of an entry is known before 
 
 Where entries are signed, `"signature":…` is the last of the metadata: 32 hex digits of keyed BLAKE3 over the whole
 entry with the digits of digest and signature read as zeros. The digest covers the signature, so damage and forgery are
-told apart. Where they are not, a signature is text that nobody judges.
+distinguished. Where they are not, a signature is text that is not checked.
 
 These functions run in the store process; `room`, `entry_length` and `payload` on any side. They keep no state.
 """
@@ -106,7 +106,7 @@ class EntryError(ValueError):
 class OtherVersion(EntryError):
     """An entry of another version of this format, or with fields that this version does not know.
 
-    It may be damaged or not, only its own version can tell. A miss here, and kept: while an update rolls out, two
+    It may be damaged or not, only its own version knows. A miss here, and kept: while an update rolls out, two
     versions of this package run on one store.
     """
 
@@ -259,8 +259,8 @@ def _header(start: memoryview) -> Header:
     if metadata.format != FORMAT:
         raise EntryError(Reason.FORMAT, f"not {FORMAT}")
     spec = _spec(fields)
-    said = metadata.identifier, metadata.namespace, spec, metadata.created, metadata.producer, metadata.digest
-    return Header(*said, size + spec.nbytes)
+    described = metadata.identifier, metadata.namespace, spec, metadata.created, metadata.producer, metadata.digest
+    return Header(*described, size + spec.nbytes)
 
 
 def _decoded(header: bytes) -> _Header:

@@ -140,8 +140,8 @@ class Rank:
                 return 0
 
     def await_durable(self, places: set[int], deadline: float) -> set[int]:
-        """Wait until the store process has said of each place that it is in every tier, or will not be; at the latest
-        until `deadline` (monotonic). Returns those that are. For a producer's saving rank alone."""
+        """Wait until the store process has reported for each place whether it is in every tier; at the latest until
+        `deadline` (monotonic). Returns those that are. For a producer's saving rank alone."""
         waiting, durable = set(places), set[int]()
         while waiting and (left := deadline - time.monotonic()) > 0:
             with self._lock:
@@ -289,7 +289,7 @@ class Rank:
                 self._unsent.popleft()
 
     def _send(self, message: Report | WeightsReport | Staged | Attached | SegmentReady) -> bool:
-        """Under the lock. With the scheduler side gone there is nobody to tell."""
+        """Under the lock. Once the scheduler side has ended there is nobody to report to."""
         if self._link is None:
             return True
         try:

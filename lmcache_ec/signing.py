@@ -5,7 +5,7 @@ A signature is keyed BLAKE3 over the whole entry, see entry.py. It cannot be ove
 cryptographic hash, and another payload of the same digest can be made.
 
 The key has a public id, which ends every namespace: engines of different keys, and engines that sign beside engines
-that do not, never meet. Both are derived from the file's bytes under names of their own, so that the id tells nothing
+that do not, never meet. Both are derived from the file's bytes under names of their own, so that the id reveals nothing
 of the key, and no other program's use of the same file does.
 
 Nothing here keeps state. `read_key` blocks as long as the file system does; `signature` runs in the store process.

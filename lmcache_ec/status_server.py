@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from lmcache_ec.channel import same_user, status_address
+from lmcache_ec.tiers.journal import Journal, Times
 from lmcache_ec.tiers.lane import Lane
 from lmcache_ec.tiers.stack import Stack
 
@@ -42,15 +43,21 @@ class StatusServer:
             pass
 
 
-def tier_statuses(stack: Stack, counts: Mapping[str, int], disk_bytes: int) -> list[Status]:
+def tier_statuses(stack: Stack, journal: Journal, disk_bytes: int) -> list[Status]:
     """Each tier in order, with what it holds and has done."""
-    return [_tier_status(lane, counts, stack.writes.held.get(lane.name), disk_bytes) for lane in stack.lanes]
+    return [_tier_status(lane, journal, stack.writes.held.get(lane.name), disk_bytes) for lane in stack.lanes]
 
 
-def _tier_status(lane: Lane, counts: Mapping[str, int], held: int | None, disk_bytes: int) -> Status:
+def _tier_status(lane: Lane, journal: Journal, held: int | None, disk_bytes: int) -> Status:
     def count(what: str) -> int:
-        return counts.get(f"{lane.name}_{what}", 0)
+        return journal.counts.get(f"{lane.name}_{what}", 0)
 
+    def mean_ms(what: str) -> float | None:
+        calls, seconds = journal.times.get(f"{lane.name}_{what}_ns", Times())
+        return 1000 * seconds / calls if calls else None
+
+    backlog, backlog_bytes = lane.queued
+    error = journal.last_error(lane.name)
     return {
         "name": lane.name,
         "entries": lane.listed if lane.habits.local or lane.listed else None,
@@ -63,5 +70,12 @@ def _tier_status(lane: Lane, counts: Mapping[str, int], held: int | None, disk_b
         "misses": count("misses"),
         "writes": count("writes"),
         "errors": count("read_errors") + count("write_errors") + count("corrupt"),
+        "read_bytes": count("read_bytes"),
+        "read_ms": mean_ms("read"),
+        "written_bytes": count("written_bytes"),
+        "write_ms": mean_ms("write"),
+        "backlog": backlog,
+        "backlog_bytes": backlog_bytes,
+        "last_error": None if error is None else error._asdict(),
         "forged": count("forged"),
     }

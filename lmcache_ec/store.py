@@ -253,7 +253,7 @@ class Store:
             "engine_pid": self._engine_pid,
             "since": self._since,
             "state": "serving" if self._link in self._links else "finishing",
-            "tiers": tier_statuses(self._stack, counts, start.disk_bytes),
+            "tiers": tier_statuses(self._stack, self._journal, start.disk_bytes),
             "incarnation": start.incarnation,
             "scan_complete": self._stack.presence.all_complete,
             "jobs": self._jobs,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an LMCache memory object is, in the words of an entry: any number of tensors, of any shape and dtype.
+"""What an LMCache memory object is, as an entry describes it: any number of tensors, of any shape and dtype.
 
     KV_2LTD bfloat16[2,32,256,1024]
     KV_2LTD bfloat16[2,30,256,1024] float8_e4m3fn[2,2,256,1024]
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def spec(self) -> TensorSpec:
-        """How an entry holds it. ValueError for a layout that is too long to be told."""
+        """How an entry holds it. ValueError for a layout that is too long for an entry's header."""
         first, shape = self.tensors[0]
         name = _ENTRY_DTYPES.get(first)
         if len(self.tensors) > 1 or name is None or not shape:

@@ -8,6 +8,7 @@ import json
 import typer
 
 from lmcache_ec.cli.clear import clear
+from lmcache_ec.cli.completion import completion
 from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.cli.inspect import inspect
 from lmcache_ec.cli.keys import list_keys
@@ -15,12 +16,13 @@ from lmcache_ec.cli.lifecycle import check_and_set
 from lmcache_ec.cli.ls import list_entries
 from lmcache_ec.cli.namespaces import find_and_remove
 from lmcache_ec.cli.status import all_engines, show
+from lmcache_ec.cli.top import top
 from lmcache_ec.cli.verify import verify
 from lmcache_ec.cli.warm import warm
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="The encoder cache on this host.",
@@ -64,6 +66,8 @@ app.command("clear")(clear)
 app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)
+app.command("top")(top)
+app.command("completion")(completion)
 
 
 def main() -> None:

@@ -113,6 +113,9 @@ def verified(tier: Tier, name: EntryName, length: int, signing: SigningKey | Non
     """An entry of `length` bytes, read whole and verified, with its signature if it should have one of `signing`; None
     if it is not there any more. TierError, EntryError."""
     data = tier.peek(name, length + 1)  # one byte more is seen, too
-    if data is None:
-        return None
-    return entry.verify_named(memoryview(data), name, signing if signing and signing.signs(name.namespace) else None)
+    return None if data is None else verified_bytes(memoryview(data), name, signing)
+
+
+def verified_bytes(data: memoryview, name: EntryName, signing: SigningKey | None) -> entry.Header:
+    """The same of the bytes of an entry."""
+    return entry.verify_named(data, name, signing if signing and signing.signs(name.namespace) else None)

@@ -13,7 +13,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,16 @@ from rich.padding import Padding
 from rich.table import Table
 
 from lmcache_ec.channel import STATUS_PREFIX, rank_address, same_user
-from lmcache_ec.sizes import rounded_size
+from lmcache_ec.cli.wording import counted, span
+from lmcache_ec.sizes import precise_size, rounded_size
 
 _TIMEOUT_S = 2.0
-_WIDEST = 120
+_WIDEST = 132
 """Of a table: a narrower terminal wraps its lines, which loses nothing."""
+_COLUMNS = (
+    *("listed", "held", "limit", "hits", "misses", "rate", "errors", "writes"),
+    *("read", "ms", "written", "ms", "unsaved"),
+)
 _FIRST_RANK = re.compile(r"lmcache-ec-[0-9a-f]{32}-0")
 _LISTENS = 0x10000
 _SILENT = {
@@ -77,29 +82,44 @@ def show(found: list[dict[str, Any]]) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True, width=max(Console().width, _WIDEST))
     if not found:
         console.print("No engine with an encoder cache runs on this host under this user.")
+    short = short_names([engine["engine"] for engine in found])
     for engine in found:
         if engine["pid"] is None:
             console.print(f"engine of worker process {engine['worker_pid']} {_SILENT[engine['state']]}\n")
             continue
-        for line in _head(engine):
+        for line in _head(engine, short[engine["engine"]]):
             console.print(line)
         console.print(Padding(_table(engine), (0, 0, 0, 2), expand=False), soft_wrap=False)
         console.print()
 
 
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Name of an engine -> its beginning, as short as tells it from the others; eight characters at least."""
+    length = 8
+    while len({name[:length] for name in names}) < len(set(names)):
+        length += 1
+    return {name: name[:length] for name in names}
+
+
+def hit_rate(tier: Mapping[str, Any]) -> str:
+    """Of the questions that a tier answered, those for what it had."""
+    asked = tier["hits"] + tier["misses"]
+    return f"{100 * tier['hits'] / asked:.0f} %" if asked else ""
+
+
 # ---- what is printed
 
 
-def _head(engine: dict[str, Any]) -> Iterator[str]:
+def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
     book, number = Counter(engine["book"]), engine["incarnation"]
     since = engine["since"] and time.strftime(", since %Y-%m-%d %H:%M:%S", time.localtime(engine["since"]))
-    yield f"engine {engine['engine']}: {engine['state']}"
+    yield f"engine {name}: {engine['state']}"
     changed = "; its weights have changed, and entries stay in memory" if book["memory_only"] else ""
     yield f"  namespace      {engine['namespace']}{changed}"
     if pid := engine["engine_pid"]:
         yield f"  EngineCore     process {pid}" + ("" if engine["state"] == "serving" else ", ended")
     earlier = f", {number - 1} before it ended" if number > 1 else ""
-    yield f"  store process  {engine['pid']}{since or ''}{earlier}, {engine['jobs']:,} jobs under way"
+    yield f"  store process  {engine['pid']}{since or ''}{earlier}, {counted(engine['jobs'], 'job')} under way"
     if not book:
         yield "  no scheduling pass yet"
         return
@@ -111,28 +131,44 @@ def _head(engine: dict[str, Any]) -> Iterator[str]:
         if forged := tier.get("forged"):
             yield f"  not believed   {forged:,} reads of {tier['name']}: unsigned, or signed with another key"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
-    for notice in filter(None, (tier.get("notice") for tier in engine["tiers"])):
-        yield f"  note           {notice}"
+    for tier in engine["tiers"]:
+        if notice := tier.get("notice"):
+            yield f"  note           {notice}"
+        if error := tier.get("last_error"):
+            yield f"  last error     {span(time.time() - error['at'])} ago, {error['text']}"
 
 
 def _table(engine: dict[str, Any]) -> Table:
     """Memory first, as the scheduler side counts it; then the tiers in the order in which they are asked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("tier", no_wrap=True)
-    for column in ("listed", "held", "limit", "hits", "misses", "errors", "writes"):
+    for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
     if book := Counter(engine["book"]):
-        counts = [f"{book['loads_cpu']:,}", "", f"{book['loads_failed']:,}", f"{book['saves']:,}"]
+        counts = [f"{book['loads_cpu']:,}", "", "", f"{book['loads_failed']:,}", f"{book['saves']:,}"]
         held, limit = rounded_size(book["used_bytes"]), rounded_size(book["capacity_bytes"])
-        table.add_row("cpu", f"{book['places_live']:,}", held, limit, *counts)
+        unsaved = precise_size(book["dirty_bytes"]) if book["dirty_bytes"] else ""
+        table.add_row("cpu", f"{book['places_live']:,}", held, limit, *counts, "", "", "", "", unsaved)
     for tier in engine["tiers"]:
         sizes = ["" if size is None else rounded_size(size) for size in (tier["bytes"], tier["limit_bytes"])]
-        counts = [f"{tier[name]:,}" for name in ("hits", "misses", "errors", "writes")]
+        counts = [f"{tier['hits']:,}", f"{tier['misses']:,}", hit_rate(tier), f"{tier['errors']:,}"]
+        counts += [f"{tier['writes']:,}", *_moved(tier)]
         state = " (resting)" if tier["rests"] else " (read only)" if tier.get("read_only") else ""
         name = tier["name"] + state
         listed = "" if tier["entries"] is None else f"{tier['entries']:,}"
         table.add_row(name, listed, *sizes, *counts)
     return table
+
+
+def _moved(tier: Mapping[str, Any]) -> list[str]:
+    """Bytes read and milliseconds a read, the same of writes, and what waits to be written. An engine of an earlier
+    version does not tell."""
+    cells = []
+    for size, mean in (("read_bytes", "read_ms"), ("written_bytes", "write_ms")):
+        cells.append(precise_size(tier[size]) if tier.get(size) else "")
+        cells.append(f"{tier[mean]:.1f}" if tier.get(mean) is not None else "")
+    waits = f"{counted(tier['backlog'], 'write')}, {precise_size(tier['backlog_bytes'])}" if tier.get("backlog") else ""
+    return [*cells, waits]
 
 
 # ---- what is asked

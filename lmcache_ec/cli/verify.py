@@ -15,10 +15,11 @@ from functools import partial
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, held_in, verified
+from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, held_in, signing_of, verified
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
 from lmcache_ec.cli.wording import counted, span
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import precise_size
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, message
 
@@ -33,10 +34,15 @@ _SAMPLE = re.compile(r"([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
 class Verdict(enum.StrEnum):
     GOOD = "good"
     CORRUPT = "corrupt"
+    NOT_SIGNED = "not_signed"
+    """Unsigned, or signed with another key than that of the configuration. Others may believe it."""
     OTHER_VERSION = "other_version"
     UNREADABLE = "unreadable"
     GONE = "gone"
     """Evicted, expired or removed since it was listed."""
+
+
+_BAD = (Verdict.CORRUPT, Verdict.NOT_SIGNED, Verdict.UNREADABLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        return bool(self.verdicts[Verdict.CORRUPT] or self.verdicts[Verdict.UNREADABLE])
+        return any(self.verdicts[verdict] for verdict in _BAD)
 
     def add(self, judged: Judged) -> None:
         self.verdicts[judged.verdict] += 1
@@ -98,13 +104,14 @@ def verify(
     """
     check_namespaces(namespaces or ())
     choose = _sampling(sample)
+    signing = signing_of(extra)
     reports: dict[str, Report] = {}
     interrupted = False
     with OpenTiers(wanted_tiers(extra, tier)) as opened:
         for name, one in opened.tiers.items():
             report = reports[name] = Report()
             progress = Progress(partial(_progress, name, report))
-            job = partial(_judged, one, remove=remove)
+            job = partial(_judged, one, signing, remove=remove)
             try:
                 _collect(results(choose(held_in(one, namespaces or ())), job, threads, progress.tick), report)
             except TierError as error:
@@ -156,7 +163,7 @@ def _sampling(text: str) -> _Sampling:
     match = _SAMPLE.fullmatch(text)
     if match is None or (match[2] and float(match[2]) > 100):
         raise typer.BadParameter(
-            f"{text!r} given; a number of entries or a percentage is accepted, such as 1000 or 5%",
+            f"must be a number of entries or a percentage, for example 1000 or 5%, not {text!r}",
             param_hint="--sample",
         )
     return _Sampling(int(match[1]), 0.0) if match[1] else _Sampling(None, float(match[2]) / 100)
@@ -165,19 +172,22 @@ def _sampling(text: str) -> _Sampling:
 # ---- one entry
 
 
-def _judged(tier: Tier, held: Held, *, remove: bool) -> Judged:
+def _judged(tier: Tier, signing: SigningKey | None, held: Held, *, remove: bool) -> Judged:
     try:
-        return Judged(held, Verdict.GOOD if verified(tier, held.name, held.length) else Verdict.GONE)
+        return Judged(held, Verdict.GOOD if verified(tier, held.name, held.length, signing) else Verdict.GONE)
     except entry.OtherVersion as error:
         return Judged(held, Verdict.OTHER_VERSION, str(error))
     except entry.EntryError as error:
+        if error.reason is entry.Reason.SIGNATURE:
+            return Judged(held, Verdict.NOT_SIGNED, str(error))
         return Judged(held, Verdict.CORRUPT, str(error), remove and _removed(tier, held))
     except TierError as error:
         return Judged(held, Verdict.UNREADABLE, message(error), lost=isinstance(error, TierUnreachable))
 
 
 def _removed(tier: Tier, held: Held) -> bool:
-    """Delete what was corrupt, unless somebody has replaced it since. Whether that was done."""
+    """Delete what was corrupt, unless somebody has replaced it since, or another version may verify it. Whether that
+    was done."""
     if tier.read_only:
         return False
     try:
@@ -211,7 +221,7 @@ def _collect(judged: Iterator[Judged], report: Report) -> None:
 def _progress(name: str, report: Report, passed_s: float) -> str:
     if not report.read:
         return f"{name}: listing the entries"
-    bad = report.verdicts[Verdict.CORRUPT] + report.verdicts[Verdict.UNREADABLE]
+    bad = sum(report.verdicts[verdict] for verdict in _BAD)
     rate = report.read / passed_s if passed_s else 0.0
     return f"{name}: {report.read:,} verified, {bad:,} not good, {rate:,.0f} a second"
 
@@ -222,6 +232,8 @@ def _print(name: str, report: Report, passed_s: float) -> None:
     if report.removed:
         parts[-1] += f" ({report.removed:,} removed)"
     parts += [f"{verdicts[Verdict.OTHER_VERSION]:,} of another version", f"{verdicts[Verdict.UNREADABLE]:,} unreadable"]
+    if verdicts[Verdict.NOT_SIGNED]:
+        parts.append(f"{verdicts[Verdict.NOT_SIGNED]:,} not signed with the key of this configuration")
     if verdicts[Verdict.GONE]:
         parts.append(f"{verdicts[Verdict.GONE]:,} removed meanwhile by others")
     read = f"{counted(report.read, 'entry')} read, {precise_size(report.bytes)} in {span(passed_s)}"

@@ -23,6 +23,7 @@ from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
 from lmcache_ec.cli.wording import counted, span
 from lmcache_ec.config import EncoderCacheConfig
 from lmcache_ec.key import EncoderCacheKey, ObjectName
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import GIB, KIB, MIB, TIB, precise_size
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, message
 from lmcache_ec.tiers.disk import DiskTier
@@ -42,6 +43,7 @@ class Outcome(enum.StrEnum):
     ABSENT = "absent"
     """Not in the remote, or not any more."""
     CORRUPT = "corrupt"
+    NOT_SIGNED = "not_signed"
     OTHER_VERSION = "other_version"
     UNREADABLE = "unreadable"
     NO_ROOM = "no_room"
@@ -88,7 +90,7 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        bad = (Outcome.CORRUPT, Outcome.UNREADABLE)
+        bad = (Outcome.CORRUPT, Outcome.NOT_SIGNED, Outcome.UNREADABLE)
         return bool(self.problem) or any(self.outcomes[outcome] for outcome in bad)
 
     def as_record(self) -> dict[str, object]:
@@ -133,7 +135,10 @@ def warm(
             wanted = _listed_in(identifiers, report.namespace) if identifiers else _newest(tier, report)
             chosen = _chosen(wanted, count, min(most_bytes, disk.max_bytes))
             report.chosen, report.chosen_bytes = len(chosen), sum(one.length or 0 for one in chosen)
-            _copy_all(tier, disk, chosen, threads, report, keep_age=not evict)
+            signing = config.signing_key()
+            if signing is not None and not signing.signs(report.namespace):
+                signing = None
+            _copy_all(tier, disk, chosen, signing, threads, report, keep_age=not evict)
     except (OSError, ValueError) as error:
         report.problem = message(error)
     except KeyboardInterrupt:
@@ -153,7 +158,7 @@ def _bytes(text: str) -> int:
         return 1 << 62
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} given; bytes are accepted, such as 500MiB or 10GiB", param_hint="--bytes")
+        raise typer.BadParameter(f"must be bytes, for example 500MiB or 10GiB, not {text!r}", param_hint="--bytes")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -167,7 +172,7 @@ def _remote(config: EncoderCacheConfig, source: str) -> NamedTier:
     found = [tier for tier in remotes if source in ("", tier.name)]
     if not found:
         names = ", ".join(tier.name for tier in remotes)
-        raise typer.BadParameter(f"{source!r} given; accepted here: {names}", param_hint="--from")
+        raise typer.BadParameter(f"must be one of {names}, not {source!r}", param_hint="--from")
     return found[0]
 
 
@@ -223,10 +228,17 @@ def _chosen(wanted: Sequence[Wanted], count: int, most_bytes: int) -> Sequence[W
 
 
 def _copy_all(
-    remote: Tier, disk: DiskTier, chosen: Sequence[Wanted], threads: int, report: Report, *, keep_age: bool
+    remote: Tier,
+    disk: DiskTier,
+    chosen: Sequence[Wanted],
+    signing: SigningKey | None,
+    threads: int,
+    report: Report,
+    *,
+    keep_age: bool,
 ) -> None:
     def copy(wanted: Wanted) -> Done:
-        return _copied(remote, disk, wanted, keep_age=keep_age)
+        return _copied(remote, disk, wanted, signing, keep_age=keep_age)
 
     report.began = time.monotonic()
     progress = Progress(lambda passed_s: _progress(report, passed_s))
@@ -245,7 +257,7 @@ def _copy_all(
         progress.clear()
 
 
-def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, *, keep_age: bool) -> Done:
+def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, signing: SigningKey | None, *, keep_age: bool) -> Done:
     """Bring one entry onto the disk, if it verifies."""
     length = wanted.length or 0
     try:
@@ -257,11 +269,12 @@ def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, *, keep_age: bool) -> 
         data = _fetched(remote, wanted)
         if data is None:
             return Done(Outcome.ABSENT, length)
-        header = entry.verify_named(data, wanted.name)
+        header = entry.verify_named(data, wanted.name, signing)
     except entry.OtherVersion as error:
         return Done(Outcome.OTHER_VERSION, length, str(error))
     except entry.EntryError as error:
-        return Done(Outcome.CORRUPT, length, str(error))
+        signed = error.reason is not entry.Reason.SIGNATURE
+        return Done(Outcome.CORRUPT if signed else Outcome.NOT_SIGNED, length, str(error))
     except TierError as error:
         return Done(Outcome.UNREADABLE, length, message(error), isinstance(error, TierUnreachable))
     try:
@@ -308,6 +321,7 @@ def _print(report: Report, source: str) -> None:
     for outcome, text in (
         (Outcome.ABSENT, "not in the remote"),
         (Outcome.CORRUPT, "corrupt, not copied"),
+        (Outcome.NOT_SIGNED, "not signed with the key of this configuration, not copied"),
         (Outcome.OTHER_VERSION, "of another version, not copied"),
         (Outcome.UNREADABLE, "unreadable"),
     ):

@@ -226,7 +226,7 @@ class Cache:
         for lane in stack.lanes:
             if lane.habits.local:
                 stack.writes.weigh(lane)
-        tiers = tier_statuses(stack, counts, self._config.max_local_disk_bytes)
+        tiers = tier_statuses(stack, self._tiers.journal, self._config.max_local_disk_bytes)
         return {"namespace": self.namespace, "tiers": tiers, "counts": counts, "under_way": self._under_way}
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class Listed:
 class NamespaceUse:
     """What a namespace takes in a tier: entries, bytes, and (Unix) when one of them was last written, and when used.
 
-    None for what the store does not tell apart or does not know; to be written is a use.
+    None for what the store does not distinguish or know; to be written is a use.
     """
 
     namespace: str
@@ -90,8 +90,8 @@ class NamespaceUse:
 class Held:
     """What a tier has under the name of an entry, as it was when it was read, so that it can be replaced.
 
-    `data` is None for what is no value, or longer than was asked for. `version` tells it from whatever takes its place,
-    where the store knows such a thing.
+    `data` is None for what is no value, or longer than was asked for. `version` distinguishes it from whatever takes
+    its place, where the store knows such a thing.
     """
 
     length: int
@@ -149,7 +149,7 @@ class Tier(abc.ABC):
 
     def peek(self, key: EntryName, most: int) -> bytes | None:
         """The first `most` bytes of an entry, at least one; all of it if it is shorter; None if there is none. For
-        programs that look after a store: that is no use of the entry where the tier can tell the two apart."""
+        programs that look after a store: that is no use of the entry where the tier can distinguish the two."""
         length = self.contains(key)
         if length is None:
             return None
@@ -181,7 +181,7 @@ class Tier(abc.ABC):
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         """Store an entry in the place of `held`. False, and nothing is written, if something else is there by now, as
-        far as the tier can tell."""
+        far as the tier knows."""
         self.delete(key)
         return self.put(key, data)
 
@@ -218,7 +218,7 @@ class Tier(abc.ABC):
     def born(self) -> str | None:
         """What the store holds goes by this name until somebody empties it as a whole (removes the folder, flushes the
         server, deletes all of the bucket): then by another. Neither `delete` nor `remove`, nor eviction or the end of
-        an entry's time changes it. None where the store does not show it, or while that cannot be told.
+        an entry's time changes it. None where the store does not show it, or while it is unknown.
 
         For engines that write alone: a store that has no name yet is given one.
         """

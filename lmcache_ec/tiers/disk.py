@@ -15,7 +15,7 @@ disk_folder.py, and for entries disk_files.py.
 A file is written under .tmp and then linked to its name, so that it appears whole and never replaces another (where
 the file system has no links it is renamed, and two processes that write one entry at once may both succeed). A
 temporary without a lock is what a writer left that was killed; where there are no locks, one an hour old. Nothing is
-synced: an entry outlives its processes; the loss of power may tear it, and then its digest tells. What does not verify
+synced: an entry outlives its processes; the loss of power may tear it, which its digest shows. What does not verify
 is deleted, not kept aside: it would take room that nothing accounts for. The folder, or any in it, may be removed by
 hand while engines run, or another mounted in its place: what was there is missed (after 50 ms at most where the old
 folder still exists), and what is written makes it again.
@@ -27,7 +27,7 @@ all, whoever used the others meanwhile. A put that finds no such list looks for 
 shards drawn by chance, however many there are; what is oldest among them will do until a survey is through.
 
 Locking: `_guard` guards the list of victims and is never held across I/O; `_looking` lets one put look
-at a time, and nothing be removed meanwhile: of a file that goes just then the account could not tell whether the look
+at a time, and nothing be removed meanwhile: of a file that goes just then the account would not know whether the look
 has seen it.
 """
 
@@ -261,7 +261,7 @@ class DiskTier(Tier):
         return _Reporting(action, name, self._path)
 
     def _open_account(self) -> None:
-        """Find out whether anything can be written to the folder. OSError if that cannot be told."""
+        """Find out whether anything can be written to the folder. OSError if that cannot be found out."""
         try:
             self._account.open()
         except OSError as error:
@@ -276,7 +276,7 @@ class DiskTier(Tier):
         try:
             self._open_account()
         except OSError:
-            return ""  # the first write will tell, if it is still so
+            return ""  # the first write will show whether it is still so
         if self.read_only:
             return f"disk tier at {self.root}: read only, as nothing can be written there: {self._forbidden}"
         if not self._account.shared:
@@ -386,7 +386,7 @@ class DiskTier(Tier):
         return known
 
     def _remove(self, name: str, used: int | None = None) -> int:
-        """Remove an entry and give its room back: its length, or 0 if it is gone, or was used since `used` (ns)."""
+        """Remove an entry and give its room back: its length, or 0 if it was removed, or was used since `used` (ns)."""
         with self._looking:
             account = self._account.read()
             try:

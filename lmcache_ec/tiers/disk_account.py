@@ -3,7 +3,7 @@
 
 It is changed under a lock (flock) that is held for an addition and never across other I/O, so a put learns whether
 there is room without looking at the folder. The rule that makes it safe to be killed anywhere: room is reserved before
-bytes are written and given back after they are gone. So the account never says less than the folder holds; what a
+bytes are written and given back after they are removed. So the account never states less than the folder holds; what a
 killed writer reserved and did not use, or removed and did not give back, is found by the next survey of the folder.
 
 A survey takes its time while others go on. It says between which bounds the truth lies: what it saw, less what was
@@ -51,7 +51,7 @@ _MOST = 1 << 62
 
 
 class Account(NamedTuple):
-    """One state of the account, in bytes. `corrections` tells how often a survey has changed the total."""
+    """One state of the account, in bytes. `corrections` counts how often a survey has changed the total."""
 
     total: int = 0
     reserved: int = 0  # ever
@@ -121,7 +121,7 @@ class FolderAccount:
         return after if fits else None
 
     def release(self, length: int, since: Account | None) -> None:
-        """Give back `length` bytes that are gone from the folder, `since` being a state from before they went.
+        """Give back `length` bytes that were removed from the folder, `since` being a state from before that.
 
         Where a survey has corrected the total in between, it may have missed them already: then they are not taken off
         a second time.
@@ -142,7 +142,7 @@ class FolderAccount:
 
         def change(account: Account | None) -> Account | None:
             if since is not None and (account is None or account.born != since.born):
-                return account  # gone or begun anew meanwhile: this survey does not know what was reserved before
+                return account  # removed or begun anew meanwhile: this survey does not know what was reserved before
             if account is None:
                 return Account(total=most, born=_new_number())
             before = since or Account()

@@ -231,7 +231,7 @@ def _unlink(folder: int, name: str) -> None:
 
 @contextmanager
 def listing(folder: int, name: str) -> Iterator[tuple[int, list[os.DirEntry[str]]]]:
-    """A folder below, and what it holds; nothing if it is gone, or is no folder."""
+    """A folder below, and what it holds; nothing if it was removed, or is no folder."""
     try:
         fd = open_below(folder, name, LISTED)
     except OSError as error:
@@ -321,7 +321,7 @@ def sweep(root: int, namespace: str) -> list[tuple[int, os.stat_result]]:
 
 
 def _left(folder: int, name: str) -> os.stat_result | None:
-    """The status of a temporary that stays; None if it is gone by now, or not ours."""
+    """The status of a temporary that stays; None if it was removed by now, or is not ours."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode) or _removed_as_dead(folder, name):
@@ -344,7 +344,7 @@ def _removed_as_dead(folder: int, name: str) -> bool:
 
 
 def remove_empty(root: int, namespace: str) -> None:
-    """Remove the folders of a namespace that holds nothing; a writer that finds its folder gone makes it again."""
+    """Remove the folders of a namespace that holds nothing; a writer that misses its folder makes it again."""
     try:
         os.close(open_below(root, f"{namespace}/.tmp", FOLDER))  # else it is a stranger's
         for name in (*shards_of(root, namespace), f"{namespace}/.tmp"):

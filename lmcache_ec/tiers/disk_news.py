@@ -73,7 +73,7 @@ class _LogFolder(NamedTuple):
 
 
 class FolderNews:
-    """The news of one folder, at `path`: what this process tells there, and what it hears. Any thread may call it.
+    """The news of one folder, at `path`: what this process writes there, and what it reads. Any thread may call it.
 
     No method fails, nor makes the folder but `tell`. `_telling` is held across an append and `_hearing` across a look
     at the logs: who waits for one of them was about to do the same.
@@ -196,7 +196,7 @@ def _logs(where: _LogFolder, at_most: int | None = None) -> Iterator[tuple[int, 
 
 
 def _read(folder: int, name: str, begin: int, end: int) -> bytes:
-    """Whole records between two places in a log; none if it is gone, or not ours to read."""
+    """Whole records between two places in a log; none if it was removed, or is not ours to read."""
     if begin >= end:
         return b""
     try:
@@ -226,7 +226,7 @@ def _remove(where: _LogFolder, name: str) -> None:
         with where.open(FOLDER) as folder:
             os.unlink(name, dir_fd=folder)
     except OSError:
-        pass  # swept, or the folder is gone
+        pass  # swept, or the folder was removed
 
 
 def _remove_dead(folder: int, name: str, age: float) -> None:

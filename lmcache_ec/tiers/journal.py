@@ -4,14 +4,34 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from lmcache_ec.histogram import NS
 from lmcache_ec.tally import Tally
 
 Report = Callable[[str, str], None]
 """Takes the kind of an event, by which its lines are rate-limited, and one line of text. From any thread."""
+
+
+_ERRORS = ("read", "write", "corrupt", "delete", "copy", "scan", "open")
+"""The kinds of reports that are about something that failed."""
+
+
+class Times(NamedTuple):
+    """So many calls took so long together."""
+
+    calls: int = 0
+    seconds: float = 0.0
+
+
+class LastError(NamedTuple):
+    """When something failed last (Unix), and what."""
+
+    at: float
+    text: str
 
 
 class Journal:
@@ -22,7 +42,9 @@ class Journal:
 
     def __init__(self, report: Report) -> None:
         self.counts: Counter[str] = Counter()
-        self.report = report
+        self.times: dict[str, Times] = {}
+        self._report = report
+        self._errors: dict[str, LastError] = {}
         self._tally: Tally | None = None
         self._lock = threading.Lock()
 
@@ -40,7 +62,17 @@ class Journal:
                 self._tally.add(name, number)
 
     def took(self, name: str, seconds: float) -> None:
-        """Something, `redis_read_ns`, took so long: for a histogram, which only a tally keeps."""
+        """Something, `redis_read_ns`, took so long. Histograms are kept by the tally alone."""
         with self._lock:
+            calls, total_s = self.times.get(name, Times())
+            self.times[name] = Times(calls + 1, total_s + seconds)
             if self._tally is not None:
                 self._tally.observe(name, int(seconds * NS))
+
+    def report(self, kind: str, text: str) -> None:
+        self._errors[kind] = LastError(time.time(), text)
+        self._report(kind, text)
+
+    def last_error(self, tier: str) -> LastError | None:
+        """The last of a tier that was reported."""
+        return max((found for kind in _ERRORS if (found := self._errors.get(f"{tier}-{kind}"))), default=None)

@@ -25,7 +25,7 @@ from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.lmcache_url import ConnectorTraits, connector_address, plugin_name
 
 _LONGEST_NAME = 75  # with the rest of the key, the 150 characters that `lm://` sends
-_READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to throw it away
+_READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to discard it
 _STRIPES = 64
 _OLD_S = 86_400
 _TEMPORARY = ".lmcache-ec-"

@@ -5,7 +5,7 @@
 
 A connector reads into memory that it asks for, and says with that how much the store has: so the length of an entry is
 told. It never gets the caller's own memory, because a connector cannot be stopped: what arrives after a call was given
-up must not land in a place that has gone to another entry.
+up must not land in a place that belongs to another entry by then.
 
 What LMCache's connectors do not promise, and this tier therefore does not:
 
@@ -13,8 +13,8 @@ What LMCache's connectors do not promise, and this tier therefore does not:
 - Nothing ages. Neither a server of `lm://` nor a folder of `fs://` has a limit of size.
 - `fs://` hides why a file cannot be read. What is there and cannot be read is an error, without the reason; in a folder
   that cannot be looked into nothing is there.
-- A server of `lm://` neither lists nor deletes. What is deleted is gone for this tier, and not for others, until it is
-  put again. A writer that is killed in the middle of a put leaves a key there that has no value.
+- A server of `lm://` neither lists nor deletes. What is deleted is absent for this tier alone, until it is put
+  again. A writer that is killed in the middle of a put leaves a key there that has no value.
 
 - `mooncakestore://` does not list, delete or replace either, and keeps no value of 0 bytes.
 
@@ -52,7 +52,7 @@ from lmcache_ec.tiers.lmcache_connection import (
 from lmcache_ec.tiers.lmcache_url import check_lmcache_url, listener, traits_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, TIMEOUT_S
 
-_LONGEST = (1 << 31) - 1  # LMCache tells a length in a C int
+_LONGEST = (1 << 31) - 1  # LMCache sends a length as a C int
 _SLOWEST = 4 << 20  # bytes a second; slower is a hang
 _LIST_PATIENCE = 6  # a list may take so many times as long as a look-up
 _PAGE = 256
@@ -197,11 +197,11 @@ class LMCacheRemoteTier(Tier):
 
         async def remove(there: Connection) -> None:
             try:  # not on the loop's thread: a connector may have it wait for the loop
-                gone = await self._loop.run_in_executor(None, there.connector.remove_sync, entry.engine_key)
+                removed = await self._loop.run_in_executor(None, there.connector.remove_sync, entry.engine_key)
             except NotImplementedError:
                 self._count_as_absent(entry)
                 return
-            if not gone and await there.exists(entry):
+            if not removed and await there.exists(entry):
                 raise TierError(errno.EIO, f"{self._address}: {key.object_name} was deleted, and is still there")
             self._void.pop(entry, None)
 

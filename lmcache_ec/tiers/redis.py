@@ -214,10 +214,10 @@ class RedisTier(Tier):
         return removed
 
     def born(self) -> str | None:
-        """As every tier. Needs the right to INFO; where a server does not count evictions, it cannot be told.
+        """As every tier. Needs the right to INFO; where a server does not count evictions, it is unknown.
 
         Under a policy that evicts any key the name may go by itself, and comes back: what the servers have counted
-        tells this from a flush. One thread calls it. Of a Cluster it is the server with the name that is watched.
+        distinguishes this from a flush. One thread calls it. Of a Cluster the server with the name is watched.
         """
         with self._call("look whether it was emptied"):
             try:
@@ -303,10 +303,10 @@ class RedisTier(Tier):
     def _known_length(self, name: bytes, there: object, length: object) -> object:
         if isinstance(there, Exception) or there == 0:
             return there or None
-        return length or self._ask(Command(("GET", name), _NOTHING))  # empty; or gone in between
+        return length or self._ask(Command(("GET", name), _NOTHING))  # empty; or removed in between
 
     def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Keys]]:
-        """The names of the entries below `folder`, as each server tells them step by step; each name once."""
+        """The names of the entries below `folder`, as each server lists them step by step; each name once."""
         prefix = f"{self.options.prefix}{folder}".encode()
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
         seen = set[bytes]()  # a key may come twice while the server's table of keys grows or shrinks
@@ -425,7 +425,7 @@ def _described(pool: Any, names: _Keys) -> list[_Stored]:
     for entry, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
         if isinstance(length, ResponseError):
             continue  # it is another server's by now, or no entry
-        if _or_raise(length) or isinstance(idle_s, int):  # else it is gone
+        if _or_raise(length) or isinstance(idle_s, int):  # else it was removed
             used = now - idle_s if isinstance(idle_s, int) else None
             found.append(_Stored(entry.namespace, entry.digest, _or_raise(length), used))
     return found

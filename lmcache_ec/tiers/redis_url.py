@@ -67,7 +67,7 @@ class RedisOptions:
     """Holds the password, alone; read for each new connection, so that it may be replaced at any time."""
     username_file: str | None = None
     password_command: str | None = None
-    """Prints the password, or user and password: see `redis_credentials.py`. Its words as a shell parts them."""
+    """Prints the password, or user and password: see `redis_credentials.py`. Split into arguments as a shell does."""
     sentinel_username: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     sentinel_password_file: str | None = None
@@ -97,10 +97,10 @@ class RedisOptions:
                 raise ValueError(f"{given[0]} of a Redis tier: given twice, one of {', '.join(given)} is accepted")
         if self.password_command is not None:
             try:
-                words = shlex.split(self.password_command)
+                arguments = shlex.split(self.password_command)
             except ValueError:
-                words = []
-            if not words:
+                arguments = []
+            if not arguments:
                 raise ValueError("password_command of a Redis tier: a program and its arguments are accepted")
         if self.database < 0:
             raise ValueError(f"database of a Redis tier: must be 0 or more, not {self.database}")
@@ -114,7 +114,7 @@ class RedisOptions:
 
     @property
     def credentials_from(self) -> str:
-        """Where user and password come from, in words that hold none; empty where that is the address."""
+        """Where user and password come from, without either; empty where that is the address."""
         if self.password_command:
             return f"password_command {shlex.split(self.password_command)[0]}"
         names = ("username_file", "password_file", "sentinel_password_file")

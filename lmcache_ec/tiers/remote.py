@@ -96,7 +96,7 @@ class RemoteKind:
     environment_for: Callable[[str], tuple[str, ...]] = _none
     """The same for one URL."""
     credentials: Callable[[Remote], str] = _nowhere
-    """Where its credentials come from, in words that hold none; empty where the address or the kind says it all."""
+    """Where its credentials come from, without any; empty where the address or the kind says it all."""
     extra_keys: re.Pattern[str] = _NO_KEY
     """The keys of LMCache's `extra_config` that it reads."""
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -110,7 +110,7 @@ class PayloadParser(BaseParser):
         if self._start == self._end:
             self._more()
         kind = bytes(self._view[self._start : self._start + 1])
-        if kind not in (b"-", b"$", b"+", b":", b"*"):  # said at once: a line of what is no Redis may never end
+        if kind not in (b"-", b"$", b"+", b":", b"*"):  # at once: a line of what is no Redis may never end
             raise InvalidResponse(f"no reply of Redis begins with {kind!r}")
         rest = self._line()[1:]
         if kind == b"-":

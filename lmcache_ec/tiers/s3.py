@@ -198,7 +198,7 @@ class S3Tier(Tier):
                 return None
             data = memoryview(found.bytes()) if found.meta["size"] <= most_bytes else None
             return Held(found.meta["size"], data, _unchanged(found.meta))
-        return Held(0, None, "overwrite")  # nobody here can tell which one it is
+        return Held(0, None, "overwrite")  # which one it is, is unknown here
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         with _reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
@@ -278,7 +278,8 @@ class S3Tier(Tier):
         return removed
 
     def born(self) -> str | None:
-        """As every tier. Not in a bucket that may not be listed: there S3 does not tell what is not there."""
+        """As every tier. Not in a bucket that may not be listed: there S3 does not
+        distinguish what is missing from what is forbidden."""
         self._compare_clocks()
         with _reported("look whether it was emptied"):
             found = self._born()
@@ -308,7 +309,7 @@ class S3Tier(Tier):
         return name, None
 
     def _rewrite_born(self, name: str, meta: ObjectMeta) -> None:
-        """Make it young again, unless it has gone meanwhile. Another engine, or a later look, does it if this fails."""
+        """Make it young again, unless it was removed. Another engine, or a later look, does it if this fails."""
         from obstore.exceptions import BaseError
 
         try:
@@ -478,7 +479,7 @@ def _reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iter
 
 
 def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
-    """What the request answers, None for an object that is not there; a bucket that is gone is an error."""
+    """What the request answers, None for an object that is not there; a bucket that no longer exists is an error."""
     try:
         return request()
     except FileNotFoundError as error:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CONNECT_S = 1.0
 _TOTAL_S = 30.0
 
-# botocore renews credentials at the latest 10 minutes before they end, obstore asks 5 minutes before what it was told.
+# botocore renews credentials at the latest 10 minutes before they end, obstore asks 5 minutes before that.
 _CREDENTIALS_S = 540.0
 
 

@@ -8,7 +8,7 @@ Who owns what, and when it may be freed:
    once; or, of the synchronous calls, until they return.
 3. `Found` is answered only for what verifies; until then the buffer's content is nobody's to use.
 4. What does not verify against itself is deleted from the tier that had it, and the next tier is asked. What another
-   version of the format may verify is kept. Where entries are signed, nothing is deleted: a read cannot tell whether
+   version of the format may verify is kept. Where entries are signed, nothing is deleted: a read does not show whether
    what it read is still there. It is a miss, and the next write replaces it (write_through.py).
 5. Promotion copies before the answer: the buffer is not looked into again.
 6. The caller surveys: `due_at` says when something is due, `survey_due` starts it on the lanes' own threads, and `wake`
@@ -72,7 +72,7 @@ class Wanted:
     """An entry that is asked for, and the buffer of its length that it is to be read into; without one, its length.
 
     `insist`: it is asked for even where a listing lacks it. `until` (monotonic seconds): nobody waits for it longer.
-    `promoted` is told what came of writing it to a tier before the one that had it.
+    `promoted` is called with the outcome of writing it to a tier before the one that had it.
     """
 
     key: EncoderCacheKey
@@ -85,7 +85,7 @@ class Wanted:
 
 
 class Stack:
-    """Tiers in order. Any thread may call it; I/O happens on the lanes' threads, or where it is said in the caller's.
+    """Tiers in order. Any thread may call it; I/O happens on the lanes' threads, or in the caller's where stated.
 
     `wake` and `back` (a tier answers again) are called from any thread.
     """
@@ -164,16 +164,16 @@ class Stack:
         """Ask one tier, in the calling thread. What cannot be read is absent, and reported."""
         lane = self.lanes[number]
         answers: list[Answer] = []
-        for one, told in zip(wanted, self._asked(lane, wanted), strict=True):
-            if told is None:
+        for one, answer in zip(wanted, self._asked(lane, wanted), strict=True):
+            if answer is None:
                 self._journal.count(f"{lane.name}_misses")
-            answers.append(self._judged(lane, one, told) if isinstance(told, int) else Absent())
+            answers.append(self._judged(lane, one, answer) if isinstance(answer, int) else Absent())
         return answers
 
     def lengths(self, number: int, keys: Sequence[EncoderCacheKey]) -> list[int | None]:
-        """The length of each entry as one tier has it, None also for what cannot be told. In the calling thread."""
-        told = self._asked(self.lanes[number], [Wanted(key) for key in keys])
-        return [None if isinstance(length, Exception) else length for length in told]
+        """The length of each entry as one tier has it, None also where it did not answer. In the calling thread."""
+        found = self._asked(self.lanes[number], [Wanted(key) for key in keys])
+        return [None if isinstance(length, Exception) else length for length in found]
 
     def _asked(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | Exception | None]:
         """What a tier says of each entry: its length, None if it is not there, or an error, which is reported. What has
@@ -184,22 +184,22 @@ class Stack:
         try:
             read = iter(lane.tier.get_each_into(reads) if reads else ())
             probed = iter(lane.tier.contains_each(probes) if probes else ())
-            told: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
+            found: list[int | Exception | None] = [next(probed if one.into is None else read) for one in wanted]
         except Exception as failure:
-            told = [failure] * len(wanted)
+            found = [failure] * len(wanted)
         took_s = time.monotonic() - began
-        moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, told, strict=True))
+        moved = any(one.into is not None and length == len(one.into) for one, length in zip(wanted, found, strict=True))
         if moved:
             self._journal.took(f"{lane.name}_read_ns", took_s)
-        errors = [length for length in told if isinstance(length, Exception)]
+        errors = [length for length in found if isinstance(length, Exception)]
         for one_error in errors:
             self._unread(lane, one_error)
-        if len(errors) < len(told):
+        if len(errors) < len(found):
             self._welcome(lane, lane.read(None if moved or errors else took_s))
         elif errors:
             lane.read_failed(next((error for error in errors if isinstance(error, TierUnreachable)), errors[0]))
             self._wake()
-        return told
+        return found
 
     def _unread(self, lane: Lane, error: Exception) -> None:
         self._journal.count(f"{lane.name}_read_errors")

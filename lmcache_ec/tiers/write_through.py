@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes an entry to several tiers, and tells what came of each.
+"""Writes an entry to several tiers, and reports the outcome of each.
 
 Who owns what, and when it may be freed:
 
@@ -45,7 +45,7 @@ def _ignore(*_: object) -> None:
 class Put:
     """An entry on its way into tiers.
 
-    `tiers` says which are to have it, a bit each in their order; 0: all. `released` is told whether a tier has it.
+    `tiers` says which are to have it, a bit each in their order; 0: all. `released` gets whether a tier has it.
     """
 
     key: EncoderCacheKey
@@ -241,6 +241,8 @@ class WriteThrough:
         try:
             began = time.monotonic()
             stored = lane.tier.put(key, data)
+            if stored:
+                journal.took(f"{lane.name}_write_ns", time.monotonic() - began)
             if not stored and self._signing is not None:
                 stored, there = self._replaced(lane, key, data, self._signing)
             else:

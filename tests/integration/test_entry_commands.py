@@ -21,6 +21,7 @@ from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec import entry
 from lmcache_ec.cli import app
 from lmcache_ec.key import EncoderCacheKey, EntryName
+from lmcache_ec.signing import read_key
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.redis import RedisTier, open_redis
@@ -228,7 +229,15 @@ def test_each_entry_of_each_tier_is_judged_and_nothing_is_used_or_changed_by_it(
     before = {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")}
     result = run("verify", "--json")
     report = json.loads(result.stdout)
-    counts = {"good": 4, "corrupt": 3, "other_version": len(VERSIONS), "unreadable": 0, "gone": 0, "removed": 0}
+    counts = {
+        "good": 4,
+        "corrupt": 3,
+        "not_signed": 0,
+        "other_version": len(VERSIONS),
+        "unreadable": 0,
+        "gone": 0,
+        "removed": 0,
+    }
     assert {name: {key: found[key] for key in counts} for name, found in report["tiers"].items()} == dict.fromkeys(
         tiers, counts
     )
@@ -263,6 +272,25 @@ def test_what_an_engine_wrote_anew_since_it_was_read_is_not_removed(
     monkeypatch.setattr(DiskTier, "peek", peek)
     assert answered("verify", "--remove", "--tier", "disk")["tiers"]["disk"]["removed"] == 0
     assert stores.disk.contains(key)
+
+
+def test_what_is_not_signed_as_the_configuration_wants_is_neither_good_nor_removed_nor_copied(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("00" * 32)
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("LMCACHE_EC_SIGNING_KEY_FILE", str(tmp_path / "key"))
+    signing = read_key(tmp_path / "key")
+    namespace = signing.namespace("ns")
+    data = memoryview(bytearray(entry.entry_length("signed", SPEC)))
+    entry.seal(data, EncoderCacheKey(namespace, "signed"), SPEC, "host:1", signing)
+    stores.redis.put(EncoderCacheKey(namespace, "signed"), data)
+    put(stores.redis, "forged", namespace=namespace)
+    found = answered("verify", "--remove", "--tier", "redis")["tiers"]["redis"]
+    assert (found["good"], found["not_signed"], found["removed"]) == (1, 1, 0)
+    report = answered("warm", "--from", "redis")
+    assert (report["copied"], report["not_signed"]) == (1, 1)
+    assert [one.digest for one in stores.disk.list(namespace)] == [EncoderCacheKey(namespace, "signed").digest]
 
 
 @pytest.mark.parametrize(("sample", "least", "most"), [("7", 7, 7), ("1000", 200, 200), ("50%", 40, 160)])
@@ -431,7 +459,7 @@ def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruption
         line = process.stderr.readline()
         first_s = time.monotonic() - began
         if signalled:
-            wait_until("some were copied", lambda: len(list(stores.folder.glob("ns/0?/*"))) > 100)
+            wait_until("some were copied", lambda: len(list(stores.folder.glob("ns/0?/*"))) > 100, 120)
             process.send_signal(signal.SIGINT)
         told = time.monotonic()
         out, err = process.communicate(timeout=600)

@@ -10,12 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.testbed.core import NAMESPACE, Bench, length, payload, spec, store_processes
+from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, ConfigError, entry
 from lmcache_ec.cli import app
 from lmcache_ec.cli.status import engines, show
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.signing import SigningKey, read_key
+from lmcache_ec.tiers.redis import open_redis
 
 SECRET = bytes(range(100, 164))
 
@@ -161,6 +163,28 @@ def test_inspect_says_of_a_forgery_that_it_is_not_signed(folder: Path, key_file:
     for name, status, says in (("cat", 0, "verifies"), ("dog", 1, "it is not signed")):
         result = CliRunner().invoke(app, ["inspect", name, "--namespace", namespace, "--extra", extra])
         assert (result.exit_code, says in result.output) == (status, True)
+
+
+def test_verify_counts_a_forgery_as_corrupt_and_warm_copies_none(folder: Path, key_file: Path, tmp_path: Path) -> None:
+    shared, namespace = tmp_path / "shared", read_key(key_file).namespace(NAMESPACE)
+    for name in ("cat", "dog"):
+        forge(folder, namespace, name, read_key(key_file) if name == "cat" else None)
+    with redis_server(tmp_path / "redis") as redis:
+        remote = open_redis(redis.url)
+        for name in ("cat", "dog"):
+            key = EncoderCacheKey(namespace, name)
+            remote.put(key, memoryview((folder / key.object_name).read_bytes()))
+        remote.close()
+        keys = {"signing_key_file": str(key_file), "min_free_disk_size": 0}
+        here, there = {**keys, "local_disk": str(folder)}, {**keys, "local_disk": str(shared), "remotes": [redis.url]}
+        file = tmp_path / "lmcache.yaml"
+        file.write_text(json.dumps({"ec": there}))
+        result = CliRunner().invoke(app, ["verify", "--json", "--extra", json.dumps(here)])
+        assert json.loads(result.output)["tiers"]["disk"]["corrupt"] == 1
+        environment = {"LMCACHE_CONFIG_FILE": str(file)}
+        warmed = json.loads(CliRunner().invoke(app, ["warm", "--json"], env=environment).output)
+    assert (warmed["copied"], warmed["corrupt"]) == (1, 1)
+    assert (shared / EncoderCacheKey(namespace, "cat").object_name).exists()
 
 
 def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_says_why(

@@ -15,11 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+from rich.live import Live
 from typer.testing import CliRunner
 
-from benchmarks.testbed.core import NAMESPACE, Bench, Worker, names, path_of, stuck, wait_until
+from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck, wait_until
 from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli import app
+from lmcache_ec.cli.top import look, rates
 
 KEYS = {"pid", "engine", "namespace", "incarnation", "scan_complete", "jobs", "store", "book"}
 """What scripts read."""
@@ -48,7 +51,7 @@ def silent() -> list[dict[str, Any]]:
 def lines(output: str, engine: str) -> list[str]:
     """Those about one engine."""
     after = output.splitlines()
-    begin = next(number for number, line in enumerate(after) if engine in line)
+    begin = next(number for number, line in enumerate(after) if f"engine {engine[:8]}" in line)
     end = next((n for n, line in enumerate(after[begin + 1 :], begin + 1) if line.startswith("engine ")), len(after))
     return after[begin:end]
 
@@ -63,7 +66,7 @@ def test_two_engines_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
             assert began - 1 < found["since"] <= time.time()
             shown = "\n".join(lines(status(), bench.engine))
             for fact in (
-                f"engine {bench.engine}: serving",
+                f"engine {bench.engine[:8]}",
                 NAMESPACE,
                 f"process {os.getpid()}",
                 f"{found['pid']}, since",
@@ -96,9 +99,51 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         [cpu_row] = [line.split() for line in shown if line.split()[:1] == ["cpu"]]
         [disk_row] = [line.split() for line in shown if line.split()[:1] == ["disk"]]
         assert cpu_row == ["cpu", "6", "48", "KiB", "64", "MiB", "0", "0", "4"]
-        assert disk_row[0:2] + disk_row[4:] == ["disk", "7", "512", "MiB", "2", str(disk["misses"]), "1", "4"]
+        moved = [f"{disk[name]:.1f}" for name in ("read_ms", "write_ms")]
+        counts = ["2", str(disk["misses"]), str(round(200 / (2 + disk["misses"]))), "%", "1", "4"]
+        read, written = (f"{number * length('kept-0') / 1024:.1f}" for number in (2, 4))
+        assert disk_row[0:2] + disk_row[4:8] == ["disk", "7", "512", "MiB", *counts[:2]]
+        assert disk_row[8:] == [*counts[2:], read, "KiB", moved[0], written, "KiB", moved[1]]
+        assert (disk["read_bytes"], disk["written_bytes"]) == (2 * length("kept-0"), 4 * length("kept-0"))
+        assert "does not verify" in disk["last_error"]["text"]
+        assert any(line.startswith("  last error     ") and " ago, disk: " in line for line in shown)
         assert any("loads          2: 2 from disk; 0 failed" in line for line in shown)
         assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
+
+
+def test_what_each_tier_does_is_a_rate_per_second(tmp_path: Path) -> None:
+    with Bench(tmp_path) as bench:
+        bench.scanned()
+        at, before = look()
+        bench.encode(names("new", 4))
+        bench.settle()
+        bench.read(names("new", 2))
+        bench.until("the ledger is handed over", lambda: bench.status()["book"].get("loads_cpu") == 2)
+        after = at + 2.0, look()[1]
+        [found] = [engine for engine in rates((at, before), after) if engine.engine == bench.engine]
+        assert (found.loads, found.saves) == (1.0, 2.0)
+        [disk] = found.tiers
+        assert (disk.writes, disk.written_bytes, disk.errors) == (2.0, 2 * length("new-0"), 0.0)
+        restarted = [{**engine, "pid": 1} for engine in before]
+        assert not rates((at, restarted), after)  # its counts began anew
+
+        [line] = CliRunner().invoke(app, ["top", "--once", "--json", "--interval", "0.2"]).stdout.splitlines()
+        assert bench.engine in [engine["engine"] for engine in json.loads(line)]
+        shown = CliRunner().invoke(app, ["top", "--once", "--interval", "0.2"]).stdout
+        assert f"engine {bench.engine[:8]}" in shown
+
+
+def test_the_live_view_is_drawn_anew_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[object] = []
+
+    def update(live: Live, view: object, *, refresh: bool = False) -> None:
+        drawn.append(view)
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Live, "update", update)
+    result = CliRunner().invoke(app, ["top", "--interval", "0.2"])
+    assert (result.exit_code, len(drawn), "Traceback" in result.output) == (0, 3, False)
 
 
 def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path) -> None:
