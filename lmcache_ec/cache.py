@@ -111,6 +111,7 @@ class EncoderCache:
         self.tallies = Tallies()
         """What the store processes have counted."""
         self._tiers: list[str] = []
+        self._read_only = config.read_only_tiers
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
         self._handed = (-1, -1)  # the book's revision, and the ping, of the last ledger
         self._closed = False
@@ -206,7 +207,7 @@ class EncoderCache:
         return presence is not None and presence.all_complete and not self._enters and not presence.may_contain(digest)
 
     def covers(self, tiers: int) -> bool:
-        """Whether a consumer finds what these tiers have: the remotes, all of them; without any, the disk."""
+        """Whether a consumer finds what these tiers have: the remotes, all that are written; without any, the disk."""
         return bool(self._reached) and tiers & self._reached == self._reached
 
     def rewrite(self, place: Place) -> None:
@@ -449,9 +450,11 @@ class EncoderCache:
 
     @property
     def _reached(self) -> int:
-        """The tiers that consumers reach, a bit each. A disk is shared with them if nothing else is."""
+        """The tiers that consumers reach, a bit each. A disk is shared with them if nothing else is; what is configured
+        never to be written counts only where nothing else is reached: it never has what is new."""
         private = 1 if self._config.local_disk and self._config.remotes else 0
-        return self.book.tiers & ~private
+        reached = self.book.tiers & ~private
+        return reached & ~self._read_only or reached
 
     def _tier_back(self, tier: int) -> None:
         if self._engine.saves:

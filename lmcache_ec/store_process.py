@@ -21,6 +21,11 @@ PROCESS_NAME = "lmcache-ec"
 """As `ps -o comm` and /proc/<pid>/stat give it; 15 characters at most."""
 
 
+def environment(passed_on: tuple[str, ...]) -> dict[str, str]:
+    """What of this process's environment a store process gets; `passed_on` are further beginnings of names."""
+    return {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(("LC_", *passed_on))}
+
+
 class StoreProcess:
     """A store process and the scheduler side's end of its link. Runs on the scheduler side's one thread.
 
@@ -40,9 +45,6 @@ class StoreProcess:
         self._pidfd = -1
         self.closed = False
         fds = (arena_fd, link_end.fileno(), saver_end.fileno())
-        environment = {
-            name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(("LC_", *passed_on))
-        }
         try:
             self._starter = subprocess.Popen(
                 [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],
@@ -50,7 +52,7 @@ class StoreProcess:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 pass_fds=fds,
-                env=environment,
+                env=environment(passed_on),
             )
         except OSError:
             self.link.close()

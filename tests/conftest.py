@@ -3,11 +3,25 @@
 
 import atexit
 import gc
+from pathlib import Path
+
+import pytest
 
 from benchmarks.testbed.engine_env import apply_environment
 
 apply_environment()
 gc.disable()  # while vLLM, torch and the tests are imported, nothing becomes garbage that would be worth the search
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-rows", type=Path, help="append what came of each fault to this file (make reliability)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--fault-rows"):
+        from tests.reliability import Recorder
+
+        config.pluginmanager.register(Recorder(path))
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,12 +17,26 @@ from benchmarks.soak.faults import FAULTS, Fault, Held, Targets
 
 _AWAY = (redis.RedisError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, OSError)
 """What a store says that is not quite up again. Then nothing was hurt."""
+_ENDS_AT_ONCE = ("store-kill", "redis-flush", "redis-hang-up")
+_LOOK_S = 0.02
+_PATIENCE_S = 20.0
+"""An engine that was ended meanwhile never serves again."""
 
 
 class Breaker:
     """`step` from one thread. What is held is let go on threads of its own, since a server takes seconds to start."""
 
-    def __init__(self, targets: Targets, chance: Random, weight: Callable[[Fault], float]) -> None:
+    def __init__(
+        self,
+        targets: Targets,
+        chance: Random,
+        weight: Callable[[Fault], float],
+        serves: Callable[[str], bool] = lambda what: True,
+    ) -> None:
+        """`serves`: whether what a fault hurts (`Fault.hurts`) is used as if nothing had been."""
+        self.recoveries_s: dict[str, list[float]] = {}
+        """How long that took from the end of each fault that lasts, and of a kill, by its name."""
+        self._serves = serves
         self.counts: Counter[str] = Counter()
         """Faults that hurt something, by name."""
         self.without: set[str] = set()
@@ -44,8 +59,10 @@ class Breaker:
         except _AWAY:
             return
         self.counts[fault.name] += bool(outcome)
+        if outcome is True and fault.name in _ENDS_AT_ONCE:
+            outcome = Held(0.0, lambda: None)
         if isinstance(outcome, Held):
-            self._held[fault.hurts] = self._pool.submit(self._let_go, outcome)
+            self._held[fault.hurts] = self._pool.submit(self._let_go, fault, outcome)
 
     def calm(self) -> None:
         """End all that lasts. Raises what went wrong when a server was started again."""
@@ -67,6 +84,11 @@ class Breaker:
         future.result()
         return False
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, fault: Fault, held: Held) -> None:
         self._over.wait(held.seconds)
         held.undo()
+        began = time.monotonic()
+        while not self._over.wait(_LOOK_S) and time.monotonic() < began + _PATIENCE_S:
+            if self._serves(fault.hurts):
+                self.recoveries_s.setdefault(fault.name, []).append(time.monotonic() - began)
+                return

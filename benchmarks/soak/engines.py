@@ -34,6 +34,7 @@ from benchmarks.soak.server import FLAVOURS, Flavour, Server, ServerFailed
 from benchmarks.soak.stores import Room, Stores, stores
 from benchmarks.soak.tally import Tally
 from benchmarks.soak.truth import Truth
+from lmcache_ec.cli.status import engines
 
 MODEL = "qwen2vl"
 _CHECKPOINTS = 3
@@ -90,6 +91,7 @@ async def soak(options: Options, tally: Tally) -> dict[str, int]:
                 tally.has_failed("server", str(group.exceptions[0]))
             finally:
                 run.close()
+            tally.recoveries_s = run.breaker.recoveries_s
             return dict(run.breaker.counts)
 
 
@@ -126,7 +128,15 @@ class _Soak:
             Targets(running.disk, running.redis, running.s3, self._store_processes),
             Random(f"{options.seed} faults"),
             lambda fault: fault.weight,
+            self._serves,
         )
+
+    def _serves(self, what: str) -> bool:
+        """Whether the store process answers and leaves no tier of this name alone. The breaker's threads ask."""
+        ours = self._store_processes()
+        found = [engine for engine in engines() if engine["pid"] in ours]
+        tiers = [tier for engine in found for tier in engine["tiers"] if tier["name"] == what]
+        return bool(found) and not any(tier["rests"] or tier["read_only"] for tier in tiers)
 
     # ---- the stage
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 _SHOWN = 4
@@ -31,6 +32,8 @@ class Tally:
     loads: Counter[str] = field(default_factory=Counter)
     """By tier."""
     left: list[str] = field(default_factory=list)
+    recoveries_s: dict[str, list[float]] = field(default_factory=dict)
+    """By kind of fault: how long after its end what it had hurt was in use again."""
     encodes: int = 0
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class Tally:
             "encodes": self.encodes,
             "loads_by_tier": _sorted(self.loads),
             "faults_by_kind": _sorted(faults),
+            "recovery_s_by_kind": {kind: round(median(each), 3) for kind, each in sorted(self.recoveries_s.items())},
             "events_by_kind": _sorted(self.events),
             "requests_by_kind": _sorted(self.requests),
             "verdicts": _sorted(self.verdicts),

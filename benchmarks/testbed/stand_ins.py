@@ -3,7 +3,7 @@
 
 import pickle
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +203,7 @@ class Served:
         announcer: Any = None,
         watched: bool = False,
         persist_updated_weights: Any = False,
+        remotes: Sequence[str] = (),
         **policy: Any,
     ) -> None:
         """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights."""
@@ -210,7 +211,7 @@ class Served:
         self.name = name
         self.runner = runner or Runner(name)
         keys = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
-        config = EncoderCacheConfig(local_disk=folder, drain_s=5, **keys)
+        config = EncoderCacheConfig(local_disk=folder, drain_s=5, remotes=list(remotes), **keys)
         try:
             saves = policy.get("producer", True)
             self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, saves, watched))
@@ -236,8 +237,9 @@ class Served:
         return self
 
     def _scanned(self) -> bool:
-        presence = self.cache._presence
-        return presence is not None and presence.all_complete
+        """Remotes that answer quickly are asked, and never listed."""
+        presence, disk = self.cache._presence, "disk" in self.cache._tiers
+        return presence is not None and (presence.complete("disk") if disk else presence.all_complete)
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
         """Passes with text alone until `condition` holds."""

@@ -12,6 +12,9 @@ DEADLINE_S = 8.0
 
 T = TypeVar("T")
 
+observers: list[Callable[[str, float], None]] = []
+"""Called with what was waited for, and for how many seconds, once it has come."""
+
 
 def wait_until(
     what: str,
@@ -24,10 +27,13 @@ def wait_until(
     """What `condition` returns, once that is true: it is called again and again, with a pause between. AssertionError
     at the deadline. Where it raises one of `despite`, it does not hold yet.
     """
-    deadline, raised = time.monotonic() + deadline_s, ""
+    began, raised = time.monotonic(), ""
+    deadline = began + deadline_s
     while True:
         try:
             if met := condition():
+                for observe in observers:
+                    observe(what, time.monotonic() - began)
                 return met
         except despite as error:
             raised = f"; last: {error!r}"

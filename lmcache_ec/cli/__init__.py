@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 
 import typer
@@ -19,6 +20,15 @@ from lmcache_ec.cli.status import all_engines, show
 from lmcache_ec.cli.top import top
 from lmcache_ec.cli.verify import verify
 from lmcache_ec.cli.warm import warm
+
+
+class Role(enum.StrEnum):
+    """vLLM's `ec_role`."""
+
+    BOTH = "ec_both"
+    PRODUCER = "ec_producer"
+    CONSUMER = "ec_consumer"
+
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
@@ -47,13 +57,14 @@ def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON li
 @app.command()
 def doctor(
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
+    role: Role = typer.Option(Role.BOTH, "--role", help="The ec_role for the command that is printed."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """What an engine started in this environment would find: configuration, versions, memory and disk.
 
     The exit status is 1 if there are problems.
     """
-    report = examine(extra)
+    report = examine(extra, role=role.value)
     typer.echo(report.to_json() if as_json else render(report))
     raise typer.Exit(1 if report.problems else 0)
 

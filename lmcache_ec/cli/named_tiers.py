@@ -19,7 +19,7 @@ from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.kinds import kind_of, open_remote
 from lmcache_ec.tiers.lane import lane_names
-from lmcache_ec.tiers.remote import Remote, RemoteKind
+from lmcache_ec.tiers.remote import Lookup, Remote, RemoteKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class NamedTier:
     unlisted: str = ""
     credentials: str = ""
     """Where they come from, as far as its kind says."""
+    lookup: Lookup | None = None
+    """How a remote is asked, as configured for its kind."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
@@ -99,4 +101,4 @@ def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:
 def _remote(remote: Remote) -> NamedTier:
     kind = kind_of(remote.url)
     opener, where = partial(open_remote, remote), masked_url(remote.url)
-    return NamedTier(kind.name, where, opener, kind, kind.no_namespaces, kind.credentials(remote))
+    return NamedTier(kind.name, where, opener, kind, kind.no_namespaces, kind.credentials(remote), remote.lookup)

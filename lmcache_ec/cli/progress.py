@@ -19,7 +19,7 @@ INTERRUPTED = 130
 """The exit status after Ctrl-C, as of any program in a shell."""
 
 _TICK_S = 0.25
-_FIRST_S = 0.5
+_FIRST_S = 0.2
 _REDRAWN_S = 0.5
 _REPEATED_S = 5.0
 _FINISH_S = 5.0
@@ -27,7 +27,7 @@ _FINISH_S = 5.0
 
 class Progress:
     """One line on standard error that says how far a command is: drawn anew on a terminal, elsewhere printed every five
-    seconds. The first one comes after half a second. For the command's main thread."""
+    seconds. The first one comes after a fifth of a second. For the command's main thread."""
 
     def __init__(self, text: Callable[[float], str], stream: TextIO | None = None) -> None:
         """`text` makes the line, from the seconds that have passed."""

@@ -2,6 +2,7 @@
 """The keys of `ec:`, each with its type, limits, unit, default and one sentence. A new key is a new field here."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.mask import HIDDEN, masked, masked_address
 from lmcache_ec.signing import SigningKey, read_key
 from lmcache_ec.sizes import GIB
-from lmcache_ec.tiers.kinds import can_list, check_remote, configured, kind_of
+from lmcache_ec.tiers.kinds import can_list, check_remote, configured, is_read_only, kind_of
 from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, REFRESH_S, TIMEOUT_S, Lookup, Remote
 
 _FLAGS = TypeAdapter(bool)
@@ -46,6 +47,21 @@ class Accepts:
 def _no_flag(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError  # pydantic takes `yes` for the number 1
+    return value
+
+
+_MOST_GIB = 1 << 20
+
+
+def _no_bytes(value: object) -> object:
+    """More GiB than any key takes are bytes."""
+    try:
+        size = float(value) if isinstance(value, int | float | str) else 0.0
+    except (ValueError, OverflowError):
+        return value
+    if _MOST_GIB < size < math.inf:
+        text = f"{size / GIB:.1f}" if size > GIB / 20 else f"{size / GIB:.2g}"
+        raise ValueError(f"looks like bytes: {size:.0f} bytes are {text} GiB; must be a number of GiB, without a unit")
     return value
 
 
@@ -133,8 +149,9 @@ Namespace = Annotated[
 ]
 Gibibytes = Annotated[
     float,
+    BeforeValidator(_no_bytes),
     BeforeValidator(_no_flag),
-    Field(ge=0, le=1 << 20, allow_inf_nan=False),
+    Field(ge=0, le=_MOST_GIB, allow_inf_nan=False),
     Accepts("must be a number of GiB, for example 4 or 0.5, without a unit", "GiB"),
 ]
 Milliseconds = Annotated[
@@ -321,6 +338,12 @@ class EncoderCacheConfig(BaseModel):
         except ValueError as error:
             raise ConfigError(f"signing_key_file: {error}") from None
         return key
+
+    @property
+    def read_only_tiers(self) -> int:
+        """The tiers that are configured never to be written to, a bit each: a disk first, then the remotes in order."""
+        numbered = enumerate(self.remote_tiers, start=1 if self.local_disk else 0)
+        return sum(1 << number for number, remote in numbered if is_read_only(remote))
 
     @property
     def max_local_cpu_bytes(self) -> int:

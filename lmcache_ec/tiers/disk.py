@@ -35,7 +35,7 @@ import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
@@ -126,7 +126,16 @@ class DiskTier(Tier):
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         name = key.object_name
         with self._reporting("read", name):
-            return self._looked_up(lambda root: read_into(root, name, buffer))
+            try:
+                root = self._kept.recent()
+                length = read_into(root.fd, name, buffer)
+                if length is None and (current := self._kept.current()) is not root:
+                    length = read_into(current.fd, name, buffer)
+                return length
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+        return None
 
     def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
         """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
@@ -149,9 +158,15 @@ class DiskTier(Tier):
                 raise
 
     def contains(self, key: EntryName) -> int | None:
+        """As every tier, of the folder that the path leads to now: a producer announces what is there."""
         name = key.object_name
         with self._reporting("look for", name):
-            return self._looked_up(lambda root: find(root, name))
+            try:
+                return find(self._kept.current().fd, name)
+            except OSError as error:
+                if error.errno not in GONE:
+                    raise
+        return None
 
     def peek(self, key: EntryName, most: int) -> bytes | None:
         name = key.object_name
@@ -227,6 +242,7 @@ class DiskTier(Tier):
         survey, self._begun = self._begun, None
         with self._reporting("survey", "the folder"):
             self._open_account()
+            self.notice = self._described()
             if self.read_only:
                 return  # nothing is written, so there is nothing to keep
             with Descriptor(open_root(self._path, make=True)) as root:
@@ -243,19 +259,6 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Let go of the folder. A call after that opens it again."""
         self._kept.close()
-
-    def _looked_up(self, look: Callable[[int], int | None]) -> int | None:
-        """What `look` finds below the root; None also where there is no root."""
-        try:
-            root = self._kept.recent()
-            found = look(root.fd)
-            if found is None and (current := self._kept.current()) is not root:
-                found = look(current.fd)
-            return found
-        except OSError as error:
-            if error.errno not in GONE:
-                raise
-        return None
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
         return _Reporting(action, name, self._path)
@@ -277,6 +280,15 @@ class DiskTier(Tier):
             self._open_account()
         except OSError:
             return ""  # the first write will show whether it is still so
+        return self._described()
+
+    def look(self) -> str:
+        """What `notice` would say, as far as that shows without writing anything. OSError if it cannot be told."""
+        self._account.read()
+        return self._described()
+
+    def _described(self) -> str:
+        """What is known of the account, where that is not as it should be."""
         if self.read_only:
             return f"disk tier at {self.root}: read only, as nothing can be written there: {self._forbidden}"
         if not self._account.shared:

@@ -70,6 +70,11 @@ def open_remote(remote: Remote) -> Tier:
     return kind_of(remote.url).open(remote)
 
 
+def is_read_only(remote: Remote) -> bool:
+    """Whether it is configured never to be written to."""
+    return kind_of(remote.url).read_only(remote)
+
+
 def can_list(url: str) -> bool:
     """Whether the tier at `url` can say what it holds. ValueError as `kind_of`."""
     return kind_of(url).lists(url)

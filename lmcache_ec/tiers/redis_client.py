@@ -195,11 +195,17 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
             return _explain_end("a client certificate" if address.tls else "TLS, rediss://")
         if isinstance(link, CredentialsUnavailable):
             return link.errno, str(link)
+        if isinstance(link, MasterNotFoundError):
+            return errno.EHOSTDOWN, _explain_service(options.service)
         for kinds, number, reason in _EXPLANATIONS:
             if isinstance(link, kinds):
                 return number, reason
         text = f"{text} {link}" if link is not error else text
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    if "unknown command" in text.lower() and "sentinel" in text.lower():
+        return errno.EPROTO, "this is a Redis server, not a Sentinel: a single server is redis://HOST:PORT"
+    if "unknown command" in text.lower() and "strlen" in text.lower():
+        return errno.EPROTO, "this is no Redis server; a Sentinel is asked with redis-sentinel://HOST:PORT/SERVICE"
     if "Cluster mode is not enabled" in text:
         return errno.EPROTO, "this is no Cluster: a single server is redis://"
     # A server may answer an AUTH that it does not know with what it was sent.
@@ -214,12 +220,16 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ((BusyLoadingError,), errno.EAGAIN, "the server is loading its data"),
     ((MasterDownError,), errno.EAGAIN, "the server is a replica that has lost its master"),
     ((AskError,), errno.EPROTO, "this is a server of a Cluster: redis-cluster:// is what follows its redirects"),
-    ((MasterNotFoundError,), errno.EHOSTDOWN, "the Sentinels know no master of this service that is up"),
     ((socket.gaierror,), errno.EHOSTUNREACH, "a host of this name is not known"),
     ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
     ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
     ((InvalidResponse,), errno.EPROTO, "what answers is not Redis' protocol; TLS is rediss://"),
 )
+
+
+def _explain_service(service: str) -> str:
+    default = " (the default where the URL has no /SERVICE)" if service == RedisOptions().service else ""
+    return f"the Sentinels know no master of this service that is up: {service}{default}"
 
 
 def _explain_end(missing: str) -> tuple[int, str]:

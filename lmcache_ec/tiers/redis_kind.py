@@ -12,6 +12,10 @@ def _check(remote: Remote) -> None:
     parse_redis_url(remote.url, RedisOptions())
 
 
+def _read_only(remote: Remote) -> bool:
+    return parse_redis_url(remote.url, RedisOptions())[1].read_only
+
+
 def _open(remote: Remote) -> Tier:
     from lmcache_ec.tiers.redis import open_redis
 
@@ -37,6 +41,7 @@ REDIS = RemoteKind(
     check=_check,
     open=_open,
     quick=True,
+    read_only=_read_only,
     environment=("SSL_CERT_",),  # where OpenSSL finds the authorities that it trusts
     environment_for=_environment,
     credentials=_credentials,

@@ -62,6 +62,10 @@ def _always(url: str) -> bool:
     return True
 
 
+def _never(remote: Remote) -> bool:
+    return False
+
+
 def _none(url: str) -> tuple[str, ...]:
     return ()
 
@@ -91,6 +95,8 @@ class RemoteKind:
     """Whether it usually answers within a few milliseconds, and is better asked before one that does not."""
     lists: Callable[[str], bool] = _always
     """Whether the tier at this URL can say what it holds, so that its listing can serve as a catalog."""
+    read_only: Callable[[Remote], bool] = _never
+    """Whether it is configured never to be written to."""
     environment: tuple[str, ...] = ()
     """Beginnings of the names of environment variables that its clients read."""
     environment_for: Callable[[str], tuple[str, ...]] = _none

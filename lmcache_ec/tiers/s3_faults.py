@@ -54,13 +54,15 @@ class Fault:
     @property
     def of_another_key(self) -> bool:
         """Perhaps the object was written with another key of SSE-C: nothing else is wrong that the answer names."""
-        return self.status in ("400", "403") and self.code in ("", "AccessDenied", "InvalidArgument", "InvalidRequest")
+        return self.status in ("400", "403") and self.code in ("", "AccessDenied", *_WANT_A_KEY)
 
     def error(self, text: str, *, writes: bool = False, keyed: bool = False) -> TierError:
         """As a tier raises it. What a request that `writes` is forbidden says nothing about reading; with `keyed`, what
         may be the key's fault is about that object."""
         if keyed and self.of_another_key:
             return OfAnotherKey(self.number, f"{text} (was it written with another key than that of sse-c?)")
+        if not writes and self.code in _WANT_A_KEY:
+            text = f"{text} (was it written with a key, sse=sse-c?)"
         if self.kind or self.code in _BAD_REGION or self.code in _NOBODY_COMES_IN or self.status[:1] == "3":
             return TierUnreachable(self.number, text)
         if self.not_ready:
@@ -88,6 +90,8 @@ class Fault:
         return f"{self}: it does not answer as S3 does"
 
 
+_WANT_A_KEY = ("InvalidArgument", "InvalidRequest")
+"""What stores answer to a read without the key, or with one where there was none."""
 _UNTRUSTED = "TLS: its certificate is not trusted"
 _NO_TLS = "TLS: it does not answer with TLS"
 _SILENT = "no answer in time"

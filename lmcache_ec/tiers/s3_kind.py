@@ -15,6 +15,10 @@ def _check(remote: Remote) -> None:
     customer_key(s3_options(remote.url, remote.extra_config))
 
 
+def _read_only(remote: Remote) -> bool:
+    return s3_options(remote.url, remote.extra_config).read_only
+
+
 def _open(remote: Remote) -> Tier:
     from lmcache_ec.tiers.s3 import open_s3
 
@@ -27,6 +31,7 @@ S3 = RemoteKind(
     check=_check,
     open=_open,
     lookup=Lookup.CATALOG,  # a request for each new image would cost more than a listing now and then
+    read_only=_read_only,
     environment=(  # of boto3 and obstore: credentials, addresses, authorities, proxies
         *("AWS_", "SSL_CERT_", "REQUESTS_CA_BUNDLE"),
         *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),

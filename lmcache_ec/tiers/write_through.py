@@ -241,8 +241,6 @@ class WriteThrough:
         try:
             began = time.monotonic()
             stored = lane.tier.put(key, data)
-            if stored:
-                journal.took(f"{lane.name}_write_ns", time.monotonic() - began)
             if not stored and self._signing is not None:
                 stored, there = self._replaced(lane, key, data, self._signing)
             else:

@@ -18,6 +18,12 @@ ITEMS = 3
 NEW = Prompt(images=(4,))
 
 
+@pytest.mark.fault(
+    "folder and remote are emptied",
+    "all tiers",
+    "memory gives them again what it holds; the restart is warm",
+    engine="restarted",
+)
 def test_a_restart_is_warm_though_the_folder_and_the_remote_were_emptied(tmp_path: Path, reference: Reference) -> None:
     """Both are written again while other requests go on; what was encoded with the remote away reaches it, too."""
     with redis_server(tmp_path / "redis") as redis:

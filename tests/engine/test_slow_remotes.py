@@ -114,6 +114,13 @@ def test_a_first_seen_image_waits_for_no_step_and_a_stored_one_alone_for_its_loa
         assert rig.left_over() == {}
 
 
+@pytest.mark.fault(
+    "answers too late",
+    "Valkey, S3",
+    "whoever waits is let go at load_deadline_ms",
+    recovery="the late answer was taken in",
+    engine="alive",
+)
 def test_who_waits_is_let_go_at_the_deadline(store: Store, tmp_path: Path, reference: Reference) -> None:
     """Whether the store is not known yet (nothing is listed), or has the image and does not deliver it in time."""
     with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
@@ -128,6 +135,13 @@ def test_who_waits_is_let_go_at_the_deadline(store: Store, tmp_path: Path, refer
         wait_until("the late answer was taken in", lambda: rig.settle() or rig.left_over() == {})
 
 
+@pytest.mark.fault(
+    "slow, and this replica is new",
+    "Valkey, S3",
+    "whoever waits is let go at load_deadline_ms",
+    recovery="the late answers were taken in",
+    engine="alive",
+)
 def test_a_new_replica_of_a_slow_store_is_let_go_at_the_deadline(
     store: Store, tmp_path: Path, reference: Reference
 ) -> None:

@@ -41,6 +41,13 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield served.ready()
 
 
+@pytest.mark.fault(
+    "a file is spoilt before or after it was found",
+    "LocalDisk",
+    "a miss, and then a good file",
+    recovery="all is written",
+    engine="alive",
+)
 def test_a_file_spoilt_before_or_after_it_was_found_is_a_miss_and_then_a_good_file(served: Served) -> None:
     assert served.ask(GOOD[0]) == set()
     truncate(served.truth.path(served.disk, LATE_TRUNCATED))
@@ -58,6 +65,9 @@ def test_a_file_spoilt_before_or_after_it_was_found_is_a_miss_and_then_a_good_fi
     assert served.ask(*sorted(spoilt)) == set()
 
 
+@pytest.mark.fault(
+    "a load fails", "worker", "encoded in the same step; no pin is left", recovery="nothing is held", engine="alive"
+)
 def test_a_load_that_fails_is_an_encode_and_leaves_no_pin(served: Served) -> None:
     served.ask(*GOOD)
     before = served.settle()

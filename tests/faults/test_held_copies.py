@@ -21,6 +21,13 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield served.ready()
 
 
+@pytest.mark.fault(
+    "a copy is held, and its request aborted",
+    "worker",
+    "its place is nobody else's",
+    recovery="nothing is held",
+    engine="alive",
+)
 def test_a_place_whose_copy_is_held_is_nobody_elses_though_the_request_is_aborted(served: Served) -> None:
     """The store process is stopped as well: it sees a place only after everybody has copied who believes to own it."""
     before = served.settle()
@@ -37,6 +44,13 @@ def test_a_place_whose_copy_is_held_is_nobody_elses_though_the_request_is_aborte
     assert after["saves_dropped"] > before["saves_dropped"]
 
 
+@pytest.mark.fault(
+    "the arena is full of what is unwritten",
+    "LocalCPU",
+    "saves are dropped",
+    recovery="its write is over",
+    engine="alive",
+)
 def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_saves(served: Served) -> None:
     """Full of places that are not sealed yet: requests are served right, saves are dropped, counted and made up for."""
     pictures = range(30, 30 + 3 * ROOM)
@@ -53,6 +67,12 @@ def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_sav
     assert served.truth.names(pictures) <= served.stored()
 
 
+@pytest.mark.fault(
+    "hangs while the arena turns over",
+    "LocalDisk",
+    "each file has its entry's own bytes",
+    engine="alive",
+)
 def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(truth: Truth, tmp_path: Path) -> None:
     """Entries beyond the budget of unwritten ones are evicted; nobody may still be about to write from their places."""
     obstacle = tmp_path / "disk" / NAMESPACE / ".tmp" / "stuck"
@@ -71,6 +91,13 @@ def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_byte
         assert not status["store"].get("disk_write_errors")
 
 
+@pytest.mark.fault(
+    "tensors that are owed are freed by vLLM",
+    "worker",
+    "the saves are let go",
+    recovery="nothing is owed",
+    engine="alive",
+)
 def test_saves_owed_of_tensors_that_vllm_has_given_up_are_let_go(truth: Truth, tmp_path: Path) -> None:
     """vLLM's cache was emptied: there is nothing left to copy, and no pass may try again or evict for it."""
     with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:

@@ -26,6 +26,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield served.ready()
 
 
+@pytest.mark.fault("a load fails in another process", "worker", "encoded in the same step", engine="alive")
 def test_a_load_that_fails_in_the_worker_is_an_encode(served: Served) -> None:
     served.ask(11)
     served.settle()
@@ -61,15 +62,33 @@ def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
     assert served.truth.names([seed]) <= served.stored()
 
 
+@pytest.mark.fault(
+    "killed",
+    "worker",
+    "vLLM ends the engine; what was handed over is written",
+    engine="ended by vLLM",
+)
 def test_the_worker_is_killed(served: Served) -> None:
     dies_and_leaves_its_entry(served, "VLLM::Worker", 20)
 
 
+@pytest.mark.fault(
+    "killed",
+    "EngineCore",
+    "the engine ends; what was handed over is written",
+    engine="ended",
+)
 def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
     with Served(truth, tmp_path, Layout.MULTI_PROCESS) as served:
         dies_and_leaves_its_entry(served, "VLLM::EngineCore", 20)
 
 
+@pytest.mark.fault(
+    "killed at once, then with the store process",
+    "engine's processes",
+    "nothing is left; the next engine serves",
+    engine="restarted",
+)
 def test_all_are_killed_at_once_then_with_the_store_process_too(truth: Truth, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with Served(truth, tmp_path / "first", Layout.MULTI_PROCESS, disk=disk) as served:
@@ -103,6 +122,12 @@ def half_written(truth: Truth, disk: Path) -> None:
     (workshop / f"{len(whole)}.{1:024x}").write_bytes(whole[: len(whole) // 2])
 
 
+@pytest.mark.fault(
+    "Ctrl-C to the group",
+    "engine's processes",
+    "the store process writes what it has, and ends",
+    engine="ended in order",
+)
 def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) -> None:
     """A terminal sends SIGINT to its whole foreground process group."""
 
@@ -123,6 +148,12 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
     assert served.stored() == truth.names([1])
 
 
+@pytest.mark.fault(
+    "one of two ranks fails to load",
+    "worker",
+    "both agree, and encode",
+    engine="alive",
+)
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:
     """Both ranks encode then, or the encoder's collectives would hang."""
     disk = tmp_path / "disk"

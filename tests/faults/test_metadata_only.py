@@ -5,12 +5,20 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from benchmarks.testbed.core import stopped
 from benchmarks.testbed.engine_runner import Call, Generate
 from benchmarks.testbed.media import Prompt
 from tests.faults.harness import Served, Truth
 
 
+@pytest.mark.fault(
+    "stopped or dead, and a request has no picture",
+    "store process",
+    "that request fails alone",
+    engine="alive",
+)
 def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp_path: Path) -> None:
     picture = Generate((Prompt(images=(1,)),), 4)
     with Served(truth, tmp_path, model="qwen3vl", load_deadline_ms=500, store_timeout_s=600) as served:

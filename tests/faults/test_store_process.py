@@ -33,6 +33,13 @@ def written(served: Served) -> None:
     served.until("all is written", lambda book, _: not book["unwritten"] and not book["dirty_bytes"])
 
 
+@pytest.mark.fault(
+    "stopped, under a real engine",
+    "store process",
+    "a bounded wait, then encodes; all is back when it goes on",
+    recovery="nothing is held",
+    engine="alive",
+)
 def test_a_stopped_store_process_costs_a_bounded_wait_and_all_is_back_when_it_goes_on(served: Served) -> None:
     first, *others = KNOWN
     with stopped(served.store_pid()):
@@ -46,6 +53,13 @@ def test_a_stopped_store_process_costs_a_bounded_wait_and_all_is_back_when_it_go
     assert served.settle()["store_losses"] == 0
 
 
+@pytest.mark.fault(
+    "stopped for two seconds, under a real engine",
+    "store process",
+    "fifty saves are sealed and written when it goes on",
+    recovery="all is written",
+    engine="alive",
+)
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(served: Served) -> None:
     until = time.monotonic() + 2
     before = served.settle()["saves"]
@@ -82,6 +96,13 @@ def no_folder(disk: Path) -> Iterator[None]:
         aside.rename(disk)
 
 
+@pytest.mark.fault(
+    "fills up, or goes, in mid-flight",
+    "LocalDisk",
+    "writes fail; entries are in memory",
+    recovery="all is written",
+    engine="alive",
+)
 def test_a_disk_that_fills_up_or_goes_away_in_mid_flight_costs_only_the_writes(served: Served) -> None:
     written(served)
     before = served.settle()["writes_failed"]
@@ -100,6 +121,13 @@ def test_a_disk_that_fills_up_or_goes_away_in_mid_flight_costs_only_the_writes(s
     assert served.truth.names([65]) <= served.stored()
 
 
+@pytest.mark.fault(
+    "killed or left stopped, under a real engine",
+    "store process",
+    "replaced; what is owed is written, nothing encoded twice",
+    recovery="it is killed and replaced",
+    engine="alive",
+)
 def test_a_store_process_killed_or_left_stopped_is_replaced_and_what_is_owed_is_written(
     truth: Truth, tmp_path: Path
 ) -> None:

@@ -93,6 +93,12 @@ def fill_up(server: RedisServer) -> None:
     client.config_set("maxmemory", client.info("memory")["used_memory"] // 2)
 
 
+@pytest.mark.fault(
+    "full, and evicts nothing (no engine)",
+    "Valkey",
+    "read only until it has room; every stored entry is a hit",
+    recovery="what it lacks is written",
+)
 def test_a_full_store_is_read_and_written_again_when_it_has_room(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -119,6 +125,9 @@ def written(bench: Bench) -> bool:
     return bool(bench.status()["store"].get("redis_writes") or bench.status()["store"].get("s3_writes"))
 
 
+@pytest.mark.fault(
+    "one write in ten is refused", "Valkey", "no hit is lost; written later", recovery="what was refused is made up for"
+)
 def test_one_refused_write_in_ten_costs_no_hit_and_is_made_up_for(redis: RedisServer) -> None:
     """For a moment each: the store is full, and has room again."""
     with Bench(None, remotes=[redis.url], **KEYS) as bench:
@@ -138,6 +147,7 @@ def test_one_refused_write_in_ten_costs_no_hit_and_is_made_up_for(redis: RedisSe
         assert not tier(bench, "redis")["read_only"]
 
 
+@pytest.mark.fault("the user may not write", "Valkey", "read only; every stored entry is a hit")
 def test_a_user_who_may_not_write_reads(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     redis.client().execute_command(
         "ACL", "SETUSER", "reader", "on", ">s3cret", "~*", "+@read", "+@connection", "+info", "+client"
@@ -168,6 +178,7 @@ def test_a_remote_that_is_declared_read_only_is_asked_for_no_write_and_the_disk_
     assert not lines(caplog, "read only, asked")
 
 
+@pytest.mark.fault("a failover behind one address", "Valkey", "the new master is found; no hit is lost")
 def test_behind_one_address_the_new_master_is_found_and_the_old_one_is_left(tmp_path: Path) -> None:
     at_once = ("--repl-diskless-sync-delay", "0")
     with redis_server(tmp_path / "one", *at_once) as old, redis_server(tmp_path / "two", *at_once) as new:
@@ -204,6 +215,7 @@ def no_puts_now(request: Request) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("rule", [no_writes, encrypted_only, no_puts_now], ids=lambda rule: rule.__name__)
+@pytest.mark.fault("writes are forbidden, throttled, or want a header", "S3", "read only; every stored entry is a hit")
 def test_a_bucket_that_takes_no_writes_is_read(
     bucket: str, front: S3Front, rule: Callable[[Request], tuple[int, str] | None]
 ) -> None:
@@ -216,6 +228,7 @@ def test_a_bucket_that_takes_no_writes_is_read(
         assert puts < len(STORED), "it is not asked each time"
 
 
+@pytest.mark.fault("no conditional writes (501)", "S3", "asked first, then written without")
 def test_a_store_that_knows_no_conditional_writes_is_written_without(
     bucket: str, front: S3Front, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +244,7 @@ def test_a_store_that_knows_no_conditional_writes_is_written_without(
         assert other.status()["store"].get("s3_writes", 0) == 0, "it is there"
 
 
+@pytest.mark.fault("one answer in ten is an error", "S3", "no more is lost than fails")
 def test_of_failing_answers_no_more_is_lost_than_fails(bucket: str, front: S3Front) -> None:
     """One in ten, of each kind of request, again and again: obstore tries three times, so it is three in a row."""
     turns = itertools.count()
@@ -262,6 +276,7 @@ def test_what_goes_with_each_write_is_in_the_url(bucket: str, front: S3Front) ->
 
 
 @pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.fault("500 or 503 at the start", "S3", "the engine starts without it", recovery="it is used")
 def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
     bucket: str, front: S3Front, status: int
 ) -> None:
@@ -277,6 +292,7 @@ def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
         bench.until("it is used", lambda: bench.serves(STORED[1]) or bench.serves(STORED[2]), 20.0)
 
 
+@pytest.mark.fault("loads its data set at the start", "Valkey", "the engine starts without it", recovery="it is used")
 def test_a_server_that_loads_its_data_ends_no_start(tmp_path: Path) -> None:
     """Long enough to be met: a tenth of a second for each key."""
     with redis_server(tmp_path / "redis", "--enable-debug-command", "local") as server:

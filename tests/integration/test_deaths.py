@@ -82,6 +82,12 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 @pytest.mark.parametrize(
     "victims", [["scheduler"], ["rank"], ["scheduler", "rank"], ["rank", "scheduler"]], ids="+".join
 )
+@pytest.mark.fault(
+    "killed right after a save was handed over",
+    "engine's processes",
+    "the entry is written; nothing is left",
+    recovery="nothing is left",
+)
 def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_is_left(
     engine: Engine, tmp_path: Path, victims: list[str]
 ) -> None:
@@ -98,6 +104,12 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
         assert all(successor.serves(name) for name in IMAGES)
 
 
+@pytest.mark.fault(
+    "killed before the store process has read anything",
+    "engine's processes",
+    "what was handed over is written",
+    recovery="nothing is left",
+)
 def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: Engine, tmp_path: Path) -> None:
     """Its links hold all that was handed over, beside answers that nobody took."""
     engine.copied(IMAGES[:5])
@@ -111,6 +123,12 @@ def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: E
     assert not temporaries(tmp_path)
 
 
+@pytest.mark.fault(
+    "killed before a rank has handed over",
+    "scheduler side",
+    "the rank is waited for, its entries are written",
+    recovery="the store process has ended",
+)
 def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_for(tmp_path: Path) -> None:
     """Played over the bare links: a `Rank` lets go as soon as it notices."""
     name = str(uuid.uuid4())
@@ -157,6 +175,12 @@ def link_messages(link: Link, *kinds: type[Message]) -> list[tuple[type[Message]
     return found
 
 
+@pytest.mark.fault(
+    "killed together with the store process",
+    "engine's processes",
+    "nothing is left, and no part of an entry is served",
+    recovery="nothing is left",
+)
 def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engine: Engine, tmp_path: Path) -> None:
     engine.copied([*IMAGES])
     step = engine.scheduler.call("save", ["big"], 32 * MIB // 128)
@@ -180,6 +204,12 @@ def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engin
         assert all(successor.serves(name) for name in IMAGES)
 
 
+@pytest.mark.fault(
+    "hangs when the engine ends",
+    "LocalDisk",
+    "the store process ends after drain_s",
+    recovery="it has ended all the same",
+)
 def test_a_disk_that_hangs_keeps_the_store_process_no_longer_than_the_drain(tmp_path: Path) -> None:
     name = str(uuid.uuid4())
     with stuck(tmp_path / "bench-0123456789abcdef" / ".tmp" / "stuck"):
@@ -207,6 +237,7 @@ def kept(folder: Path) -> None:
         bench.settle()
 
 
+@pytest.mark.fault("ends", "rank", "the cache is inert")
 def test_a_rank_that_ends_makes_the_cache_inert_for_good(tmp_path: Path) -> None:
     kept(tmp_path)
     name = str(uuid.uuid4())
@@ -227,6 +258,7 @@ def test_a_rank_that_ends_makes_the_cache_inert_for_good(tmp_path: Path) -> None
         own.close()
 
 
+@pytest.mark.fault("cannot be reached", "rank", "the cache is inert, at once")
 def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: Path) -> None:
     kept(tmp_path)
     scheduler = Scheduler(tmp_path, str(uuid.uuid4()))
@@ -238,6 +270,7 @@ def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: P
         scheduler.close()
 
 
+@pytest.mark.fault("has not mapped the arena yet", "rank", "nothing is promised")
 def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path: Path) -> None:
     kept(tmp_path)
     name = str(uuid.uuid4())
@@ -255,6 +288,7 @@ def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path
             worker.close()
 
 
+@pytest.mark.fault("gets orders for another arena", "rank", "it copies nothing")
 def test_a_rank_copies_nothing_for_an_arena_that_is_not_its_own(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench, Bench(tmp_path) as other:
         step = bench.save(IMAGES)

@@ -433,7 +433,9 @@ def test_a_tier_is_cleared_of_all_that_is_ours_after_a_question(stores: Stores) 
 
 
 def in_a_process(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from lmcache_ec.cli import main; main()", *arguments]
+    # A shell's background jobs, and what they start, ignore Ctrl-C.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heed}; from lmcache_ec.cli import main; main()", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -172,6 +172,7 @@ def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
         other.settle()
 
 
+@pytest.mark.fault("a value is spoilt", "any remote", "a miss; deleted, and written anew")
 def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
     filled(None, remote)
     remote.edit(IMAGES[0], lambda data: data[:5000] + bytes([data[5000] ^ 0xFF]) + data[5001:])
@@ -312,6 +313,9 @@ def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
     asyncio.run(put_all())
 
 
+@pytest.mark.fault(
+    "dies, and comes back (no engine)", "Valkey", "left alone; it is given what it missed", recovery="it is asked again"
+)
 def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -332,6 +336,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
         assert re.search(r"redis answers again, after \d+ s", caplog.text)
 
 
+@pytest.mark.fault("away at the start", "Valkey", "the engine starts without it", recovery="it is asked")
 def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()
@@ -375,6 +380,7 @@ def test_doctor_says_before_a_start_what_the_start_would_say_of_a_remote(tmp_pat
         server.kill()
         away = found("s3cr3t-canary")
     assert right.remotes == {"redis": f"redis://127.0.0.1:{server.port}, answers"}
+    assert right.look_ups["redis"].startswith("round trip ")
     assert "authentication failed" in " ".join(wrong.problems)
     assert "retry in the background" in " ".join(away.notes)
     assert not [problem for problem in (*right.problems, *away.problems) if "redis" in problem]

@@ -71,6 +71,12 @@ def noticed(bench: Bench, losses: int) -> bool:
 # ---- held by SIGSTOP
 
 
+@pytest.mark.fault(
+    "stopped for two seconds, with fifty saves behind it",
+    "store process",
+    "all are sealed and written when it goes on",
+    recovery="all is written",
+)
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
     """The arena is small and wanted again: no place is reused before the store's answer, every file holds its own."""
     saves = names("held", 50)
@@ -104,6 +110,12 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path)
         assert stored(tmp_path) >= handed
 
 
+@pytest.mark.fault(
+    "stopped, with look-ups and saves under way",
+    "store process",
+    "no call waits; all is answered when it goes on",
+    recovery="what was handed over is sealed",
+)
 def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,6 +146,9 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
         assert all(bench.serves(name) for name in [*old, *new])
 
 
+@pytest.mark.fault(
+    "stopped, with its link full, while the engine is idle", "store process", "goes on, and is not killed"
+)
 def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
     tmp_path: Path,
 ) -> None:
@@ -149,6 +164,9 @@ def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_tha
         assert bench.snapshot()["store_losses"] == 0
 
 
+@pytest.mark.fault(
+    "stays stopped", "store process", "killed and replaced; what is owed is written", recovery="it is replaced"
+)
 def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
     with Bench(tmp_path) as bench:
@@ -176,6 +194,12 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_pat
 
 
 @pytest.mark.parametrize("call", ["fork", "setpgid"])
+@pytest.mark.fault(
+    "hangs before its first message",
+    "store process",
+    "replaced; it touches no place",
+    recovery="the next one serves, and the arena is used again and again",
+)
 def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -215,6 +239,7 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
         stored(folder)
 
 
+@pytest.mark.fault("its tiers take longer to open than it may be silent", "store process", "is waited for, and serves")
 def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +263,9 @@ def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serv
 # ---- killed
 
 
+@pytest.mark.fault(
+    "killed while it fills", "store process", "a miss; asked for again", recovery="it is asked for again"
+)
 def test_killed_while_it_fills(tmp_path: Path) -> None:
     old = names("old", 5)
     with Bench(tmp_path) as bench:
@@ -259,6 +287,7 @@ def test_killed_while_it_fills(tmp_path: Path) -> None:
         all_made_up_for(bench, tmp_path, set(old))
 
 
+@pytest.mark.fault("killed while it seals", "store process", "the save is taken again")
 def test_killed_while_it_seals(tmp_path: Path) -> None:
     saves = names("sealing", 5)
     with Bench(tmp_path) as bench:
@@ -274,6 +303,12 @@ def test_killed_while_it_seals(tmp_path: Path) -> None:
         all_made_up_for(bench, tmp_path, set(saves))
 
 
+@pytest.mark.fault(
+    "killed while a rank's link is full",
+    "store process",
+    "the next one is introduced once there is room",
+    recovery="the rank knows it",
+)
 def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +329,12 @@ def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_ful
         assert stored(tmp_path) == {"a"}
 
 
+@pytest.mark.fault(
+    "killed while it writes",
+    "store process",
+    "the torn file is swept, the entry written again",
+    recovery="the torn file is swept",
+)
 def test_killed_while_it_writes(tmp_path: Path) -> None:
     """A file half written is never served, is swept, and is written whole by the next one."""
     rows = 32 * MIB // 128
@@ -311,6 +352,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     assert stored(tmp_path) == {"big"}
 
 
+@pytest.mark.fault("killed at random moments", "store process", "no entry is torn, none is lost")
 def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times, while it fills, seals and writes."""
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
@@ -340,6 +382,7 @@ def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/no/such/interpreter"])
+@pytest.mark.fault("cannot be started", "store process", "misses; tried again and again until it can")
 def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
@@ -364,6 +407,9 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
         all_made_up_for(bench, tmp_path, {"before", "meanwhile", "after"})
 
 
+@pytest.mark.fault(
+    "ends right after its first message, each time", "store process", "started again after longer and longer pauses"
+)
 def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +425,12 @@ def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_lo
         assert bench.snapshot()["store_losses"] == 3
 
 
+@pytest.mark.fault(
+    "ends before a rank reports what it handed over",
+    "store process",
+    "the place is given back",
+    recovery="the report is in",
+)
 def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,6 +457,9 @@ def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_plac
 # ---- a disk that hangs
 
 
+@pytest.mark.fault(
+    "hangs in writes", "LocalDisk", "sealing and reuse go on; no file has another's bytes", recovery="all is written"
+)
 def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_anothers_bytes(tmp_path: Path) -> None:
     """Far more is encoded than may wait to be written, in an arena that is wanted again and again."""
     with Bench(tmp_path, arena_bytes=60 * 8192) as bench:
@@ -444,6 +499,7 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
     assert stored(tmp_path) == set(images)
 
 
+@pytest.mark.fault("answers nothing", "LocalDisk", "asked for a bounded number of entries")
 def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
     code = f"""
@@ -472,6 +528,7 @@ DiskTier.contains = lambda *_: time.sleep(3600)
         assert bench.cache.fetch("image-0", 0, time.monotonic()), "it is still under way"
 
 
+@pytest.mark.fault("gone while the store process starts again", "LocalDisk", "done without; used once it is back")
 def test_a_disk_that_is_away_while_the_store_process_starts_again_is_used_once_it_is_back(tmp_path: Path) -> None:
     folder, away = tmp_path / "disk", tmp_path / "away"
     with Bench(folder) as bench:
@@ -514,6 +571,12 @@ def in_time(work: Callable[[], None]) -> None:
         raise failures[0]
 
 
+@pytest.mark.fault(
+    "reads no message",
+    "store process",
+    "saves are dropped, look-ups are misses, nothing waits",
+    recovery="all reports are in",
+)
 def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_no_wait(tmp_path: Path) -> None:
     """Both links to it are filled up. What was taken is done afterwards; what was not is known to be owed."""
     many = names("image", 6000)
@@ -541,6 +604,7 @@ def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_n
         bench.settle()
 
 
+@pytest.mark.fault("reads no message", "scheduler side", "ranks and store process go on", recovery="all is sealed")
 def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
     """More reports and answers than a link holds: they come late, all, and in order."""
     many = names("image", 5000)
@@ -563,6 +627,7 @@ def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_stor
         bench.settle()
 
 
+@pytest.mark.fault("none is left to a producer", "tiers", "it learns so at once, and announces nothing")
 def test_a_producer_with_no_tier_left_is_told_so_at_once(tmp_path: Path) -> None:
     """The folder cannot be used, which is found out too late to end the start."""
     (tmp_path / "in the way").write_text("")

@@ -29,3 +29,12 @@ def test_its_folder_is_kept_to_its_limit(tmp_path: Path) -> None:
     tier.maintain()
     assert len(list(tier.list(namespace))) == 4
     assert tier.stored_bytes == neighbour.stored_bytes == 4 * MIB, "it says how much it holds"
+
+
+def test_what_a_user_has_to_know_of_it_follows_what_the_tier_says(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path, MIB)
+    tier = AwaitedTier("disk", lambda: disk)
+    for notice in ("its clock is wrong", ""):
+        disk.notice = notice
+        tier.contains(EncoderCacheKey("ns", "picture"))
+        assert tier.notice == notice

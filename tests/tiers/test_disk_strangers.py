@@ -20,6 +20,10 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers import disk, disk_account, disk_files, disk_folder, disk_news, disk_survey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
+from lmcache_ec.tiers.journal import Journal
+from lmcache_ec.tiers.lane import Habits
+from lmcache_ec.tiers.remote import Lookup
+from lmcache_ec.tiers.stack import Stack
 from tests.tiers.conformance import fetch, value
 
 LIMIT = 2000
@@ -287,6 +291,35 @@ def test_where_the_account_is_not_ours_the_engine_says_so_and_counts_for_itself(
         (root / ".usage").unlink()
     tier.maintain()
     assert DiskTier(root, 250).stored_bytes == tier.stored_bytes == 200
+
+
+@pytest.mark.fault(
+    "a stranger replaces the account while it is used", "LocalDisk", "left alone; each engine counts for itself"
+)
+def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(tmp_path: Path, outside: Path) -> None:
+    """And once more if it happens again, when it was ours in between."""
+    root = tmp_path / "root"
+    before, reports = state(outside), list[str]()
+    journal = Journal(lambda kind, text: reports.append(text))
+    stack = Stack([(DiskTier(root, LIMIT), Habits(Lookup.CATALOG, refresh_s=0.0, local=True))], journal, "ns")
+
+    def survey() -> list[str]:
+        stack.relist("ns")  # now, not after twenty times as long as the last listing took
+        stack._survey(stack.lanes[0])
+        return [text for text in reports if "each engine counts what it has seen: .usage" in text]
+
+    try:
+        assert survey() == []
+        for kind, count in ((link_to_file, 1), (pipe, 2)):
+            (root / ".usage").unlink()
+            plant(root / ".usage", kind, outside)
+            stack.lanes[0].tier.put(EncoderCacheKey("ns", f"{count}"), value("new", 100))
+            assert [len(survey()) for _ in range(2)] == [count] * 2
+            (root / ".usage").unlink()
+            assert len(survey()) == count
+    finally:
+        stack.close()
+    assert state(outside) == before
 
 
 def test_an_entry_with_a_second_name_is_read_and_its_time_of_use_is_left_alone(tmp_path: Path, outside: Path) -> None:

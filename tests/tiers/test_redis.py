@@ -900,6 +900,18 @@ def _unknown_service(request: pytest.FixtureRequest) -> str:
     return sentinel_url(request.getfixturevalue("pair")[1], "another-service")
 
 
+def _service_not_named(request: pytest.FixtureRequest) -> str:
+    return sentinel_url(request.getfixturevalue("pair")[1], "").removesuffix("/")
+
+
+def _single_server_as_a_sentinel(request: pytest.FixtureRequest) -> str:
+    return f"redis-sentinel://127.0.0.1:{request.getfixturevalue('server').port}/{SERVICE}"
+
+
+def _sentinel_as_a_single_server(request: pytest.FixtureRequest) -> str:
+    return f"redis://127.0.0.1:{request.getfixturevalue('pair')[1][0].port}"
+
+
 def _no_sentinel(_: pytest.FixtureRequest) -> str:
     return with_credentials(f"redis-sentinel://127.0.0.1:{free_port()}")
 
@@ -924,7 +936,10 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
         (_cluster_as_a_single_server, "redis-cluster://"),
         (_single_server_as_a_cluster, "this is no Cluster: a single server is redis://"),
         (_no_cluster, "nothing listens there"),
-        (_unknown_service, "know no master of this service"),
+        (_unknown_service, "know no master of this service that is up: another-service$"),
+        (_service_not_named, r"that is up: mymaster \(the default where the URL has no /SERVICE\)"),
+        (_single_server_as_a_sentinel, "a Redis server, not a Sentinel: a single server is redis://"),
+        (_sentinel_as_a_single_server, "a Sentinel is asked with redis-sentinel://"),
         (_no_sentinel, "nothing listens there"),
     ],
     ids=lambda given: given.__name__ if callable(given) else "",

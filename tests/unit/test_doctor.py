@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -19,10 +20,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_ec.cli import app
+from lmcache_ec.cli import app, surroundings
 from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.config import EncoderCacheConfig
 from lmcache_ec.host import disk, memory, stored_bytes
+from lmcache_ec.tiers.base import Tier, TierUnreachable
+from lmcache_ec.tiers.remote import Remote
 
 CANARY = "hunter2"
 GIB = 1 << 30
@@ -394,3 +397,65 @@ def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.Monk
     )
     [problem] = [problem for problem in examine("{}", {}).problems if "front end" in problem]
     assert problem.startswith("nothing would be kept beyond memory")
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [("bash", "start the engine with exec"), ("vllm", "up to 47 s for what is being written"), ("systemd", "")],
+)
+def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: Path, first: str, said: str) -> None:
+    (tmp_path / "proc" / "1").mkdir(parents=True)
+    (tmp_path / "proc" / "1" / "comm").write_text(f"{first}\n")
+    assert surroundings.seen(tmp_path / "proc")["process_1"] == first
+    config = EncoderCacheConfig(local_disk=tmp_path / "entries", drain_s=42)
+    found = list(surroundings.notes(config, tmp_path / "proc"))
+    assert [said in note for note in found] == ([True] if said else [])
+    assert not list(surroundings.notes(EncoderCacheConfig(), tmp_path / "proc")), "nothing is written"
+
+
+def test_limits_of_the_process_are_shown_and_what_follows_from_them(tmp_path: Path) -> None:
+    code = """
+import resource, sys
+from lmcache_ec.cli import app
+resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20,) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (1 << 40,) * 2)
+app(["doctor", *sys.argv[1:]])
+"""
+    extra = json.dumps({"local_disk": str(tmp_path)})
+    done = subprocess.run([sys.executable, "-c", code, "--extra", extra], capture_output=True, text=True, check=False)
+    assert re.search(r"ulimit_f_bytes +64 MiB", done.stdout)
+    assert re.search(r"ulimit_v_bytes +1024", done.stdout)
+    assert "no entry longer than 64 MiB is written to local_disk: RLIMIT_FSIZE" in done.stdout
+    assert "LocalCPU takes 64 MiB in place of 2.0 GiB" in done.stdout
+
+
+def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> None:
+    """Nothing is made or written to find that out."""
+    folder = tmp_path / "entries"
+    (folder / "ns" / "aa").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    assert not [text for text in examine("{}", {"LMCACHE_EC_LOCAL_DISK": str(folder)}).problems if str(folder) in text]
+    assert sorted(tmp_path.rglob("*")) == before
+    (folder / ".usage").symlink_to("elsewhere")
+    report = examine("{}", {"LMCACHE_EC_LOCAL_DISK": str(folder)})
+    assert [note for note in report.notes if "each engine counts what it has seen: .usage" in note]
+    assert (folder / ".usage").is_symlink()
+
+
+def test_what_a_store_process_does_not_get_is_not_there_for_the_tiers_that_doctor_opens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[dict[str, str]] = []
+
+    def opened(remote: Remote) -> Tier:
+        seen.append(dict(os.environ))
+        raise TierUnreachable(errno.ECONNREFUSED, "away")
+
+    monkeypatch.setattr("lmcache_ec.cli.named_tiers.open_remote", opened)
+    monkeypatch.setenv("SSL_CERT_FILE", "/a.pem")
+    monkeypatch.setenv("AWS_PROFILE", "somebody's")
+    examine("{}", {"LMCACHE_EC_REMOTE_URL": "rediss://store:6379"})
+    [environment] = seen
+    assert environment["SSL_CERT_FILE"] == "/a.pem"
+    assert "AWS_PROFILE" not in environment
+    assert os.environ["AWS_PROFILE"] == "somebody's"

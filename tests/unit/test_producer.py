@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.core import stopped
+from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Request, Served, digest, request
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import scheduler as module
@@ -122,6 +123,25 @@ def test_a_request_with_nothing_to_encode_is_served_where_that_is_stored_and_fai
     assert producer.side.take_unavailable_requests() == {"unknown"}
     producer.step()
     producer.side.request_finished(unknown)
+
+
+def test_a_remote_that_is_only_read_decides_nothing_where_another_is_written_and_all_where_none_is(
+    producer_on: Produce, tmp_path: Path
+) -> None:
+    """It never has what is new; what it has already consumers find there."""
+    with redis_server(tmp_path / "written") as written, redis_server(tmp_path / "read") as read:
+        for identifier, server, remotes in (
+            (X, written, [written.url, f"{read.url}?read_only=true"]),
+            (Y, read, [read.url]),
+        ):
+            producer = producer_on(remotes=remotes)
+            encoded, _ = produce(producer, request("first", identifier))
+            assert encoded == 1
+            wait_until("it is written", lambda server=server: server.client().keys("*.safetensors"))
+            evict(producer, identifier)
+            assert produce(producer, request("again", identifier)) == (0, {identifier: True})
+        producer = producer_on(remotes=[f"{read.url}?read_only=true"])
+        assert produce(producer, request("there", Y, Z)) == (1, {Y: True, Z: False})
 
 
 def test_what_was_skipped_and_is_lost_is_encoded_again_though_vllm_counts_it_as_cached(

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make reliability`: runs the tests and a soak that bring faults about, and writes what came of each into the table of
+docs/reliability.md.
+
+A test says of itself, with the mark `fault`, which fault it brings about, where, and what it asserts of what happens
+then; it is the test that holds the row, and the row is written only if the test passed. `recovery` names the wait
+(`wait_until`) that lasts from the fault's end until all is as before: how long it took is measured. `engine` is what
+became of a real engine, whose outputs were compared, but for `outputs=False`; without it there was none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.soak.faults import FAULTS
+from benchmarks.testbed import waiting
+from benchmarks.testbed.models import ROOT
+
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- the table: make reliability -->", "<!-- end of the table -->"
+COLUMNS = ("fault", "where", "what happened", "engine", "outputs equal", "time to recover")
+PLACES = {"disk": "LocalDisk", "store": "store process", "redis": "Valkey", "s3": "S3"}
+SOAK_S = 240
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. `recovery_s` is None where nothing was waited for."""
+
+    fault: str
+    where: str
+    outcome: str
+    engine: str = ""
+    outputs: bool = True
+    recovery_s: float | None = None
+
+    @property
+    def named(self) -> Named:
+        return self.fault, self.where
+
+    def cells(self) -> tuple[str, ...]:
+        seconds = "" if self.recovery_s is None else f"{max(0.01, self.recovery_s):.2g} s"
+        equal = "yes" if self.engine and self.outputs else "-"
+        return self.fault, self.where, self.outcome, self.engine or "-", equal, seconds or "-"
+
+
+# ---- what the suite says that it has
+
+
+Named = tuple[str, str]
+"""A fault, and where it is."""
+
+
+def declared() -> list[Named]:
+    """The faults that tests are marked with, and those of the soak."""
+    faults = [fault for path in sorted((ROOT / "tests").rglob("test_*.py")) for fault in _marked(path)]
+    return faults + [_described(kind.name, "")[:2] for kind in FAULTS]
+
+
+def _marked(path: Path) -> Iterator[Named]:
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "mark.fault(" in text else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+            fault, where, *_ = (str(ast.literal_eval(argument)) for argument in node.args)
+            yield fault, where
+
+
+def listed() -> list[Named]:
+    """The faults in the page's table."""
+    lines = PAGE.read_text().partition(BEGIN)[2].partition(END)[0].strip().splitlines()[2:]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    return [(fault, where) for fault, where, *_ in cells]
+
+
+# ---- what a run of the tests records (called by tests/conftest.py)
+
+
+class Recorder:
+    """A plugin of pytest: a JSON line for each marked test that passed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waits: dict[str, float] = {}
+        waiting.observers.append(self._waited)
+
+    def _waited(self, what: str, seconds: float) -> None:
+        self._waits[what] = max(seconds, self._waits.get(what, 0.0))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self) -> None:
+        self._waits.clear()
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        outcome: Any = yield
+        report = outcome.get_result()
+        for mark in item.iter_markers("fault") if report.when == "call" and report.passed else ():
+            if (recovery := mark.kwargs.get("recovery", "")) in ("", *self._waits):
+                self._record(*mark.args, **mark.kwargs)
+            else:
+                report.outcome, report.longrepr = "failed", f"never waited until {recovery!r}, as the mark says"
+
+    def _record(
+        self, fault: str, where: str, outcome: str, *, recovery: str = "", engine: str = "", outputs: bool = True
+    ) -> None:
+        row = Row(fault, where, outcome, engine, outputs, self._waits[recovery] if recovery else None)
+        with self._path.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+
+
+# ---- the soak's rows
+
+_SOAKED = {
+    "disk-flip": ("a bit of an entry is flipped", "a miss; deleted, and encoded and written anew"),
+    "disk-truncate": ("an entry is cut short", "a miss; deleted, and written anew"),
+    "disk-extend": ("bytes are appended to an entry", "a miss; deleted, and written anew"),
+    "disk-swap": ("two entries change their names", "both are misses, and written anew"),
+    "disk-link": ("an entry becomes a link to another", "a miss; the link is not followed for writing"),
+    "disk-pipe": ("a pipe takes an entry's name", "a miss; nobody waits for it"),
+    "disk-delete": ("an entry is deleted by hand", "a miss, and written anew"),
+    "disk-folder": ("a shard, a namespace or the folder is removed", "misses; made again by the next write"),
+    "disk-account": ("the folder's account is removed or spoiled", "begun anew by the next survey"),
+    "disk-news": ("logs between engines are removed or spoiled", "no news; the next listing has what was missed"),
+    "disk-temporary": ("a killed writer's temporary lies about", "swept"),
+    "store-stop": ("stopped for up to 1.5 s", "misses meanwhile; it goes on where it was"),
+    "store-stop-long": ("stopped for longer than it may be silent", "killed and replaced"),
+    "store-kill": ("killed", "replaced; what it held is asked for, or written, again"),
+    "redis-stop": ("stopped for up to 4 s", "left alone; read and written again"),
+    "redis-kill": ("killed and started again", "left alone; read and written again"),
+    "redis-flush": ("emptied", "misses; what memory holds is written to it again"),
+    "redis-hang-up": ("all connections are cut", "calls are repeated on new ones, or are misses"),
+    "redis-pause": ("paused for up to 3 s", "left alone; read and written again"),
+    "redis-full": ("full, and evicts nothing", "read as ever; written again once it has room"),
+    "redis-poison": ("values are altered, cut, or of another type", "misses; deleted, and written anew"),
+    "redis-delete": ("keys are deleted", "misses, and written anew"),
+    "s3-stop": ("the server is stopped for up to 4 s", "left alone; read and written again"),
+    "s3-kill": ("the server is killed and started again", "left alone; read and written again"),
+    "s3-poison": ("objects are altered, cut or extended", "misses; deleted, and written anew"),
+    "s3-swap": ("two objects change their names", "both are misses, and written anew"),
+    "s3-delete": ("objects are deleted, a few or all", "misses, and written anew"),
+}
+
+
+def _described(kind: str, times: str) -> tuple[str, str, str]:
+    fault, outcome = _SOAKED[kind]
+    return f"{fault} ({kind})", PLACES[kind.partition("-")[0]], outcome + times
+
+
+def _soaked(lines: Sequence[str]) -> list[Row]:
+    """The rows of soaks whose last lines these are."""
+    faults, recoveries_s = Counter[str](), dict[str, float]()
+    for line in lines:
+        counts = json.loads(line)
+        if counts["wrong"] or counts["failed"] or counts["left"]:
+            raise RuntimeError(f"the soak went wrong: {line}")
+        faults.update(counts["faults_by_kind"])
+        for kind, seconds in counts["recovery_s_by_kind"].items():
+            recoveries_s[kind] = max(seconds, recoveries_s.get(kind, 0.0))
+    return [
+        Row(*_described(kind, f" ({number} times)" if number > 1 else ""), "alive", True, recoveries_s.get(kind))
+        for kind, number in faults.items()
+    ]
+
+
+# ---- the table
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Put the table of all that is declared into the page. RuntimeError if a fault has no row."""
+    known: dict[Named, Row] = {}
+    for row in sorted(rows, key=lambda row: row.recovery_s or 0.0):  # of several cases the one that took longest
+        known[row.named] = row
+    if missing := [f"{where}: {fault}" for fault, where in declared() if (fault, where) not in known]:
+        raise RuntimeError(f"nothing came of: {'; '.join(missing)}")
+    cells = [COLUMNS, tuple("-" * len(column) for column in COLUMNS)]
+    ordered = [known[fault] for fault in dict.fromkeys(declared())]
+    cells += [row.cells() for row in sorted(ordered, key=lambda row: (row.where, not row.engine))]
+    table = "\n".join(f"| {' | '.join(each)} |" for each in cells)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make reliability", description=__doc__)
+    parser.add_argument("--rows", type=Path, help="rows of an earlier run, which are kept where this one has none")
+    parser.add_argument("--soak-line", type=Path, help="last lines of soaks, in place of one of four minutes")
+    parser.add_argument("--tests", nargs="*", default=["tests"], help="where to look for tests (default: tests)")
+    options = parser.parse_args()
+    path = options.rows or Path(tempfile.mkstemp(prefix="fault-rows-")[1])
+    if options.tests:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "fault", f"--fault-rows={path}", *options.tests]
+        subprocess.run(command, check=True)
+    lines = options.soak_line.read_text() if options.soak_line else _soak()
+    rows = [Row(**json.loads(text)) for text in path.read_text().splitlines()]
+    write([*rows, *_soaked([each for each in lines.splitlines() if each.startswith("{")])])
+    return 0
+
+
+def _soak() -> str:
+    command = [sys.executable, "-m", "benchmarks.soak", "--seconds", str(SOAK_S)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
