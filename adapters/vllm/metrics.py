@@ -28,6 +28,11 @@ _registered: list[Any] = []
 class Stats(ECConnectorStats):
     """What one engine, or several, have handed over since the last line in the log."""
 
+    @classmethod
+    def of(cls, payload: dict[str, Any]) -> Stats:
+        """A payload's. It stays as it is: other loggers of vLLM's get the same one."""
+        return cls({part: dict(values) for part, values in payload.items()})
+
     def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
         for key, new in other.data.get("counters", {}).items():
             counters = self.data.setdefault("counters", {})
@@ -91,6 +96,7 @@ class PromMetrics(ECConnectorPromMetrics):
         }
         self._metrics: dict[str, tuple[Metric, Any]] = {}
         self._series: dict[tuple[str, int], Any] = {}
+        self._failed = False
         for metric in METRICS:
             more: dict[str, Any] = {}
             if metric.kind is Kind.GAUGE:
@@ -120,7 +126,11 @@ class PromMetrics(ECConnectorPromMetrics):
         try:
             self._observe(transfer_stats_data, engine_idx)
         except Exception:
-            logger.exception("encoder cache: metrics of engine %d are lost", engine_idx)
+            if not self._failed:
+                logger.exception(
+                    "encoder cache: metrics of engine %d are lost; later losses are not logged", engine_idx
+                )
+            self._failed = True
 
     def _observe(self, data: dict[str, Any], engine: int) -> None:
         for key, new in data["counters"].items():
