@@ -19,7 +19,7 @@ from lmcache_ec.adapters.vllm.plugin import register
 register(), register()
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 assert ECConnectorFactory._registry["ECLMCacheConnector"]() is connector
-assert connector.build_ec_connector_stats() is None
+assert connector.build_ec_connector_stats(dict()).is_empty()
 print("imported", *sorted(set(sys.modules) - before))
 from tests.unit.test_namespace import namespace
 print("namespace", namespace({str(model_path(MODEL))!r}))
@@ -46,14 +46,19 @@ def test_the_front_end_imports_the_class_without_the_cache(printed: dict[str, li
         "lmcache_ec.adapters",
         "lmcache_ec.adapters.vllm",
         "lmcache_ec.adapters.vllm.connector",
+        "lmcache_ec.adapters.vllm.decisions",
         "lmcache_ec.adapters.vllm.front_end",
         "lmcache_ec.adapters.vllm.identifiers",
+        "lmcache_ec.adapters.vllm.metric_table",
+        "lmcache_ec.adapters.vllm.metrics",
         "lmcache_ec.adapters.vllm.topology",
         "lmcache_ec.adapters.vllm.ours",
         "lmcache_ec.adapters.vllm.plugin",
         "lmcache_ec.adapters.vllm.start",
         "lmcache_ec.adapters.vllm.worker_calls",
+        "lmcache_ec.histogram",
         "lmcache_ec.key",
+        "lmcache_ec.tally",
         "lmcache_ec.version",
     }
     assert not any(name.split(".")[0] in ("lmcache", "numba") for name in imported)
