@@ -10,10 +10,6 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.logger import init_logger
 
-from lmcache_ec.config import ConfigError, load_config
-from lmcache_ec.tiers.kinds import kind_of
-from lmcache_ec.tiers.lane import lane_names
-
 from .metric_table import METRICS, PREFIX, Kind, Metric
 
 if TYPE_CHECKING:
@@ -158,6 +154,10 @@ class PromMetrics(ECConnectorPromMetrics):
 
 def _tiers(vllm_config: VllmConfig) -> list[str]:
     """Those of the configuration; none where that is wrong, which the engine itself says."""
+    from lmcache_ec.config import ConfigError, load_config
+    from lmcache_ec.tiers.kinds import kind_of
+    from lmcache_ec.tiers.lane import lane_names
+
     try:
         config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
     except ConfigError:
