@@ -193,7 +193,7 @@ class ECLMCacheConnector(ECConnectorBase):
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECConnectorStats | None:
         from .metrics import Stats
 
-        return Stats(data or {})
+        return Stats.of(data or {})
 
     @classmethod
     def build_prom_metrics(

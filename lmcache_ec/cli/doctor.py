@@ -92,7 +92,13 @@ class Report:
     command: str | None = None
     variables: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    prevents_start: list[str] = field(default_factory=list)
+    """Those of the problems with which no engine starts; with the others it starts, and the cache may not serve."""
     notes: list[str] = field(default_factory=list)
+
+    def prevent_start(self, *problems: str) -> None:
+        self.problems += problems
+        self.prevents_start += problems
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)
@@ -139,7 +145,7 @@ def _signing(report: Report, config: EncoderCacheConfig) -> None:
     try:
         key = config.signing_key()
     except ConfigError as error:
-        report.problems += error.args
+        report.prevent_start(*error.args)
     else:
         report.signing = key.id if key is not None else None
 
@@ -171,7 +177,7 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
             report.notes.append(f"{message(error)}; an engine would start without it and retry in the background")
         except (OSError, ValueError) as error:
             report.remotes[tier.name] = f"{tier.where}, refuses"
-            report.problems.append(message(error))
+            report.prevent_start(message(error))
         if tier.credentials:
             report.remotes[tier.name] += f"; credentials from {tier.credentials}"
 
@@ -194,7 +200,8 @@ def render(report: Report) -> str:
         "Remotes": [(name, state, report.look_ups.get(name, "")) for name, state in report.remotes.items()],
         "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
-        "Problems": [("-", text, "") for text in report.problems],
+        "Problems that prevent a start": [("-", text, "") for text in report.prevents_start],
+        "Problems": [("-", text, "") for text in report.problems if text not in report.prevents_start],
         "Keys near these": [(key["key"], key["accepted"], f"default: {key['default']}") for key in report.keys],
         "Notes": [("-", text, "") for text in report.notes],
     }
@@ -221,17 +228,17 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
         parsed = json.loads(extra)
     except ValueError as error:
         where = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-        report.problems.append(f'--extra is not JSON{where}: must be a map, for example \'{{"local_disk": "/data"}}\'')
+        report.prevent_start(f'--extra is not JSON{where}: must be a map, for example \'{{"local_disk": "/data"}}\'')
         return None
     if not isinstance(parsed, dict):
-        report.problems.append(
+        report.prevent_start(
             f'--extra is {masked_unknown(parsed)}: must be a map, for example \'{{"local_disk": "/data"}}\''
         )
         return None
     try:
         resolved = resolve(parsed, environ)
     except ConfigError as error:
-        report.problems += error.args
+        report.prevent_start(*error.args)
         report.keys = [asdict(entry) for entry in near_keys(error.args)]
         return None
     for key, origin in resolved.origins.items():
@@ -254,7 +261,7 @@ def _versions(report: Report) -> None:
     vllm, lmcache = report.versions["vllm"], report.versions["lmcache"]
     numbers = re.match(r"(\d+)\.(\d+)", vllm or "")
     if vllm is None:
-        report.problems.append("vLLM is not installed beside lmcache-ec: install lmcache-ec where vLLM is")
+        report.prevent_start("vLLM is not installed beside lmcache-ec: install lmcache-ec where vLLM is")
     elif numbers is None or not _OLDEST_VLLM <= (int(numbers[1]), int(numbers[2])) <= _NEWEST_VLLM:
         report.problems.append(f"vLLM {vllm} is installed: 0.30 to 0.33 are supported")
     if lmcache is not None and lmcache != _LMCACHE:
@@ -275,11 +282,11 @@ def _connector(report: Report, environ: Mapping[str, str]) -> None:
     report.connector = found[0] if found else None
     allowed = environ.get("VLLM_PLUGINS")
     if not found:
-        report.problems.append(
+        report.prevent_start(
             f"the entry point of {_CONNECTOR} is not registered: install lmcache-ec with pip into this environment"
         )
     elif allowed is not None and _PLUGIN not in allowed.split(","):
-        report.problems.append(f"VLLM_PLUGINS leaves {_CONNECTOR} out: add {_PLUGIN} to it, or unset it")
+        report.prevent_start(f"VLLM_PLUGINS leaves {_CONNECTOR} out: add {_PLUGIN} to it, or unset it")
 
 
 def _front_end(report: Report) -> None:
@@ -342,7 +349,7 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
     try:
         found = disk(folder)
     except OSError as error:
-        report.problems.append(f"local_disk={folder}: {error.strerror}")
+        report.prevent_start(f"local_disk={folder}: {error.strerror}")
         return
     exists = found.nearest == folder
     report.disk = {

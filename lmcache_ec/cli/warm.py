@@ -31,6 +31,7 @@ from lmcache_ec.tiers.disk import DiskTier
 _THREADS = 8
 _FAILURES = 16
 """So many answers in a row that the remote cannot be reached end the command."""
+_NAMED = 20
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB)?")
 _UNITS = {None: 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _NO_ROOM = (errno.EDQUOT, errno.ENOSPC)
@@ -76,6 +77,8 @@ class Report:
     chosen_bytes: int = 0
     listed: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    """The first of what went wrong with single entries."""
     copied_bytes: int = 0
     seen_bytes: int = 0
     problem: str = ""
@@ -85,6 +88,8 @@ class Report:
 
     def add(self, done: Done) -> None:
         self.outcomes[done.outcome] += 1
+        if done.problem and done.outcome is not Outcome.NO_ROOM and len(self.problems) < _NAMED:
+            self.problems.append(done.problem)
         self.seen_bytes += done.length
         self.copied_bytes += done.length if done.outcome is Outcome.COPIED else 0
 
@@ -101,6 +106,7 @@ class Report:
             "copied_bytes": self.copied_bytes,
             "full": self.full,
             "problem": self.problem,
+            "problems": self.problems,
             "interrupted": self.interrupted,
         }
 
@@ -271,10 +277,11 @@ def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, signing: SigningKey | 
             return Done(Outcome.ABSENT, length)
         header = entry.verify_named(data, wanted.name, signing)
     except entry.OtherVersion as error:
-        return Done(Outcome.OTHER_VERSION, length, str(error))
+        return Done(Outcome.OTHER_VERSION, length, f"{wanted.name.object_name}: {error}")
     except entry.EntryError as error:
         signed = error.reason is not entry.Reason.SIGNATURE
-        return Done(Outcome.CORRUPT if signed else Outcome.NOT_SIGNED, length, str(error))
+        outcome = Outcome.CORRUPT if signed else Outcome.NOT_SIGNED
+        return Done(outcome, length, f"{wanted.name.object_name}: {error}")
     except TierError as error:
         return Done(Outcome.UNREADABLE, length, message(error), isinstance(error, TierUnreachable))
     try:
@@ -330,6 +337,8 @@ def _print(report: Report, source: str) -> None:
     if report.began:
         copied = f"{precise_size(report.copied_bytes)} in {span(passed_s)}"
         typer.echo(f"{report.namespace}: {counted(report.chosen, 'entry')} of {source}: {', '.join(parts)}; {copied}")
+    for problem in report.problems:
+        typer.echo(f"  {problem}", err=True)
     if report.full:
         typer.echo(f"the disk is full: {report.full} (--evict makes room)", err=True)
     if report.problem:

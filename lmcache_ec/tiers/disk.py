@@ -162,7 +162,8 @@ class DiskTier(Tier):
         name = key.object_name
         with self._reporting("look for", name):
             try:
-                return find(self._kept.current().fd, name)
+                root = self._kept.current()  # held until the answer: its descriptor is closed with the last reference
+                return find(root.fd, name)
             except OSError as error:
                 if error.errno not in GONE:
                     raise

@@ -165,14 +165,14 @@ class RedisTier(Tier):
         One round trip: to each server of a Cluster, side by side; and one for each `batch_bytes` of buffers. What fails
         is the answer for its entry; TierError is raised only where nothing could be asked.
         """
-        action = f"read {len(wanted)} entries"
+        action = f"read {_entries(len(wanted))}"
         with self._call(action):
             replies = self._ask_each([Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
             return [self._answer(action, reply) for reply in replies]
 
     def contains_each(self, keys: Sequence[EntryName]) -> Answers:
         """`contains` for several entries, in one round trip, as `get_each_into`."""
-        action, names = f"look for {len(keys)} entries", [self._name(key) for key in keys]
+        action, names = f"look for {_entries(len(keys))}", [self._name(key) for key in keys]
         with self._call(action):
             # STRLEN says 0 of what is not there, too.
             replies = self._ask_each([Command((verb, name)) for name in names for verb in ("EXISTS", "STRLEN")])
@@ -435,6 +435,10 @@ def _or_raise(reply: object) -> Any:
     if isinstance(reply, Exception):
         raise reply
     return reply
+
+
+def _entries(number: int) -> str:
+    return "1 entry" if number == 1 else f"{number} entries"
 
 
 def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:

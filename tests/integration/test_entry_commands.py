@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.testbed.core import VERSIONS, of_another_version, wait_until
+from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload, wait_until
+from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec import entry
@@ -352,6 +353,20 @@ def test_the_newest_entries_of_a_remote_come_to_the_disk_and_stay_as_old_as_they
     assert three.disk.stored_bytes == sum(file.stat().st_size for file in three.folder.rglob("*.safetensors"))
 
 
+def test_an_engine_that_runs_on_the_folder_finds_what_was_warmed(stores: Stores) -> None:
+    with Bench(stores.folder) as bench:
+        bench.scanned()
+        key, spec = EncoderCacheKey(NAMESPACE, "picture"), spec_of_bench()
+        data = memoryview(bytearray(entry.entry_length(key.identifier, spec)))
+        entry.payload(data, key.identifier)[:] = payload(key.identifier)
+        entry.seal(data, key, spec, "host:1")
+        stores.redis.put(key, data)
+        assert not bench.fetch("picture")
+        assert answered("warm", NAMESPACE)["copied"] == 1
+        bench.until("its news is heard", lambda: bench.fetch("picture"))
+        assert bench.serves("picture")
+
+
 def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(stores: Stores, tmp_path: Path) -> None:
     put(stores.redis, "one", "two", "three", "ü")
     put(stores.redis, "one", namespace="other")
@@ -359,7 +374,7 @@ def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(st
     unnamed = run("warm", "--identifiers", str(tmp_path / "list"))
     assert (unnamed.exit_code, "holds 2 namespaces, name one: ns, other" in unnamed.stderr) == (1, True)
     report = answered("warm", "ns", "--identifiers", str(tmp_path / "list"))
-    assert (report["chosen"], report["copied"], report["absent"]) == (3, 2, 1)
+    assert (report["chosen"], report["copied"], report["absent"]) == (3, 2, 1), json.dumps(report)
     assert {found.digest for found in stores.disk.list("ns")} == {
         EncoderCacheKey("ns", it).digest for it in ("one", "ü")
     }
@@ -389,7 +404,9 @@ def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: St
     put(stores.redis, "good")
     result = run("warm", "--from", "redis", "--json")
     report = json.loads(result.stdout)
-    assert (result.exit_code, report["copied"], report["corrupt"], report["other_version"]) == (1, 1, 1, 1)
+    assert (result.exit_code, report["copied"], report["corrupt"], report["other_version"]) == (1, 1, 1, 1), json.dumps(
+        report
+    )
     assert [found.digest for found in stores.disk.list("ns")] == [EncoderCacheKey("ns", "good").digest]
 
 

@@ -141,6 +141,23 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
 
 
+def test_look_ups_of_many_threads_find_what_is_there(tmp_path: Path) -> None:
+    tier, keys = DiskTier(tmp_path, MIB), [EncoderCacheKey("ns", f"picture {number}") for number in range(50)]
+    for key in keys:
+        tier.put(key, value("a", 10))
+
+    def look(key: EncoderCacheKey) -> set[int | None]:
+        return {tier.contains(key) for _ in range(100)}
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert set.union(*threads.map(look, keys)) == {10}
+    finally:
+        sys.setswitchinterval(interval)
+
+
 def test_a_living_neighbours_temporary_is_left_alone(tmp_path: Path) -> None:
     """The neighbour is stopped in the middle of a write, then goes on."""
     code = """

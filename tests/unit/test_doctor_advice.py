@@ -60,6 +60,16 @@ def test_the_command_has_the_role_that_is_meant_and_the_kv_connector_of_the_file
             assert transfer == {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
+def test_problems_that_prevent_a_start_are_told_from_others() -> None:
+    report = examine('{"max_local_cpu_size": 1048576}', {"VLLM_PLUGINS": "other"})
+    (plugins,) = report.prevents_start
+    assert "add lmcache_ec" in plugins
+    assert any("LocalCPU may grow" in problem for problem in report.problems)
+    text = render(report)
+    assert text.index("Problems that prevent a start") < text.index(plugins) < text.index("\nProblems\n")
+    assert examine('{"epoch": "x"}', {}).prevents_start
+
+
 @pytest.mark.parametrize(
     ("lookup", "said"),
     [
