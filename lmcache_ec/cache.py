@@ -9,7 +9,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from lmcache_ec import arena
@@ -53,6 +53,7 @@ from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
+from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
 from lmcache_ec.staging import Staging
@@ -113,7 +114,7 @@ class EncoderCache:
         self._tiers: list[str] = []
         self._read_only = config.read_only_tiers
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
-        self._handed = (-1, -1)  # the book's revision, and the ping, of the last ledger
+        self._handed = (-1, -1)  # revision of the book, and ping, of the last ledger
         self._closed = False
         self._arena_fd = arena.create(capacity)
         self._store = Supervisor(
@@ -124,7 +125,8 @@ class EncoderCache:
             complaints=self._complaints,
             follower=self,
         )
-        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._absent)
+        self.policy = LoadPolicy(always=config.load_policy == "always")
+        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._candidates, self.policy)
         self._ranks: list[Link] = []
         self.staging = Staging(self._ranks, self._complaints)
         self._rank_takers: list[tuple[Link, _Take]] = []
@@ -179,16 +181,28 @@ class EncoderCache:
         )
         return True
 
-    def fetch(self, identifier: str, length: int, now: float, announced: bool = False) -> bool:
-        """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come.
+    def fetch(
+        self,
+        identifier: str,
+        length: int,
+        now: float,
+        announced: bool = False,
+        encode_s: float | None = None,
+        early: bool = False,
+    ) -> bool:
+        """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come, or if that is
+        expected to take longer than `encode_s` (None: it is fetched whatever that takes). An `early` no is not counted.
 
         Single-flight: while one is under way, the answer is True and nothing more is asked. One that was `announced`
-        may have been written after the last listing, or be about to be: it is asked for, again and again, until the
-        caller has waited long enough.
+        may be written only now: it is asked for, again and again, until the caller has waited long enough.
         """
         if self.under_way(identifier, now):
             return True
-        return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced)
+        return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced, encode_s, early)
+
+    def late(self, identifier: str, now: float) -> None:
+        """A request has waited in vain for an entry that is under way."""
+        self._fetches.late(identifier, now)
 
     def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
         """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
@@ -201,10 +215,10 @@ class EncoderCache:
         """Whether there are tiers to ask, and somebody who does."""
         return self._presence is not None and self.ready and self.persists and self._responsive(now)
 
-    def _absent(self, digest: bytes) -> bool:
-        """Whether no tier has the entry of this key, as far as each is known."""
-        presence = self._presence
-        return presence is not None and presence.all_complete and not self._enters and not presence.may_contain(digest)
+    def _candidates(self, digest: bytes) -> Sequence[int]:
+        """The tiers that may have the entry of this key, as far as each is known, in their order."""
+        presence = None if self._enters else self._presence
+        return range(len(self._tiers)) if presence is None else presence.candidates(digest)
 
     def covers(self, tiers: int) -> bool:
         """Whether a consumer finds what these tiers have: the remotes, all that are written; without any, the disk."""
@@ -263,6 +277,7 @@ class EncoderCache:
         return {
             **self.book.snapshot(),
             **self._fetches.counts,
+            **self.policy.snapshot(self._tiers),
             "fetches_under_way": len(self._fetches),
             "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
@@ -384,10 +399,11 @@ class EncoderCache:
 
     def _from_rank(self, rank: int, message: object, fds: list[int], now: float) -> None:
         match message:
-            case Report(step=step, outcomes=outcomes):
+            case Report(step=step, outcomes=outcomes, encode_s=encode_s):
                 self.book.report(rank, step, outcomes, self._store.alive())
                 if rank == 0:  # all have the same to do, and that one saves, too
                     self.copies.add(message.load_ns, message.save_ns)
+                    self.policy.encoded(step, encode_s)
             case Attached(registers=registers):
                 self._growth.rank_attached(rank, registers)
             case WeightsReport(calls=calls, digest=digest):
@@ -400,10 +416,10 @@ class EncoderCache:
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
             case Filled():
-                spec = TensorSpec(message.rows, message.width, message.dtype)
-                place = self.book.filled(message.place, spec, message.tier, self._tiers.index(message.tier))
+                spec, tier = TensorSpec(message.rows, message.width, message.dtype), self._tiers.index(message.tier)
+                place = self.book.filled(message.place, spec, message.tier, tier)
                 if place is not None:
-                    self._fetches.filled(place.identifier)
+                    self._fetches.filled(place.identifier, tier, message.seconds, now)
             case NotFilled():
                 self._fetches.not_filled(message, now)
             case Sealed(place=place_id, ok=ok):

@@ -70,7 +70,8 @@ class Enter(Message, frozen=True):
 class Fill(Message, frozen=True):
     """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
 
-    With `insist` a tier is asked even if its listing lacks the entry.
+    With `insist` a tier is asked even if its listing lacks the entry. Only `tiers` are asked (a bit each, in their
+    order; 0: all).
     """
 
     place: int
@@ -79,6 +80,7 @@ class Fill(Message, frozen=True):
     namespace: str
     identifier: str
     insist: bool = False
+    tiers: int = 0
 
 
 class Write(Message, frozen=True):
@@ -141,13 +143,14 @@ class Entered(Message, frozen=True):
 
 
 class Filled(Message, frozen=True):
-    """The place holds the verified entry of shape (rows, width), read from `tier`."""
+    """The place holds the verified entry of shape (rows, width), read from `tier` in so many seconds."""
 
     place: int
     rows: int
     width: int
     dtype: str
     tier: str
+    seconds: float = 0.0
 
 
 class NotFilled(Message, frozen=True):
@@ -333,12 +336,14 @@ class Report(Message, frozen=True):
     """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named.
 
     `load_ns` and `save_ns` are what its loads and saves took in the forward pass; 0: it had none.
+    `encode_s`: what the encoder took in this step, seconds; 0 if it was not measured.
     """
 
     step: int
     outcomes: list[tuple[int, Outcome, int]]
     load_ns: int = 0
     save_ns: int = 0
+    encode_s: float = 0.0
 
 
 class WeightsReport(Message, frozen=True):

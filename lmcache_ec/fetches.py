@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from lmcache_ec.book import Book
 from lmcache_ec.channel import Fill, Locate, NotFilled
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.recent import Recent
 from lmcache_ec.supervisor import Supervisor
 
@@ -33,24 +34,48 @@ class Probe:
     held: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Asked:
+    """An entry that the store process was asked for at a time (monotonic seconds), so many times.
+
+    `tiers` are those that it may ask (a bit each, 0: all), `first` is the one of them that is expected to have it.
+    """
+
+    length: int
+    tiers: int
+    first: int
+    at: float
+    times: int = 0
+    late: bool = False
+
+
 class Fetches:
-    """Runs on the scheduler's thread alone; no call waits.
+    """Runs under the scheduler side's turn alone; no call waits.
 
     Single-flight: an identifier is asked for once at a time, in `namespace`. A miss is remembered for two seconds. An
-    entry is believed to be one up to `largest` bytes. `absent` says of a key's digest that no tier can have it.
+    entry is believed to be one up to `largest` bytes. `candidates` says of a key's digest which tiers may have it, in
+    the order in which they are asked. `policy` learns from each answer.
     """
 
     def __init__(
-        self, book: Book, store: Supervisor, namespace: str, largest: int, absent: Callable[[bytes], bool]
+        self,
+        book: Book,
+        store: Supervisor,
+        namespace: str,
+        largest: int,
+        candidates: Callable[[bytes], Sequence[int]],
+        policy: LoadPolicy,
     ) -> None:
         self.counts = {"filtered": 0, "fetches": 0, "fetch_misses": 0, "probes": 0}
         self._book = book
         self._store = store
         self._namespace = namespace
         self._largest = largest
-        self._absent = absent
-        self._under_way: dict[str, int] = {}  # identifier -> times asked
-        self._put_off: deque[tuple[str, int]] = deque()  # there, and waiting for the budget of fills
+        self._candidates = candidates
+        self._policy = policy
+        self._under_way: dict[str, Asked] = {}
+        self._waiting: dict[int, int] = {}  # tier -> entries under way that it is expected to have
+        self._put_off: deque[tuple[str, Asked]] = deque()  # there, and waiting for the budget of fills
         self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
         self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._probes: dict[int, tuple[str, int, Probe]] = {}  # not yet answered
@@ -64,19 +89,62 @@ class Fetches:
 
     # ---- entries
 
-    def fetch(self, identifier: str, length: int, now: float, announced: bool) -> bool:
+    def fetch(
+        self,
+        identifier: str,
+        length: int,
+        now: float,
+        announced: bool,
+        encode_s: float | None = None,
+        early: bool = False,
+    ) -> bool:
         """See `EncoderCache.fetch`."""
         if len(self._under_way) >= _AT_ONCE or length > self._book.capacity or self._unusable.holds(identifier, now):
             return False
+        tiers = self._candidates(EncoderCacheKey(self._namespace, identifier).digest)
         if announced:
             just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
-            return just_missed or self._ask(identifier, length, certain=False, insist=True)
+            return just_missed or self._begin(identifier, length, now, tiers, insist=True)
         if self._misses.holds(identifier, now):
             return False
-        return not self._filtered(identifier) and self._ask(identifier, length, certain=False)
+        if not tiers:
+            self.counts["filtered"] += 1
+            return False
+        if encode_s is None:
+            return self._begin(identifier, length, now, tiers)
+        decision = self._policy.decide(tiers, length, encode_s, self._waiting)
+        if early and not decision.tiers:
+            return False  # the request's first pass decides, and counts
+        if not early or decision.tiers:
+            decision = self._policy.settle(decision, tiers, length, encode_s, now)
+        if decision.measure is not None:
+            self._begin(identifier, length, now, [decision.measure], only=1 << decision.measure)
+        return bool(decision.tiers) and self._begin(identifier, length, now, tiers, only=decision.tiers)
 
-    def filled(self, identifier: str) -> None:
-        self._under_way.pop(identifier, None)
+    def _begin(
+        self, identifier: str, length: int, now: float, tiers: Sequence[int], *, only: int = 0, insist: bool = False
+    ) -> bool:
+        first = next((tier for tier in tiers if not only or only >> tier & 1), -1)
+        return self._ask(identifier, Asked(length, only, first, now), certain=False, insist=insist)
+
+    def filled(self, identifier: str, tier: int, seconds: float, now: float) -> None:
+        """An entry has come; `tier` took so long for it."""
+        asked = self._end(identifier)
+        if asked is not None and seconds > 0:
+            self._policy.delivered(tier, asked.length, seconds, now)
+
+    def late(self, identifier: str, now: float) -> None:
+        """Somebody has waited in vain for as long as an encode takes."""
+        asked = self._under_way.get(identifier)
+        if asked is not None and not asked.late and asked.first >= 0:
+            asked.late = True
+            self._policy.late(asked.first, asked.length, now - asked.at)
+
+    def _end(self, identifier: str) -> Asked | None:
+        asked = self._under_way.pop(identifier, None)
+        if asked is not None:
+            self._waiting[asked.first] -= 1
+        return asked
 
     def not_filled(self, answer: NotFilled, now: float) -> None:
         """A miss, or an entry of another length than guessed: then it is fetched once more.
@@ -87,8 +155,10 @@ class Fetches:
         if answer.namespace != self._namespace:
             return  # nobody waits for it any more
         plausible = 0 < answer.length <= self._largest
-        if plausible and self._under_way.get(answer.identifier, 0) == 1:
-            self._put_off.append((answer.identifier, answer.length))
+        asked = self._under_way.get(answer.identifier)
+        if plausible and asked is not None and asked.times == 1:
+            asked.length = answer.length
+            self._put_off.append((answer.identifier, asked))
             return
         if answer.length > self._largest or answer.kept:
             self._unusable.add(answer.identifier, now)
@@ -97,46 +167,45 @@ class Fetches:
     def ask_again(self, now: float) -> None:
         """Fetch what is there, with its length, as far as the budget of fills goes; the others wait for its turn."""
         while self._put_off:
-            identifier, length = self._put_off[0]
+            identifier, asked = self._put_off[0]
             if self._book.live(identifier) is not None or self._book.under_way(identifier):
-                self.filled(identifier)  # encoded and saved meanwhile
-            elif not self._ask(identifier, length, certain=True, insist=True):
+                self._end(identifier)  # encoded and saved meanwhile
+            elif not self._ask(identifier, asked, certain=True, insist=True):
                 if self._book.filling or self._book.growing:
                     return
                 self._miss(identifier, now)
             self._put_off.popleft()
 
-    def _ask(self, identifier: str, length: int, certain: bool, insist: bool = False) -> bool:
+    def _ask(self, identifier: str, asked: Asked, certain: bool, insist: bool = False) -> bool:
         """Ask the store process for an entry, with a place for it where its length is known."""
+        length = asked.length
         place = self._book.reserve_fill(identifier, length, self._store.number, certain) if length else None
         if place is None and length and certain:
             return False  # without one it is asked for all the same: once it is known to be there, room may be made
         fill = (place.id, place.offset, place.length) if place else (0, 0, 0)
-        asked = self._store.send(Fill(*fill, self._namespace, identifier, insist))
-        if asked:
+        sent = self._store.send(Fill(*fill, self._namespace, identifier, insist, asked.tiers))
+        if sent:
             self.counts["fetches"] += 1
-            self._under_way[identifier] = self._under_way.get(identifier, 0) + 1
+            asked.times += 1
+            if identifier not in self._under_way:
+                self._under_way[identifier] = asked
+                self._waiting[asked.first] = self._waiting.get(asked.first, 0) + 1
         elif place is not None:
             self._book.filled(place.id, None)
-        return asked
+        return sent
 
     def _miss(self, identifier: str, now: float) -> None:
-        self._under_way.pop(identifier, None)
+        self._end(identifier)
         self.counts["fetch_misses"] += 1
         self._misses.add(identifier, now)
-
-    def _filtered(self, identifier: str) -> bool:
-        if not self._absent(EncoderCacheKey(self._namespace, identifier).digest):
-            return False
-        self.counts["filtered"] += 1
-        return True
 
     # ---- which tiers have one
 
     def probe(self, identifier: str, length: int, tiers: int, now: float) -> Probe:
         """See `EncoderCache.probe`. `tiers` are those that are asked, a bit each."""
         probe, number = Probe(now), self._probed + 1
-        if self._filtered(identifier):
+        if not self._candidates(EncoderCacheKey(self._namespace, identifier).digest):
+            self.counts["filtered"] += 1
             return self._answer(identifier, tiers, probe, 0)
         question = Locate(number, self._namespace, identifier, length, tiers)
         if len(self._probes) >= _AT_ONCE or not self._store.send(question):
@@ -176,5 +245,5 @@ class Fetches:
     def forget(self, namespace: str) -> None:
         """Entries are asked for in this namespace from now on."""
         self._namespace = namespace
-        for asked in (self._under_way, self._put_off, self._misses, self._unusable, self._probes):
-            asked.clear()
+        for known in (self._under_way, self._waiting, self._put_off, self._misses, self._unusable, self._probes):
+            known.clear()

@@ -103,6 +103,14 @@ class PresenceFilter:
                     break  # a no: on to the next tier
         return False
 
+    def candidates(self, digest: bytes) -> list[int]:
+        """Which tiers, by their numbers, may hold the key: `may_contain` says so, or not all of one is known."""
+        return [
+            number
+            for number, tier in enumerate(self._sections)
+            if not self.complete(tier) or self.may_contain(digest, tier)
+        ]
+
     def complete(self, tier: str) -> bool:
         """Whether all that `tier` holds has been added. KeyError for a tier that was not named at creation."""
         return self._map[self._flags[tier]] == 1

@@ -162,9 +162,16 @@ class Rank:
                     durable.add(answer.place)
         return durable & places
 
-    def report(self, step: int, outcomes: list[tuple[int, Outcome, int]], load_ns: int = 0, save_ns: int = 0) -> None:
+    def report(
+        self,
+        step: int,
+        outcomes: list[tuple[int, Outcome, int]],
+        load_ns: int = 0,
+        save_ns: int = 0,
+        encode_s: float = 0.0,
+    ) -> None:
         """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
-        message = Report(step, outcomes, load_ns, save_ns)
+        message = Report(step, outcomes, load_ns, save_ns, encode_s)
         with self._lock:
             self._post(message)
 

@@ -331,12 +331,13 @@ class Store:
             partial(self._landed, fill),
             fill.insist,
             time.monotonic() + self._start.deadline_s if self._start else NEVER,
+            tiers=fill.tiers,
         )
 
     def _answer(self, fill: Fill, answer: Answer) -> None:
         match answer:
-            case Found(spec=spec, tier=tier):
-                self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, tier))
+            case Found(spec=spec, tier=tier, seconds=seconds):
+                self._post(Filled(fill.place, spec.rows, spec.width, spec.dtype, tier, seconds))
             case Elsewhere(length=length):
                 self._post(NotFilled(fill.place, fill.namespace, fill.identifier, length))
             case Absent(kept=kept):

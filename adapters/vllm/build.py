@@ -85,7 +85,8 @@ def _scheduler_side(
 ) -> SchedulerSide:
     import vllm
 
-    from lmcache_ec.cache import EncoderCache, Engine
+    from lmcache_ec.cache import EncoderCache
+    from lmcache_ec.engine import Engine
     from lmcache_ec.entry import MAX_PRODUCER_BYTES
 
     from .announcement import Announcer
@@ -146,6 +147,7 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
     if not config.enabled or why_inert(vllm_config) or rank >= loading_ranks(vllm_config):
         return None
     from .agreement import agree
+    from .encode_clock import clock_for
     from .packed_weights import note_packed_weights
     from .worker import WorkerSide
 
@@ -161,7 +163,7 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
         logger.warning("encoder cache: torch registers no memory with %s: copies are slower, pageable memory", kind)
     alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
     flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
-    return WorkerSide(rank, copier, list if alone else agree, logger, flush_s)
+    return WorkerSide(rank, copier, list if alone else agree, logger, flush_s, clock_for(kind))
 
 
 def _copier(kind: str) -> Copier:

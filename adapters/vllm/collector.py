@@ -97,8 +97,7 @@ class Collector:
         self._sources = {kind: [] for kind in Kind}
         self._states = []
         for metric in METRICS:
-            in_memory = () if metric.name.startswith("tier_") else ("cpu",)
-            for labels, count in metric.sources({**FIXED, "tier": (*in_memory, *tiers), "modality": modalities}):
+            for labels, count in metric.sources(tiers, modalities):
                 key = "|".join((metric.name, *labels))
                 if metric.state:
                     self._states += [(f"{key}|{state}", count, i) for i, state in enumerate(FIXED[metric.state])]

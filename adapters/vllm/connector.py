@@ -148,6 +148,7 @@ class ECLMCacheConnector(ECConnectorBase):
         side = self._worker
         if side is not None:
             self._guarded(lambda: side.load(encoder_cache), None)
+            self._guarded(side.begin_encodes, None)
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         side = self._worker
@@ -192,7 +193,7 @@ class ECLMCacheConnector(ECConnectorBase):
     def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> ECConnectorStats | None:
         from .metrics import Stats
 
-        return Stats(data or {})
+        return Stats.of(data or {})
 
     @classmethod
     def build_prom_metrics(

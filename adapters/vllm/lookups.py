@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import MISFIT_REMEMBERED_S
@@ -70,17 +72,37 @@ class LookUps:
             return False
         return self._widths.setdefault(item.modality, spec.width) == spec.width
 
-    def can_come(self, item: Item) -> bool:
-        """Whether the item is under way into the arena, after starting that if a tier may have it."""
-        coming = [self._name_can_come(name, item) for name in item.names] if self.serves(item) else []
+    def can_come(self, item: Item, among: Sequence[Item], early: bool = False) -> bool:
+        """Whether the item is under way into the arena, after starting that if a tier may have it and is expected to
+        deliver before what the request lacks `among` its items would be encoded. An `early` no is not the last word."""
+        coming = [self._name_can_come(name, item, among, early) for name in item.names] if self.serves(item) else []
         return any(coming)
 
-    def _name_can_come(self, name: Name, item: Item) -> bool:
+    def _name_can_come(self, name: Name, item: Item, among: Sequence[Item], early: bool) -> bool:
         if self._misfits.holds(item.shape_of(name), self._now):
             return False
-        if name.durability is Durability.PERSISTENT:
-            return self._cache.fetch(name.text, self._length(name.text, item), self._now, item.announced)
-        return self._cache.under_way(name.text, self._now)
+        if name.durability is not Durability.PERSISTENT or self._cache.under_way(name.text, self._now):
+            return self._cache.under_way(name.text, self._now)
+        length, encode_s = self._length(name.text, item), None
+        if self._weighs(item):
+            encode_s = self._encode_s([one for one in among if self.held(one) is None])
+        return self._cache.fetch(name.text, length, self._now, item.announced, encode_s, early)
+
+    def _weighs(self, item: Item) -> bool:
+        """Whether it may be encoded instead, and nobody has stored it for just this request."""
+        return not self._cache.policy.always and item.encodable and not item.announced
+
+    def _encode_s(self, items: Sequence[Item]) -> float:
+        return self._cache.policy.encode_s((item.modality, item.rows) for item in items)
+
+    def patience_s(self, longest_s: float, pending: Sequence[Item]) -> float:
+        """How long a request waits for what can still come: no longer than an encode would take."""
+        return min(longest_s, self._encode_s(pending)) if all(map(self._weighs, pending)) else longest_s
+
+    def late(self, item: Item) -> None:
+        """The request has waited in vain."""
+        for name in item.names:
+            self._cache.late(name.text, self._now)
 
     def _length(self, name: str, item: Item) -> int:
         spec = self.spec(item)

@@ -46,13 +46,15 @@ class Metric:
         named = re.findall(r"\{(\w+)\}", self.of) if isinstance(self.of, str) else [self.label]
         return (*named, self.state) if self.state else tuple(named)
 
-    def sources(self, values: Mapping[str, Sequence[str]]) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The labels' values, and the count that is meant; `values` are those that each label may have."""
+    def sources(self, tiers: Sequence[str], modalities: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
+        """The labels' values, and the count that is meant; without the label of a state."""
+        in_memory = () if self.name.startswith("tier_") else ("cpu",)
+        values = {**FIXED, "tier": (*in_memory, *tiers), "modality": modalities}
         if isinstance(self.of, dict):
             yield from (((value,), count) for value, count in self.of.items())
             return
         names = [name for name in self.labels if name != self.state]
-        for chosen in product(*(values.get(name, ()) for name in names)):
+        for chosen in product(*(values[name] for name in names)):
             yield chosen, self.of.format(**dict(zip(names, chosen, strict=True)))
 
 
@@ -174,7 +176,7 @@ METRICS = (
     ),
 )
 
-FIXED = {"reason": MISS_REASONS, "result": ("hit", "miss"), "state": STATES}
+FIXED: Mapping[str, Sequence[str]] = {"reason": MISS_REASONS, "result": ("hit", "miss"), "state": STATES}
 """The values of those labels that do not depend on the engine."""
 
 

@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.logger import init_logger
 
-from .metric_table import FIXED, METRICS, PREFIX, Kind, Metric
+from .metric_table import METRICS, PREFIX, Kind, Metric
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,6 +23,11 @@ _registered: list[Any] = []
 
 class Stats(ECConnectorStats):
     """What one engine, or several, have handed over since the last line in the log."""
+
+    @classmethod
+    def of(cls, payload: dict[str, Any]) -> Stats:
+        """A payload's. It stays as it is: other loggers of vLLM's get the same one."""
+        return cls({part: dict(values) for part, values in payload.items()})
 
     def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
         for key, new in other.data.get("counters", {}).items():
@@ -87,6 +92,7 @@ class PromMetrics(ECConnectorPromMetrics):
         }
         self._metrics: dict[str, tuple[Metric, Any]] = {}
         self._series: dict[tuple[str, int], Any] = {}
+        self._failed = False
         for metric in METRICS:
             more: dict[str, Any] = {}
             if metric.kind is Kind.GAUGE:
@@ -101,21 +107,26 @@ class PromMetrics(ECConnectorPromMetrics):
             )
             _registered.append(made)
             self._metrics[metric.name] = metric, made
-        self._begin_at_zero()
+        self._begin_at_zero(_tiers(vllm_config))
 
-    def _begin_at_zero(self) -> None:
-        """What is known to exist is there before it is counted, so that a rate has a first value to start from."""
+    def _begin_at_zero(self, tiers: list[str]) -> None:
+        """What can be known to exist is there before it is counted: to Prometheus, a series that appears with a value
+        has not changed."""
         for metric in METRICS:
-            for engine in self.per_engine_labelvalues:
-                if metric.kind is not Kind.GAUGE and not {"tier", "modality"}.intersection(metric.labels):
-                    for labels, _ in metric.sources(FIXED):
+            if metric.kind is not Kind.GAUGE:
+                for labels, _ in metric.sources(tiers, ()):
+                    for engine in self.per_engine_labelvalues:
                         self._child("|".join((metric.name, *labels)), engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         try:
             self._observe(transfer_stats_data, engine_idx)
         except Exception:
-            logger.exception("encoder cache: metrics of engine %d are lost", engine_idx)
+            if not self._failed:
+                logger.exception(
+                    "encoder cache: metrics of engine %d are lost; later losses are not logged", engine_idx
+                )
+            self._failed = True
 
     def _observe(self, data: dict[str, Any], engine: int) -> None:
         for key, new in data["counters"].items():
@@ -139,6 +150,20 @@ class PromMetrics(ECConnectorPromMetrics):
             child = self._metrics[name][1].labels(*self.per_engine_labelvalues[engine], *labels)
             self._series[key, engine] = child
         return child
+
+
+def _tiers(vllm_config: VllmConfig) -> list[str]:
+    """Those of the configuration; none where that is wrong, which the engine itself says."""
+    from lmcache_ec.config import ConfigError, load_config
+    from lmcache_ec.tiers.kinds import kind_of
+    from lmcache_ec.tiers.lane import lane_names
+
+    try:
+        config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    except ConfigError:
+        return []
+    disk = ["disk"] if config.local_disk else []
+    return lane_names([*disk, *(kind_of(url).name for url in config.remotes)])
 
 
 def _unregister() -> None:

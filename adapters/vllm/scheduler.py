@@ -147,10 +147,11 @@ class SchedulerSide:
         if self.cache.weights.moved:  # a pass follows them
             return
         signed = signed_identifiers(request.trace_headers, [feature.identifier for feature in request.mm_features])
-        for item in self._items_of(request, signed, self._own(announced(request))):
+        items = self._items_of(request, signed, self._own(announced(request)))
+        for item in items:
             covered = item.identifier in self._mirror or self._computed.holds(item.identifier, now)
             if item.start < self._policy.window and not covered and self._look_ups.find(item) is None:
-                self.counts["early_look_ups"] += self._look_ups.can_come(item)
+                self.counts["early_look_ups"] += self._look_ups.can_come(item, items, early=True)
 
     # ---- before an item is scheduled
 
@@ -273,18 +274,21 @@ class SchedulerSide:
             return False
         end = memo.computed + self._policy.window
         wanted = [item for item in memo.items if item.start < end and item.end > memo.computed]
-        standings = [self._standing(memo, item) for item in wanted]
+        standings = [self._standing(memo, item, wanted) for item in wanted]
         if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
-            standings = [self._standing(memo, item) for item in wanted]
+            standings = [self._standing(memo, item, wanted) for item in wanted]
         hopeless = any(s is Standing.MISSED and not item.encodable for item, s in zip(wanted, standings, strict=True))
         if Standing.PENDING in standings and not hopeless:
-            if not self._waited(memo):
+            pending = [item for item, standing in zip(wanted, standings, strict=True) if standing is Standing.PENDING]
+            if not self._waited(memo, pending):
                 self.counts["deferred_passes"] += 1
                 return False
             self.counts["timeouts"] += 1
             for item, standing in zip(wanted, standings, strict=True):
                 item.late = standing is Standing.PENDING
                 item.missed |= item.late
+            for item in pending:
+                self._look_ups.late(item)
         standing_of = zip(wanted, standings, strict=True)
         if any((item.missed or standing is Standing.MISSED) and not item.encodable for item, standing in standing_of):
             self.counts["unavailable"] += 1
@@ -308,13 +312,16 @@ class SchedulerSide:
             self._start_deadline = self._now + self._policy.start_timeout_s
         return self._now < self._start_deadline
 
-    def _waited(self, memo: Memo) -> bool:
+    def _waited(self, memo: Memo, pending: list[Item]) -> bool:
         """Whether the request has waited for as long as it may, all its waits together."""
         if memo.waiting_since is None:
             memo.waiting_since = self._now
-        return memo.waited_s + self._now - memo.waiting_since >= memo.deadline_s
+        longest_s = (
+            memo.deadline_s if self._producer is not None else self._look_ups.patience_s(memo.deadline_s, pending)
+        )
+        return memo.waited_s + self._now - memo.waiting_since >= longest_s
 
-    def _standing(self, memo: Memo, item: Item) -> Standing:
+    def _standing(self, memo: Memo, item: Item, among: list[Item]) -> Standing:
         """An item that carries nothing to encode is in nobody's hands but ours until the request holds it: vLLM may
         evict its own copy before that, so only a lease will do."""
         identifier = item.identifier
@@ -335,7 +342,7 @@ class SchedulerSide:
             return self._staged(memo, item)
         if place is not None:  # over the budget of leases: promised if it is still there when it is asked for
             return Standing.SETTLED if item.encodable else Standing.PENDING
-        item.missed = item.missed or not self._look_ups.can_come(item)
+        item.missed = item.missed or not self._look_ups.can_come(item, among)
         item.awaited |= not item.missed
         return Standing.MISSED if item.missed else Standing.PENDING
 
@@ -351,7 +358,7 @@ class SchedulerSide:
             case Readiness.PENDING:
                 return Standing.PENDING
             case Readiness.NO_ROOM:  # a healthy device is no reason to fail: at last the step loads it
-                return Standing.SETTLED if self._waited(memo) else Standing.PENDING
+                return Standing.SETTLED if self._waited(memo, [item]) else Standing.PENDING
         return Standing.SETTLED
 
     # ---- within a pass
@@ -563,11 +570,14 @@ class SchedulerSide:
         again = self._reserve_again(scheduler_output)
         bearers = self._bearers(scheduler_output.num_scheduled_tokens) if self._loads else {}
         copies = bool(bearers or self._saves or retries)
-        look = self._looks(copies)
-        if not (copies or look or book.outstanding()):
+        look, encodes = self._looks(copies), scheduler_output.scheduled_encoder_inputs
+        timed = bool(encodes) and self._policy.consumer and not self.cache.policy.always
+        if not (copies or look or timed or book.outstanding()):
             return StepMetadata()
         self._step += 1
-        encodes = scheduler_output.scheduled_encoder_inputs
+        if timed:
+            encoded = [self._items(request_id)[index] for request_id, indices in encodes.items() for index in indices]
+            self.cache.policy.begin_encodes(self._step, [(item.modality, item.rows) for item in encoded])
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes, look=look)
         meta.namespace, meta.weights = self.cache.namespace, self.cache.held
         for identifier, (saved, request_id, index) in self._saves.items():

@@ -17,6 +17,7 @@ from lmcache_ec.entry import room
 from lmcache_ec.rank import LINGER_S, Rank
 
 from .copier import Copier
+from .encode_clock import EncodeClock
 from .orders import Load, Orders, Save
 from .tensors import dtype_name, view
 from .topology import SAVING_RANK
@@ -41,7 +42,13 @@ class WorkerSide:
     """
 
     def __init__(
-        self, rank: int, copier: Copier, agree: Agree, logger: logging.Logger, producer_flush_s: float = 0.0
+        self,
+        rank: int,
+        copier: Copier,
+        agree: Agree,
+        logger: logging.Logger,
+        producer_flush_s: float = 0.0,
+        clock: EncodeClock | None = None,
     ) -> None:
         """`producer_flush_s` is 0 for all but a producer: how long a step that saves may wait until its entries are
         durable, because vLLM's answer tells consumers that they can fetch them."""
@@ -51,6 +58,8 @@ class WorkerSide:
         self._agree = agree
         self._logger = logger
         self._complaints = Complaints(logger)
+        self._clock = clock or EncodeClock()
+        self._planned = 0  # items to encode in this step
         self.weights: EncoderWeights | None = None
         """Of this rank's encoder, where they are watched."""
         self._outdated = False  # whether this step was made up for other weights
@@ -75,6 +84,7 @@ class WorkerSide:
         self._copier.begin_step()
         if self._meta is None:
             return
+        self._planned = _count(meta)
         if meta.look and self.weights is not None:
             self.weights.look()
         self._outdated = self.weights is not None and not self.weights.are(meta.weights, self._number)
@@ -134,6 +144,11 @@ class WorkerSide:
             cache.pop(load.identifier, None)
             _encode(meta.encoder_inputs, load.item)
 
+    def begin_encodes(self) -> None:
+        """All is loaded, and vLLM's encoder runs next: timed if it encodes what the scheduler side knows of."""
+        if self._meta is not None and self._planned and _count(self._meta) == self._planned:
+            self._clock.begin()
+
     def encode_again(self) -> None:
         """Add a producer's items that vLLM counts as cached, and no rank has, to what the encoder is about to encode.
 
@@ -146,6 +161,7 @@ class WorkerSide:
 
     def save(self, cache: EncoderTensors, identifier: str) -> None:
         """Copy a new encoder output into the place that the scheduler side reserved for it, if it did."""
+        self._clock.end()
         if self._number == SAVING_RANK and self._meta is not None:
             order = self._meta.saves.get(identifier)
             if order is not None:
@@ -195,7 +211,7 @@ class WorkerSide:
 
         Raises what the device says if copies failed: then nothing more can be reported, see `abandon`.
         """
-        meta, rank = self._meta, self._rank
+        meta, rank, encode_s = self._meta, self._rank, self._clock.take()
         outcomes, copied = self._outcomes, self._copied
         self._outcomes, self._copied, self._meta = [], [], None
         took_ns = self._load_ns, self._save_ns
@@ -210,7 +226,7 @@ class WorkerSide:
             for save in copied:
                 incarnation = rank.hand_over(_saved(save, namespace, save.place in flushed))
                 named.append((save.place, Outcome.COPIED if incarnation else Outcome.ABSENT, incarnation))
-            rank.report(step, named, *took_ns)
+            rank.report(step, named, *took_ns, encode_s())
             handed_over.set()
 
         self._copier.finish(done)
@@ -243,6 +259,10 @@ class WorkerSide:
         self.weights = None
         if rank is not None:
             rank.close()
+
+
+def _count(meta: Orders) -> int:
+    return sum(map(len, (meta.encoder_inputs or {}).values()))
 
 
 def _encode(encoder_inputs: dict[str, list[int]], item: tuple[str, int]) -> None:

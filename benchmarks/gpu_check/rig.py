@@ -23,8 +23,9 @@ from lmcache_ec.adapters.vllm.orders import Load, Orders, Save
 from lmcache_ec.adapters.vllm.tensors import view
 from lmcache_ec.adapters.vllm.topology import SAVING_RANK
 from lmcache_ec.adapters.vllm.worker import WorkerSide
-from lmcache_ec.cache import EncoderCache, Engine
+from lmcache_ec.cache import EncoderCache
 from lmcache_ec.config import EncoderCacheConfig
+from lmcache_ec.engine import Engine
 from lmcache_ec.entry import TensorSpec, entry_length, room
 from lmcache_ec.place import Place
 from lmcache_ec.rank import LINGER_S

@@ -24,10 +24,11 @@ import safetensors
 import xxhash
 
 from benchmarks.testbed.waiting import DEADLINE_S, wait_until
-from lmcache_ec.cache import EncoderCache, Engine
+from lmcache_ec.cache import EncoderCache
 from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.cli.status import engines
 from lmcache_ec.config import EncoderCacheConfig
+from lmcache_ec.engine import Engine
 from lmcache_ec.entry import TensorSpec, entry_length, room, verify
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place

@@ -36,6 +36,7 @@ ENGINE_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # threads that spin for each other on shared cores turn 20 ms of a tiny model into 600
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "LMCACHE_EC_LOAD_POLICY": "always",  # encodes are counted: that of a tiny model may be quicker than a load
 }
 
 

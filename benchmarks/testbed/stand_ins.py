@@ -17,8 +17,9 @@ from lmcache_ec.adapters.vllm.identifiers import Naming, ensure_key, signed
 from lmcache_ec.adapters.vllm.policy import Policy
 from lmcache_ec.adapters.vllm.scheduler import SchedulerSide
 from lmcache_ec.adapters.vllm.worker import WorkerSide
-from lmcache_ec.cache import EncoderCache, Engine
+from lmcache_ec.cache import EncoderCache
 from lmcache_ec.config import EncoderCacheConfig
+from lmcache_ec.engine import Engine
 
 ensure_key()
 
@@ -166,13 +167,15 @@ class Runner:
         self.worker.encode_again()
         self.worker.retry_saves(self.cache)
         self.worker.load(self.cache)
+        self.worker.begin_encodes()
         by_name = {request.request_id: request for request in requests}
-        for name, indices in output.scheduled_encoder_inputs.items():
-            for index in indices:
-                feature = by_name[name].mm_features[index]
-                self.encoded.append(feature.identifier)
-                self.cache[feature.identifier] = self.encode(feature.identifier, feature.mm_position.length)
-                self.worker.save(self.cache, feature.identifier)
+        items = [(name, index) for name, indices in output.scheduled_encoder_inputs.items() for index in indices]
+        features = [by_name[name].mm_features[index] for name, index in items]
+        made = [self.encode(feature.identifier, feature.mm_position.length) for feature in features]
+        for feature, tensor in zip(features, made, strict=True):
+            self.encoded.append(feature.identifier)
+            self.cache[feature.identifier] = tensor
+            self.worker.save(self.cache, feature.identifier)
         self.worker.finish_step()
 
 
@@ -204,14 +207,19 @@ class Served:
         watched: bool = False,
         persist_updated_weights: Any = False,
         remotes: Sequence[str] = (),
+        keys: dict[str, Any] | None = None,
         **policy: Any,
     ) -> None:
-        """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights."""
+        """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights.
+
+        `keys` are more of the cache's configuration.
+        """
         name = name or uuid.uuid4().hex
         self.name = name
         self.runner = runner or Runner(name)
-        keys = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
-        config = EncoderCacheConfig(local_disk=folder, drain_s=5, remotes=list(remotes), **keys)
+        own = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
+        own |= {"load_policy": "always", "remotes": list(remotes), **(keys or {})}
+        config = EncoderCacheConfig(local_disk=folder, drain_s=5, **own)
         try:
             saves = policy.get("producer", True)
             self.cache = EncoderCache(config, Engine(name, "tests", "tests", 1, 1 << 20, saves, watched))

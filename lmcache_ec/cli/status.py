@@ -43,6 +43,8 @@ _SILENT = {
 }
 """State -> what is printed of an engine in that state."""
 
+_ENCODE_US, _TIER_US = "policy_encode_us_", "policy_us_"
+
 _ABSENT: dict[str, Any] = {
     **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
     **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}},
@@ -131,11 +133,21 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
         if forged := tier.get("forged"):
             yield f"  not believed   {forged:,} reads of {tier['name']}: unsigned, or signed with another key"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
+    if waits := book["policy_waits"] + book["policy_encodes_instead"]:
+        yield f"  load policy    {waits:,} weighed: {book['policy_encodes_instead']:,} encoded instead{_figures(book)}"
     for tier in engine["tiers"]:
         if notice := tier.get("notice"):
             yield f"  note           {notice}"
         if error := tier.get("last_error"):
             yield f"  last error     {span(time.time() - error['at'])} ago, {error['text']}"
+
+
+def _figures(book: Mapping[str, int]) -> str:
+    """What the load policy reckons with: what an encode costs, by modality, and what each tier takes."""
+    encodes = [(f"{name[len(_ENCODE_US) :]} encode", us) for name, us in book.items() if name.startswith(_ENCODE_US)]
+    tiers = [(name[len(_TIER_US) :], us) for name, us in book.items() if name.startswith(_TIER_US)]
+    known = ", ".join(f"{name} {us / 1000:.1f} ms" for name, us in encodes + tiers)
+    return f" ({known})" if known else ""
 
 
 def _table(engine: dict[str, Any]) -> Table:

@@ -244,7 +244,14 @@ class EncoderCacheConfig(BaseModel):
     )
     catalog_refresh_s: Seconds = Field(REFRESH_S, description="Between two listings of a remote.")
     load_deadline_ms: Milliseconds = Field(
-        1000, description="Longest wait of a request for all its entries to arrive; then vLLM encodes."
+        1000,
+        description="Longest wait of a request for all its entries to arrive, and with load_policy auto no longer than "
+        "their encodes are expected to take; then vLLM encodes.",
+    )
+    load_policy: Annotated[Literal["auto", "always"], Accepts("must be auto or always")] = Field(
+        "auto",
+        description="What a request waits for: entries that are expected sooner than vLLM would have encoded them "
+        "(auto), or all that a tier has (always).",
     )
     start_timeout_s: Seconds = Field(10.0, description="Longest wait at start for store process and ranks.")
     store_timeout_s: Seconds = Field(10.0, description="A store process that is silent for so long is replaced.")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from lmcache_ec import entry
@@ -40,10 +40,11 @@ _COPIED_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The buffer holds the entry, verified; `tier` had it."""
+    """The buffer holds the entry, verified; `tier` had it, and took so many seconds."""
 
     spec: entry.TensorSpec
     tier: str
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Wanted:
     """An entry that is asked for, and the buffer of its length that it is to be read into; without one, its length.
 
     `insist`: it is asked for even where a listing lacks it. `until` (monotonic seconds): nobody waits for it longer.
+    `tiers`: only these are asked (a bit each; 0: all).
     `promoted` is called with the outcome of writing it to a tier before the one that had it.
     """
 
@@ -82,6 +84,7 @@ class Wanted:
     insist: bool = False
     until: float = NEVER
     kept: bool = False
+    tiers: int = 0
 
 
 class Stack:
@@ -127,7 +130,7 @@ class Stack:
         that helps. Each is answered once, from any thread."""
         asked: dict[int, list[Wanted]] = {}
         for one in wanted:
-            following = self.worth_asking(one.key, number, one.insist)
+            following = self.worth_asking(one.key, number, one.insist, one.tiers)
             if following is None:
                 self._journal.count("fill_misses")
                 one.answer(Absent(one.kept))
@@ -145,19 +148,22 @@ class Stack:
                 self._journal.count("fills_late")  # it stood in a queue until nobody waited for it any more
                 one.answer(Absent())
         unanswered: list[Wanted] = []
-        for one, answer in zip(awaited, self.read(number, awaited), strict=True):
+        answers = self.read(number, awaited)
+        seconds = time.monotonic() - now
+        for one, answer in zip(awaited, answers, strict=True):
             if isinstance(answer, Absent):
                 unanswered.append(replace(one, kept=one.kept or answer.kept))
                 continue
             if isinstance(answer, Found) and one.into is not None:
+                answer = replace(answer, seconds=seconds)
                 self.writes.promote(number, one.key, one.into, one.promoted)
             one.answer(answer)
         self.fetch(unanswered, number + 1)
 
-    def worth_asking(self, key: EncoderCacheKey, number: int = 0, insist: bool = False) -> int | None:
-        """The first tier from `number` on that is worth asking for this entry."""
+    def worth_asking(self, key: EncoderCacheKey, number: int = 0, insist: bool = False, tiers: int = 0) -> int | None:
+        """The first tier from `number` on, and of `tiers`, that is worth asking for this entry."""
         digest = key.digest
-        later = range(number, len(self.lanes))
+        later = (index for index in range(number, len(self.lanes)) if not tiers or tiers >> index & 1)
         return next((index for index in later if self.lanes[index].asks(digest, insist)), None)
 
     def read(self, number: int, wanted: Sequence[Wanted]) -> list[Answer]:

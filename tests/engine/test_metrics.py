@@ -102,8 +102,8 @@ def test_what_is_scraped_is_what_has_happened_and_a_store_process_killed_amid_it
     tmp_path: Path,
 ) -> None:
     disk = tmp_path / "disk"
-    logged = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "1"}
-    with served(tmp_path / "server", disk, environment=logged) as server:
+    often = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "1"}
+    with served(tmp_path / "server", disk, environment=often) as server:
         began = scraped(server)
         assert ("misses_total", ("new",)) in began
         assert total(began, "misses_total") == 0
@@ -138,15 +138,20 @@ def test_what_is_scraped_is_what_has_happened_and_a_store_process_killed_amid_it
         assert seen["hits_total", ("disk",)] == 6
         assert total(seen, "misses_total") == 0
         assert seen["tier_read_bytes_total", ("disk",)] == sum(sizes(disk)) == seen["loaded_bytes_total", ("disk",)]
-        assert seen["deferred_passes_total", ()] >= 1
-        assert seen["deferred_seconds_count", ()] == 6
+        assert seen["fetches_total", ()] == 6
         states = {labels: value for (name, labels), value in seen.items() if name == "tier_state"}
         assert states[("serving", "disk")] == 1
         assert sum(states.values()) == 1
         assert seen["tier_entries", ("disk",)] == 6
         assert seen["tier_held_bytes", ("disk",)] == sum(sizes(disk))
         assert seen["memory_entries", ()] == 6
-        assert "EC Transfer metrics: Hit rate (%)=" in server.log.read_text()
+
+        def logged() -> bool:
+            """vLLM logs nothing of an interval in which nobody asked."""
+            ask_all(server, range(6))
+            return "EC Transfer metrics: Hit rate (%)=" in server.log.read_text()
+
+        wait_until("a line is logged", logged, 20)
 
 
 @pytest.mark.slow
@@ -192,7 +197,7 @@ def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer
             server.forget()
             for query in list(unanswered):
                 values = prometheus.values(query)
-                if values and not any(map(math.isnan, values)):
+                if not all(map(math.isnan, values)):  # none at all, or none but those of tiers that did nothing
                     unanswered.discard(query)
             return not unanswered
 

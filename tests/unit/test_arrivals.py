@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look-ups begin when a request arrives, on the thread that takes requests in, and leave nothing of it behind."""
 
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,11 +49,6 @@ def arrive(served: Served, *requests: Request) -> None:
     assert not thread.is_alive(), "it waits for the scheduler's thread"
 
 
-def answered(served: Served) -> None:
-    """Wait until the store process has answered something; it is not taken in."""
-    assert select.select([served.cache._store.link], [], [], PATIENCE_S)[0]
-
-
 def count(served: Served, name: str) -> int:
     return served.side.snapshot()[name]
 
@@ -76,16 +70,14 @@ def test_one_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypa
     """Nobody waits for it: it is looked once more before the pass is given up."""
     serve().store(X)
     served = serve()
-    send = served.cache._store.send
+    listen = served.cache.listen
 
-    def send_to_a_quick_store(message: Any) -> bool:
-        sent = send(message)
-        answered(served)
-        return sent
+    def listen_to_a_quick_store(now: float) -> bool:
+        return bool(wait_until("it has come", lambda: listen(now) and count(served, "fills"), PATIENCE_S))
 
     asking = request("asking", X)
     with monkeypatch.context() as patch:
-        patch.setattr(served.cache._store, "send", send_to_a_quick_store)
+        patch.setattr(served.cache, "listen", listen_to_a_quick_store)
         assert served.vllm.offer(asking) == "load"
     served.step(asking)
     served.side.request_finished(asking)

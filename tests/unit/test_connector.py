@@ -110,6 +110,7 @@ def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_h
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"remote_url: lm://user:hunter2@host:6379\nec:\n  max_local_cpu_size: {size}\n  chunk_size: 16")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
+    monkeypatch.delenv("LMCACHE_EC_LOAD_POLICY", raising=False)  # of engine tests
     monkeypatch.setattr(connector_module.logger, "propagate", True)
     with caplog.at_level(logging.INFO, connector_module.logger.name):
         build(ECConnectorRole.SCHEDULER)

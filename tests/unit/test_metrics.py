@@ -52,7 +52,8 @@ def collector(side: Side) -> Collector:
 
 def prom(engines: int = 1) -> PromMetrics:
     types: dict[Any, Any] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
-    config: Any = SimpleNamespace(ec_transfer_config=None)
+    keys = {"local_disk": "/d", "remotes": ["s3://bucket/a?region=x", "s3://bucket/b?region=x"]}
+    config: Any = SimpleNamespace(ec_transfer_config=SimpleNamespace(ec_connector_extra_config=keys))
     return PromMetrics(config, types, ["model_name", "engine"], {i: ["m", str(i)] for i in range(engines)})
 
 
@@ -115,6 +116,7 @@ def test_a_series_begins_at_zero(clock: Clock) -> None:
     for reason in MISS_REASONS:
         assert value("misses_total", reason=reason) == 0
     assert value("store_restarts_total") == value("deferred_seconds_count") == 0
+    assert value("tier_read_seconds_count", tier="s3_2") == 0
     payload = collector(Side()).collect()
     assert payload is not None
     proms.observe(payload)
@@ -170,15 +172,19 @@ def test_a_value_on_a_bound_belongs_to_the_bucket_that_it_closes() -> None:
 
 
 def test_the_line_in_the_log_adds_up_engines_and_payloads(clock: Clock) -> None:
-    stats = Stats()
+    stats, first = Stats(), Stats()
     assert stats.is_empty()
-    for _ in range(2):
+    for number in range(2):
         side = Side()
         side.counts = {"loads_disk": 3, "saves": 1, "saved_bytes": 2_000_000, "disk_corrupt": 1}
         side.decisions.encoded("image", "new")
         payload = collector(side).collect()
         assert payload is not None
-        stats = stats.aggregate(Stats(payload))
+        first = first if number else Stats.of(payload)
+        before = msgspec.msgpack.encode(payload)
+        stats = stats.aggregate(Stats.of(payload))
+        assert number == 0 or first.aggregate(Stats.of(payload)).reduce() == stats.reduce()
+        assert msgspec.msgpack.encode(payload) == before  # vLLM gives it to several loggers
     assert not stats.is_empty()
     line = stats.reduce()
     assert line["Hit rate (%)"] == 75.0

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `load_policy: auto` chooses, and what a request pays for it, over stores and encoders of any speed.
+
+A real scheduler side, worker side and store process over a Redis behind a relay that passes on late; the encoder is a
+sleep. For each pair of times an engine serves stored images, one request at a time: first enough of them to learn, then
+those that count. The table says how long the model waited for an image's output, with the policy and with each of its
+two alternatives, and which of the two it chose how often. Exit status 1 if it took more than 1.1 times the better one.
+
+    python -m benchmarks.loads
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.testbed.servers.redis import redis_server
+from benchmarks.testbed.servers.relay import Relay, relay
+from benchmarks.testbed.stand_ins import PATIENCE_S, Served, digest, embedding, request
+
+TIERS_S = (0.005, 0.05, 0.5)
+ENCODES_S = (0.002, 0.02, 0.2)
+LEARNS, COUNTS = 40, 20
+PASS_S = 0.001
+"""What vLLM sleeps in a pass that schedules nothing."""
+
+STORED = [digest(f"stored {number}") for number in range(LEARNS + COUNTS)]
+BAR = 1.1
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder)) as redis, relay(redis.port) as between:
+        served = start(between, "always", 0.0)
+        served.store(*STORED)
+        served.close()
+        print("store  encode |  auto   load  encode ms | auto / better  loads  encodes")
+        rows = [row(between, tier_s, encode_s) for tier_s in TIERS_S for encode_s in ENCODES_S]
+    return int(max(rows) > BAR)
+
+
+def row(between: Relay, tier_s: float, encode_s: float) -> float:
+    """Print one; returns how many times as long as with the better alternative it took."""
+    auto, answers = measure(between, tier_s, encode_s, "auto", LEARNS)
+    loads, _ = measure(between, tier_s, encode_s, "always", 3, COUNTS // 2)
+    encodes, _ = measure(between, tier_s, encode_s, "always", 0, COUNTS // 2, stored=False)
+    ratio = auto / min(loads, encodes)
+    times = f"{auto * 1e3:6.1f} {loads * 1e3:6.1f} {encodes * 1e3:6.1f}"
+    print(
+        f"{tier_s * 1e3:5.0f} {encode_s * 1e3:7.0f} | {times}    | {ratio:10.2f} "
+        f"{answers.count('load'):9d} {answers.count('encode'):8d}",
+        flush=True,
+    )
+    return ratio
+
+
+def measure(
+    between: Relay,
+    tier_s: float,
+    encode_s: float,
+    load_policy: str,
+    learns: int,
+    counts: int = COUNTS,
+    stored: bool = True,
+) -> tuple[float, list[str]]:
+    """Median seconds of the images that count, and what became of each. Those not `stored` are asked of nobody."""
+    served = start(between, load_policy, encode_s)
+    try:
+        if not stored:
+            served.cache.fetch = lambda *_, **__: False  # type: ignore[method-assign]
+        ask(served, [digest(f"new {number}") for number in range(4)])
+        between.delay_s = tier_s
+        ask(served, STORED[:learns])
+        became = ask(served, STORED[learns : learns + counts])
+    finally:
+        between.delay_s = 0.0
+        served.close()
+    return median(seconds for _, seconds in became), [answer for answer, _ in became]
+
+
+def start(between: Relay, load_policy: str, encode_s: float) -> Served:
+    url = f"redis://127.0.0.1:{between.port}"
+    keys = {"remotes": [url], "remote_lookup": "probe", "blocking_timeout_secs": 20.0, "load_policy": load_policy}
+    served = Served(None, keys=keys, deadline_s=PATIENCE_S)
+    served.runner.encode = encoder(encode_s)
+    served.until("the cache is ready", lambda: served.cache.ready)
+    return served
+
+
+def encoder(seconds: float) -> Callable[[str, int], torch.Tensor]:
+    def encode(identifier: str, rows: int) -> torch.Tensor:
+        time.sleep(seconds)
+        return embedding(identifier, rows)
+
+    return encode
+
+
+def ask(served: Served, identifiers: Sequence[str]) -> list[tuple[str, float]]:
+    """One request after another, each in an engine that does nothing else: what became of its image, and seconds from
+    its arrival until the model had it."""
+    became = []
+    for identifier in identifiers:
+        asking = request(f"asking for {identifier}", identifier)
+        began = time.perf_counter()
+        served.side.expect(asking)
+        while (answer := served.vllm.offer(asking)) is None:
+            served.step()
+            time.sleep(PASS_S)
+        served.step(asking)
+        became.append((answer, time.perf_counter() - began))
+        served.side.request_finished(asking)
+        served.vllm.evict(identifier)
+        served.step()
+    return became
+
+
+if __name__ == "__main__":
+    sys.exit(main())
