@@ -33,8 +33,10 @@ def draw(prometheus: Prometheus, seconds: float, path: Path) -> None:
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lmcache-ec", "font.size": 7})
     rows = -(-len(PANELS) // _COLUMNS)
     figure, axes = pyplot.subplots(rows, _COLUMNS, figsize=(4.0 * _COLUMNS, 2.0 * rows), layout="constrained")
-    for panel, at in zip(PANELS, axes.flat, strict=True):
+    for panel, at in zip(PANELS, axes.flat, strict=False):
         _panel(prometheus, panel, seconds, at)
+    for left in axes.flat[len(PANELS) :]:
+        left.set_axis_off()
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 

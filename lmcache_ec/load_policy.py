@@ -101,6 +101,11 @@ class LoadPolicy:
         self._measured_at: dict[int, float] = {}
         self._untried = 0
 
+    @property
+    def refused(self) -> int:
+        """How often an encode was preferred to a load that some tier may have had."""
+        return self.counts["encodes_instead"] + self.counts["trials"]
+
     # ---- what was measured
 
     def begin_encodes(self, step: int, items: list[tuple[str, int]]) -> None:

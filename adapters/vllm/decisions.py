@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from lmcache_ec.histogram import LATENCY_NS, NS, SIZE_BYTES, Histogram
 if TYPE_CHECKING:
     from lmcache_ec.place import Place
 
-MISS_REASONS = ("new", "not_found", "deadline", "misfit", "not_cacheable", "off")
+MISS_REASONS = ("new", "not_found", "deadline", "policy", "misfit", "not_cacheable", "off")
 """Why an item was encoded, see `docs/metrics.md`."""
 
 
@@ -28,11 +29,14 @@ class Decisions:
         self._sizes = Histogram("load_bytes", SIZE_BYTES)
         self._waits = Histogram("deferred_ns", LATENCY_NS)
 
-    def loaded(self, place: Place, modality: str) -> None:
-        """An item goes out to be loaded. Before the book forgets which tier had it."""
+    def loaded(self, place: Place, modality: str, encode_s: float) -> None:
+        """An item goes out to be loaded, in place of an encode of `encode_s`, infinite if nobody knows that yet. Before
+        the book forgets which tier had it."""
         self._looked_up(modality, "hit")
         self._counts[f"loaded_bytes_{place.origin or 'cpu'}"] += place.length
         self._sizes.add(place.length)
+        if math.isfinite(encode_s):
+            self._counts["encode_saved_ns"] += int(encode_s * NS)
 
     def encoded(self, modality: str, reason: str) -> None:
         """An item goes out to be encoded."""

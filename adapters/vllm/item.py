@@ -44,6 +44,8 @@ class Item:
     missed: bool = False
     awaited: bool = False
     """It was waited for."""
+    refused: bool = False
+    """The load policy has preferred its encode to waiting for it."""
     late: bool = False
     """It had not come when its request had waited for as long as it may."""
     held_at: tuple[int, int] | None = None

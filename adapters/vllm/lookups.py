@@ -86,7 +86,10 @@ class LookUps:
         length, encode_s = self._length(name.text, item), None
         if self._weighs(item):
             encode_s = self._encode_s([one for one in among if self.held(one) is None])
-        return self._cache.fetch(name.text, length, self._now, item.announced, encode_s, early)
+        refusals = self._cache.policy.refused
+        coming = self._cache.fetch(name.text, length, self._now, item.announced, encode_s, early)
+        item.refused |= self._cache.policy.refused > refusals
+        return coming
 
     def _weighs(self, item: Item) -> bool:
         """Whether it may be encoded instead, and nobody has stored it for just this request."""

@@ -83,6 +83,29 @@ METRICS = (
     _counter("hits", "Items loaded, by where they were found; cpu is the memory of this engine", "loads_{tier}"),
     _counter("misses", "Items encoded, by why they were not loaded", "misses_{reason}"),
     _counter("loaded_bytes", "Bytes of entries loaded, by where they were found", "loaded_bytes_{tier}"),
+    _counter(
+        "encode_seconds_saved",
+        "Encoder time that loads have saved, as far as encodes were measured (estimated)",
+        "encode_saved_ns",
+        unit=NS,
+    ),
+    _counter(
+        "load_policy",
+        "Decisions of the load policy: wait for a load, encode instead, trial (encode to learn what that costs) or "
+        "measurement (read to learn what that costs; nobody waits)",
+        {
+            "wait": "policy_waits",
+            "encode": "policy_encodes_instead",
+            "trial": "policy_trials",
+            "measurement": "policy_measurements",
+        },
+        "decision",
+    ),
+    _counter(
+        "load_policy_refusals",
+        "Loads passed over for an encode, by the tier that takes too long",
+        "policy_refused_{tier}",
+    ),
     _bytes("load_size", "Sizes of entries loaded", "load_bytes"),
     _seconds("step_load", "Time that a step's loads took of a forward pass", "step_load_ns"),
     _counter("load_failures", "Loads that a rank could not make; their items were encoded after all", "loads_failed"),

@@ -468,14 +468,18 @@ class SchedulerSide:
             return "off"
         if item.late:
             return "deadline"
+        if item.refused:
+            return "policy"
         if self._look_ups.misfit(item):
             return "misfit"
         return "not_found" if item.awaited else "new"
 
-    def _modality(self, bearer: tuple[str, int]) -> str:
+    def _count_load(self, place: Place, bearer: tuple[str, int]) -> None:
         request_id, index = bearer
         items = self._items(request_id)
-        return items[index].modality if index < len(items) else "unknown"
+        if index < len(items):
+            item = items[index]
+            self.decisions.loaded(place, item.modality, self.cache.policy.encode_s([(item.modality, item.rows)]))
 
     def _follow_frees(self, freed: list[str]) -> None:
         if self._missing.difference(freed):
@@ -593,7 +597,7 @@ class SchedulerSide:
             promised = self._loads[identifier]
             meta.loads.append(load := self._load(identifier, promised.outdated, bearer))
             if load.place:
-                self.decisions.loaded(promised.place, self._modality(bearer))
+                self._count_load(promised.place, bearer)
                 book.send_load(promised.place, self._step)
             else:
                 book.unpin(promised.place)

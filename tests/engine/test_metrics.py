@@ -186,6 +186,7 @@ def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer
         settled(server, tier_writes_total=16)
         server.kill()
         server.start()
+        wait_until("its zeros are scraped", lambda: prometheus.values("lmcache_ec_tier_hits_total"))
         queries = [without_variables(query) for query in QUERIES]
         queries += [re.sub(r"\s(>|==)\s[\d.]+$", "", rule["expr"]) for rule in RULES]
         unanswered = set(queries)
