@@ -43,42 +43,28 @@ def main() -> int:
 
 
 def row(between: Relay, tier_s: float, encode_s: float) -> float:
-    """Print one; returns how many times as long as with the better alternative it took."""
-    auto, answers = measure(between, tier_s, encode_s, "auto", LEARNS)
-    loads, _ = measure(between, tier_s, encode_s, "always", 3, COUNTS // 2)
-    encodes, _ = measure(between, tier_s, encode_s, "always", 0, COUNTS // 2, stored=False)
-    ratio = auto / min(loads, encodes)
-    times = f"{auto * 1e3:6.1f} {loads * 1e3:6.1f} {encodes * 1e3:6.1f}"
-    print(
-        f"{tier_s * 1e3:5.0f} {encode_s * 1e3:7.0f} | {times}    | {ratio:10.2f} "
-        f"{answers.count('load'):9d} {answers.count('encode'):8d}",
-        flush=True,
-    )
-    return ratio
-
-
-def measure(
-    between: Relay,
-    tier_s: float,
-    encode_s: float,
-    load_policy: str,
-    learns: int,
-    counts: int = COUNTS,
-    stored: bool = True,
-) -> tuple[float, list[str]]:
-    """Median seconds of the images that count, and what became of each. Those not `stored` are asked of nobody."""
-    served = start(between, load_policy, encode_s)
+    """Print one; returns how many times as long as with the better alternative it took. The three take turns."""
+    auto, _, encodes = engines = [start(between, policy, encode_s) for policy in ("auto", "always", "always")]
+    encodes.cache.fetch = lambda *_, **__: False  # type: ignore[method-assign]
+    became: list[list[tuple[str, float]]] = [[], [], []]
     try:
-        if not stored:
-            served.cache.fetch = lambda *_, **__: False  # type: ignore[method-assign]
-        ask(served, [digest(f"new {number}, {id(served)}") for number in range(4)])
+        ask(auto, [digest(f"new {number}, {id(auto)}") for number in range(4)])
         between.delay_s = tier_s
-        ask(served, STORED[:learns])
-        became = ask(served, STORED[learns : learns + counts])
+        ask(auto, STORED[:LEARNS])
+        for identifier in STORED[LEARNS:]:
+            for engine, answers in zip(engines, became, strict=True):
+                answers += ask(engine, [identifier])
     finally:
         between.delay_s = 0.0
-        served.close()
-    return median(seconds for _, seconds in became), [answer for answer, _ in became]
+        for engine in engines:
+            engine.close()
+    took = [median(seconds for _, seconds in answers) for answers in became]
+    chosen = [answer for answer, _ in became[0]]
+    ratio = took[0] / min(took[1:])
+    times = " ".join(f"{seconds * 1e3:6.1f}" for seconds in took)
+    counts = f"{chosen.count('load'):9d} {chosen.count('encode'):8d}"
+    print(f"{tier_s * 1e3:5.0f} {encode_s * 1e3:7.0f} | {times}    | {ratio:10.2f} {counts}", flush=True)
+    return ratio
 
 
 def start(between: Relay, load_policy: str, encode_s: float) -> Served:
