@@ -71,7 +71,7 @@ def measure(
     try:
         if not stored:
             served.cache.fetch = lambda *_, **__: False  # type: ignore[method-assign]
-        ask(served, [digest(f"new {number}") for number in range(4)])
+        ask(served, [digest(f"new {number}, {id(served)}") for number in range(4)])
         between.delay_s = tier_s
         ask(served, STORED[:learns])
         became = ask(served, STORED[learns : learns + counts])

@@ -115,8 +115,11 @@ class Fetches:
         decision = self._policy.decide(tiers, length, encode_s, self._waiting)
         if early and not decision.tiers:
             return False  # the request's first pass decides, and counts
-        if not early or decision.tiers:
-            decision = self._policy.settle(decision, tiers, length, encode_s, now)
+        decision = self._policy.settle(decision, tiers, length, encode_s, now)
+        if early and not decision.tiers:
+            self._misses.add(
+                identifier, now
+            )  # it is to be encoded once: so the request's first pass will not ask again
         if decision.measure is not None:
             self._begin(identifier, length, now, [decision.measure], only=1 << decision.measure)
         return bool(decision.tiers) and self._begin(identifier, length, now, tiers, only=decision.tiers)

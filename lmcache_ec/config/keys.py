@@ -51,15 +51,16 @@ def _no_flag(value: object) -> object:
 
 
 _MOST_GIB = 1 << 20
+_LIKE_BYTES = 16 << 20
 
 
 def _no_bytes(value: object) -> object:
-    """More GiB than any key takes are bytes."""
+    """So many GiB are bytes."""
     try:
         size = float(value) if isinstance(value, int | float | str) else 0.0
     except (ValueError, OverflowError):
         return value
-    if _MOST_GIB < size < math.inf:
+    if _LIKE_BYTES <= size < math.inf:
         text = f"{size / GIB:.1f}" if size > GIB / 20 else f"{size / GIB:.2g}"
         raise ValueError(f"looks like bytes: {size:.0f} bytes are {text} GiB; must be a number of GiB, without a unit")
     return value

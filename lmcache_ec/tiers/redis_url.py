@@ -94,14 +94,14 @@ class RedisOptions:
                 raise ValueError(f"{name} of a Redis tier: must be a positive number, not {getattr(self, name)}")
         for given in _ONE_OF:
             if sum(bool(getattr(self, name)) for name in given) > 1:
-                raise ValueError(f"{given[0]} of a Redis tier: given twice, one of {', '.join(given)} is accepted")
+                raise ValueError(f"{given[0]} of a Redis tier: must be given once, as one of {', '.join(given)}")
         if self.password_command is not None:
             try:
                 arguments = shlex.split(self.password_command)
             except ValueError:
                 arguments = []
             if not arguments:
-                raise ValueError("password_command of a Redis tier: a program and its arguments are accepted")
+                raise ValueError("password_command of a Redis tier: must be a program and its arguments")
         if self.database < 0:
             raise ValueError(f"database of a Redis tier: must be 0 or more, not {self.database}")
 

@@ -158,7 +158,7 @@ def _admin(session: Any, options: S3Options, region: str) -> Any:
     from botocore.config import Config
 
     style = {None: {}, True: {"addressing_style": "path"}, False: {"addressing_style": "virtual"}}[options.path_style]
-    return session.client(
+    client = session.client(
         "s3",
         region_name=region,
         endpoint_url=options.endpoint,
@@ -172,3 +172,10 @@ def _admin(session: Any, options: S3Options, region: str) -> Any:
             retries={"total_max_attempts": 1},
         ),
     )
+    if options.requester_pays:
+        client.meta.events.register("before-sign.s3.HeadBucket", _offer_to_pay)  # which takes no such parameter
+    return client
+
+
+def _offer_to_pay(request: Any, **_: object) -> None:
+    request.headers["x-amz-request-payer"] = "requester"

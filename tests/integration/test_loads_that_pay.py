@@ -72,6 +72,7 @@ def ask(served: Served, *identifiers: str, data: Any = "pixels") -> list[tuple[s
     for identifier in identifiers:
         asking = request(f"asking for {identifier}", identifier, data=data)
         began = time.perf_counter()
+        served.side.expect(asking)
         while (answer := served.vllm.offer(asking)) is None:
             served.step()
             time.sleep(PASS_S)
@@ -93,7 +94,7 @@ def learn_encodes(served: Served) -> None:
     [
         (0.005, 0.2, "load"),
         (0.05, 0.002, "encode"),
-        (0.05, 0.2, "load"),
+        pytest.param(0.05, 0.2, "load", marks=pytest.mark.slow),
         pytest.param(0.5, 0.002, "encode", marks=pytest.mark.slow),
         pytest.param(0.5, 0.02, "encode", marks=pytest.mark.slow),
         pytest.param(0.5, 0.2, "encode", marks=pytest.mark.slow),
@@ -115,6 +116,13 @@ def test_after_tens_of_items_the_quicker_way_is_taken(
         assert after["policy_measurements"] > 0
     else:
         assert after["policy_waits"] - before["policy_waits"] >= 28
+
+
+def test_what_an_encode_costs_is_learned_though_all_is_stored(serve: Serve, between: Relay) -> None:
+    served = serve(0.05, 0.002)
+    became = [answer for answer, _ in ask(served, *STORED[:60])]
+    assert became[:5] == ["load"] * 5, "at first loads pay"
+    assert became[40:].count("encode") >= 19, became
 
 
 def test_what_cannot_be_encoded_or_was_announced_is_waited_for_whatever_that_takes(

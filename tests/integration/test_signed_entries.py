@@ -165,7 +165,7 @@ def test_inspect_says_of_a_forgery_that_it_is_not_signed(folder: Path, key_file:
         assert (result.exit_code, says in result.output) == (status, True)
 
 
-def test_verify_counts_a_forgery_as_corrupt_and_warm_copies_none(folder: Path, key_file: Path, tmp_path: Path) -> None:
+def test_verify_counts_a_forgery_and_warm_copies_none(folder: Path, key_file: Path, tmp_path: Path) -> None:
     shared, namespace = tmp_path / "shared", read_key(key_file).namespace(NAMESPACE)
     for name in ("cat", "dog"):
         forge(folder, namespace, name, read_key(key_file) if name == "cat" else None)
@@ -180,10 +180,10 @@ def test_verify_counts_a_forgery_as_corrupt_and_warm_copies_none(folder: Path, k
         file = tmp_path / "lmcache.yaml"
         file.write_text(json.dumps({"ec": there}))
         result = CliRunner().invoke(app, ["verify", "--json", "--extra", json.dumps(here)])
-        assert json.loads(result.output)["tiers"]["disk"]["corrupt"] == 1
+        assert json.loads(result.output)["tiers"]["disk"]["not_signed"] == 1
         environment = {"LMCACHE_CONFIG_FILE": str(file)}
         warmed = json.loads(CliRunner().invoke(app, ["warm", "--json"], env=environment).output)
-    assert (warmed["copied"], warmed["corrupt"]) == (1, 1)
+    assert (warmed["copied"], warmed["not_signed"]) == (1, 1)
     assert (shared / EncoderCacheKey(namespace, "cat").object_name).exists()
 
 

@@ -591,7 +591,7 @@ def test_a_folder_that_cannot_be_made_is_loud_at_start(tmp_path: Path) -> None:
         DiskTier(tmp_path / "file" / "cache", 1000)
     with pytest.raises(ValueError, match=r"file: cannot make this folder: Not a directory"):
         DiskTier(tmp_path / "file", 1000)
-    with pytest.raises(ValueError, match="0 bytes given"):
+    with pytest.raises(ValueError, match="must be a positive number of bytes, not 0"):
         DiskTier(tmp_path, 0)
 
 

@@ -152,7 +152,7 @@ def test_what_nobody_signed_is_counted_by_itself_and_shown_for_its_tier(store: t
         key = EncoderCacheKey(namespace, f"picture {number}")
         tier.put(key, memoryview(forge(key)))
         engine.look_up(key, len(forge(key)))
-    (status,) = tier_statuses(engine.stack, engine.journal.counts, 0)
+    (status,) = tier_statuses(engine.stack, engine.journal, 0)
     assert (status["forged"], status["errors"], status["hits"]) == (1, 1, 0)
     assert sum("it is not signed, and key ours is asked for" in line for line in engine.lines) == 1
 

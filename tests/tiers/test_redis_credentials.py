@@ -265,16 +265,16 @@ def test_a_command_that_is_gone_later_is_an_outage(tmp_path: Path, monkeypatch: 
     ("parameters", "says"),
     [
         ("password_command=/no/such/program", "there is no program /no/such/program"),
-        ("password_command=", "a program and its arguments are accepted"),
-        ("password_command='", "a program and its arguments are accepted"),
+        ("password_command=", "must be a program and its arguments"),
+        ("password_command='", "must be a program and its arguments"),
         ("password_file=/no/such/file", "cannot be read, or is empty"),
         ("username_file=/no/such/file&password_command=/bin/true", "cannot be read, or is empty"),
         (
             "password_file=/x&password_command=/bin/true",
-            "given twice, one of password, password_file, password_command",
+            "must be given once, as one of password, password_file, password_command",
         ),
-        ("username=a&username_file=/x", "given twice, one of username, username_file"),
-        ("sentinel_password=a&sentinel_password_file=/x", "given twice"),
+        ("username=a&username_file=/x", "must be given once, as one of username, username_file"),
+        ("sentinel_password=a&sentinel_password_file=/x", "must be given once"),
     ],
 )
 def test_what_cannot_be_meant_ends_the_start(parameters: str, says: str) -> None:
