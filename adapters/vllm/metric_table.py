@@ -158,7 +158,9 @@ METRICS = (
     ),
     _counter("tier_corrupt", "Entries of a tier that did not verify; each was a miss", "{tier}_corrupt"),
     _counter("tier_forged", "Entries of a tier whose signature did not verify; each was a miss", "{tier}_forged"),
-    _counter("tier_replaced", "Unsigned entries of a tier that were replaced by signed ones", "{tier}_replaced"),
+    _counter(
+        "tier_replaced", "Values of a tier that were no signed entry of their name, replaced by one", "{tier}_replaced"
+    ),
     _counter(
         "tier_other_version",
         "Entries of a tier in another version of the format; each was a miss",

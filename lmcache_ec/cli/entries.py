@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated
@@ -119,3 +119,12 @@ def verified(tier: Tier, name: EntryName, length: int, signing: SigningKey | Non
 def verified_bytes(data: memoryview, name: EntryName, signing: SigningKey | None) -> entry.Header:
     """The same of the bytes of an entry."""
     return entry.verify_named(data, name, signing if signing and signing.signs(name.namespace) else None)
+
+
+def report_absent(namespaces: Sequence[str], there: Collection[str]) -> bool:
+    """Say of each namespace that was asked for and is not among those `there` that no tier has it. Whether one is not:
+    a misspelled name must not look like one in which all is well."""
+    absent = [namespace for namespace in namespaces if namespace not in there]
+    for namespace in absent:
+        typer.echo(f"No tier has an entry of namespace {namespace!r}.", err=True)
+    return bool(absent)

@@ -62,7 +62,7 @@ def inspect(
         for name in dict.fromkeys(copy.name.object_name for copy in copies):
             _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
         if not copies:
-            typer.echo(f"No tier has {printable(wanted)}.", err=True)
+            typer.echo(f"No tier has {printable(wanted)!r}.", err=True)
         opened.report()
     raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, header_of, held_in
+from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, header_of, held_in, report_absent
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import Progress, results
 from lmcache_ec.cli.wording import counted, span, table
@@ -71,7 +71,8 @@ def list_entries(
     else:
         _print(rows, len(found))
         opened.report()
-    raise typer.Exit(1 if opened.errors else 0)
+    absent = not opened.errors and report_absent(namespaces or (), {name.namespace for name in found})
+    raise typer.Exit(1 if absent or opened.errors else 0)
 
 
 def _found(opened: OpenTiers, namespaces: Sequence[str]) -> dict[ObjectName, Row]:

@@ -15,6 +15,7 @@ import typer
 
 from lmcache_ec.channel import STATUS_PREFIX
 from lmcache_ec.cli.named_tiers import NamedTier, wanted_tiers
+from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.cli.status import engines
 from lmcache_ec.cli.wording import counted, table
 from lmcache_ec.key import check_namespace
@@ -108,7 +109,7 @@ def look_and_remove(
         _print(report, unused_for)
     if removal:
         report.refusal = _refusal(report, namespace, unused_for, () if force else silent, force=force)
-        if report.rows and not report.refusal and (yes or typer.confirm(_question(report), abort=True)):
+        if report.rows and not report.refusal and (yes or confirmed(_question(report))):
             _remove(report, tiers, err=as_json)
     if as_json:
         typer.echo(report.to_json())

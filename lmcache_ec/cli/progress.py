@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TextIO, TypeVar
 
+import typer
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -118,3 +120,15 @@ def results(
         deadline = time.monotonic() + _FINISH_S
         for thread in workers:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def confirmed(question: str) -> bool:
+    """Ask, and return True for yes. Anything else ends the command: with status 1, after Ctrl-C with that of Ctrl-C."""
+    try:
+        yes, interrupted = typer.confirm(question), False
+    except typer.Abort as abort:
+        yes, interrupted = False, isinstance(abort.__context__, KeyboardInterrupt)
+    if not yes:
+        typer.echo("Nothing was removed.", err=True)
+        raise typer.Exit(INTERRUPTED if interrupted else 1)
+    return True

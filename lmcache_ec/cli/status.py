@@ -131,7 +131,7 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
     yield f"  loads          {sum(loads.values()):,}" + (f": {by_tier}" if by_tier else "") + f"; {failed:,} failed"
     for tier in engine["tiers"]:
         if forged := tier.get("forged"):
-            yield f"  not believed   {forged:,} reads of {tier['name']}: unsigned, or signed with another key"
+            yield f"  not believed   {counted(forged, 'read')} of {tier['name']}: unsigned, or signed with another key"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
     if waits := book["policy_waits"] + book["policy_encodes_instead"]:
         yield f"  load policy    {waits:,} weighed: {book['policy_encodes_instead']:,} encoded instead{_figures(book)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -15,7 +16,16 @@ from functools import partial
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, held_in, signing_of, verified
+from lmcache_ec.cli.entries import (
+    Held,
+    Namespaces,
+    OpenTiers,
+    check_namespaces,
+    held_in,
+    report_absent,
+    signing_of,
+    verified,
+)
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
 from lmcache_ec.cli.wording import counted, span
@@ -36,6 +46,8 @@ class Verdict(enum.StrEnum):
     CORRUPT = "corrupt"
     NOT_SIGNED = "not_signed"
     """Unsigned, or signed with another key than that of the configuration. Others may believe it."""
+    UNCHECKED = "signature_not_checked"
+    """The digest is right; the namespace is of another key, or of none."""
     OTHER_VERSION = "other_version"
     UNREADABLE = "unreadable"
     GONE = "gone"
@@ -64,6 +76,8 @@ class Report:
     removed: int = 0
     bytes: int = 0
     problems: list[dict[str, str]] = field(default_factory=list)
+    namespaces: set[str] = field(default_factory=set)
+    """Of the entries that were looked at."""
 
     @property
     def read(self) -> int:
@@ -75,6 +89,7 @@ class Report:
 
     def add(self, judged: Judged) -> None:
         self.verdicts[judged.verdict] += 1
+        self.namespaces.add(judged.held.name.namespace)
         self.removed += judged.removed
         self.bytes += judged.held.length if judged.verdict is not Verdict.GONE else 0
         if judged.problem and len(self.problems) < _LISTED:
@@ -132,7 +147,9 @@ def verify(
     if interrupted:
         typer.echo("interrupted: the rest was not looked at", err=True)
         raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(1 if opened.errors or any(report.failed for report in reports.values()) else 0)
+    seen = frozenset[str]().union(*(report.namespaces for report in reports.values()))
+    absent = report_absent(namespaces or (), seen) if not opened.errors and choose.takes_all else False
+    raise typer.Exit(1 if absent or opened.errors or any(report.failed for report in reports.values()) else 0)
 
 
 # ---- which entries
@@ -145,6 +162,10 @@ class _Sampling:
     def __init__(self, number: int | None, share: float) -> None:
         self._number = number
         self._share = share
+
+    @property
+    def takes_all(self) -> bool:
+        return self._number is None and self._share >= 1
 
     def __call__(self, listed: Iterator[Held]) -> Iterator[Held]:
         if self._number is None:
@@ -161,9 +182,9 @@ class _Sampling:
 
 def _sampling(text: str) -> _Sampling:
     match = _SAMPLE.fullmatch(text)
-    if match is None or (match[2] and float(match[2]) > 100):
+    if match is None or not 0 < float(match[1] or match[2]) <= (100 if match[2] else math.inf):
         raise typer.BadParameter(
-            f"must be a number of entries or a percentage, for example 1000 or 5%, not {text!r}",
+            f"must be a number of entries or a percentage above 0, for example 1000 or 5%, not {text!r}",
             param_hint="--sample",
         )
     return _Sampling(int(match[1]), 0.0) if match[1] else _Sampling(None, float(match[2]) / 100)
@@ -173,8 +194,9 @@ def _sampling(text: str) -> _Sampling:
 
 
 def _judged(tier: Tier, signing: SigningKey | None, held: Held, *, remove: bool) -> Judged:
+    whole = Verdict.GOOD if signing is None or signing.signs(held.name.namespace) else Verdict.UNCHECKED
     try:
-        return Judged(held, Verdict.GOOD if verified(tier, held.name, held.length, signing) else Verdict.GONE)
+        return Judged(held, whole if verified(tier, held.name, held.length, signing) else Verdict.GONE)
     except entry.OtherVersion as error:
         return Judged(held, Verdict.OTHER_VERSION, str(error))
     except entry.EntryError as error:
@@ -218,6 +240,10 @@ def _collect(judged: Iterator[Judged], report: Report) -> None:
 # ---- what is printed
 
 
+def _not_good(verdicts: Counter[str]) -> int:
+    return verdicts.total() - sum(verdicts[each] for each in (Verdict.GOOD, Verdict.UNCHECKED, Verdict.GONE))
+
+
 def _progress(name: str, report: Report, passed_s: float) -> str:
     if not report.read:
         return f"{name}: listing the entries"
@@ -234,11 +260,13 @@ def _print(name: str, report: Report, passed_s: float) -> None:
     parts += [f"{verdicts[Verdict.OTHER_VERSION]:,} of another version", f"{verdicts[Verdict.UNREADABLE]:,} unreadable"]
     if verdicts[Verdict.NOT_SIGNED]:
         parts.append(f"{verdicts[Verdict.NOT_SIGNED]:,} not signed with the key of this configuration")
+    if verdicts[Verdict.UNCHECKED]:
+        parts.append(f"{verdicts[Verdict.UNCHECKED]:,} whole, signature not checked (namespace without this key's id)")
     if verdicts[Verdict.GONE]:
         parts.append(f"{verdicts[Verdict.GONE]:,} removed meanwhile by others")
     read = f"{counted(report.read, 'entry')} read, {precise_size(report.bytes)} in {span(passed_s)}"
     typer.echo(f"{name}: {read}: {', '.join(parts)}")
     for problem in report.problems:
         typer.echo(f"  {problem['object']}: {problem['problem']}")
-    if report.problems and (more := verdicts.total() - verdicts[Verdict.GOOD] - verdicts[Verdict.GONE] - _LISTED) > 0:
+    if report.problems and (more := _not_good(verdicts) - _LISTED) > 0:
         typer.echo(f"  and {more:,} more")

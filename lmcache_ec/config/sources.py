@@ -105,7 +105,9 @@ def from_file(file: str) -> FileSettings:
         raise ConfigError(f"{asked}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
         line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        raise ConfigError(f"{asked}: not YAML{line}: mend it there or in the line before") from None
+        raise ConfigError(
+            f"{asked}: not YAML{line}: mend it there or in the line before; indent with spaces, not with tabs"
+        ) from None
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -61,8 +61,7 @@ class Cache:
     def __init__(
         self, config: str | PathLike[str] | None = None, *, namespace: str | None = None, **keys: object
     ) -> None:
-        environ = os.environ if config is None else {**os.environ, FILE_VARIABLE: os.fspath(config)}
-        self._config = resolve(keys, environ, "the arguments of Cache").config
+        self._config = resolve(keys, _environment(config), "the arguments of Cache").config
         self.namespace = _namespace(namespace, self._config)
         signing = self._config.signing_key()
         try:
@@ -188,6 +187,8 @@ class Cache:
     def get_each(self, identifiers: Iterable[str]) -> list[Tensor | None]:
         """Several at once, in their order; 16 side by side."""
         self._check_open()
+        if isinstance(identifiers, str):
+            raise TypeError("get_each takes several identifiers; for one there is get")
         return list(self._readers.map(self.get, identifiers))
 
     def __contains__(self, identifier: str) -> bool:
@@ -256,6 +257,18 @@ class Cache:
         return key
 
 
+def _environment(config: str | PathLike[str] | None) -> Mapping[str, str]:
+    """This process's, with the file that the caller names. ConfigError if there is no such file."""
+    if config is None:
+        return os.environ
+    if not isinstance(config, str | PathLike):
+        raise ConfigError(f"the configuration of Cache: must be the path of a file, not {type(config).__name__}")
+    path = os.fspath(config)
+    if not os.path.isfile(path):
+        raise ConfigError(f"the configuration of Cache: there is no file {path}")
+    return {**os.environ, FILE_VARIABLE: path}
+
+
 def _namespace(given: str | None, config: EncoderCacheConfig) -> str:
     if not config.enabled:
         raise ConfigError("ec.enabled is false: the cache is switched off in this configuration")
@@ -264,6 +277,8 @@ def _namespace(given: str | None, config: EncoderCacheConfig) -> str:
     namespace = given if given is not None else config.namespace
     if namespace is None:
         raise ConfigError("no namespace: give one that names what makes the tensors, as namespace= or ec.namespace")
+    if not isinstance(namespace, str):
+        raise ConfigError(f"the namespace of Cache: must be text, not {type(namespace).__name__}")
     try:
         return check_namespace(namespace)
     except ValueError as error:

@@ -244,6 +244,8 @@ def _value(what: str, reads: Callable[[str], object], text: str) -> object:
 
 def _server(text: str, port: int) -> tuple[str, int]:
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]+))(?::(\d{1,5}))?", text)
-    if match is None or int(match[3] or port) not in range(1, 65536):
+    if match is None:
         raise ValueError("URL of a Redis tier: must name hosts as host, host:port or [address]:port, with commas")
+    if int(match[3] or port) not in range(1, 65536):
+        raise ValueError(f"URL of a Redis tier: the port must be from 1 to 65535, not {match[3]}")
     return unquote(match[1] or match[2]), int(match[3] or port)

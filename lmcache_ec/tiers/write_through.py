@@ -275,7 +275,8 @@ class WriteThrough:
                 return False, held.length == len(data)
             elif lane.tier.replace(key, data, held):
                 self._journal.count(f"{lane.name}_replaced")
-                text = f"{lane.name}: {key.object_name}, {held.length} bytes that nobody signed, was replaced"
+                what = f"{held.length} bytes that are no signed entry of this name"
+                text = f"{lane.name}: {key.object_name}: {what}, were replaced"
                 self._journal.report(f"{lane.name}-replaced", text)
                 return True, True
         raise TierError(errno.EAGAIN, f"{key.object_name} is not written: others write and remove it all the time")

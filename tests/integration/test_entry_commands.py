@@ -186,7 +186,7 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
     text = run("inspect", identifier).stdout
     assert [text.count(said) for said in ("4 x 64 BF16", "host:41234", "verifies")] == [2, 2, 3]
     missing = run("inspect", "another")
-    assert (missing.exit_code, missing.stderr) == (1, "No tier has another.\n")
+    assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
 
 
 @pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
@@ -504,3 +504,15 @@ def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruption
     with capsys.disabled():
         print(f"verify: {time.monotonic() - began:.1f} s; {err.splitlines()}")
     assert json.loads(out)["tiers"]["disk"]["good"] == number
+
+
+def test_a_namespace_that_no_tier_has_is_named_and_is_no_success(tmp_path: Path) -> None:
+    """A misspelled one must not look like one in which all is well."""
+    extra = json.dumps({"local_disk": str(tmp_path / "entries"), "min_free_disk_size": 0})
+    (tmp_path / "entries").mkdir()
+    for command in ("ls", "verify"):
+        result = CliRunner().invoke(app, [command, "no-such", "--extra", extra])
+        assert result.exit_code == 1, command
+        assert "No tier has an entry of namespace 'no-such'" in result.output
+    refused = CliRunner().invoke(app, ["verify", "--sample", "0%", "--extra", extra])
+    assert refused.exit_code == 2

@@ -79,7 +79,7 @@ def test_a_consumer_neither_believes_a_forgery_nor_deletes_it(
         assert not consumer.serves("cat")
         wait_until("the ledger is told", lambda: [consumer.drain(), consumer.status()["book"]][1])
         show([found for found in engines() if found["engine"] == consumer.engine])
-    assert "1 reads of disk: unsigned, or signed with another key" in capsys.readouterr().out
+    assert "1 read of disk: unsigned, or signed with another key" in capsys.readouterr().out
     assert path.exists()
 
 
