@@ -197,7 +197,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("jobs", SCENARIOS, ids=lambda jobs: "-".join(what for what, _ in jobs))
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_at_every_instant_the_folder_holds_at_most_its_account_and_that_at_most_the_limit(
     tmp_path: Path, jobs: Sequence[tuple[str, int]], killed: bool
 ) -> None:

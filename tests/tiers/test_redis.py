@@ -1019,7 +1019,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
         ("redis://u:canary?x@h", "%3F for [?]"),
         ("unix://u:canary/x@/run/socket", "%40 for @"),
         ("redis://u:canary@h:port", "host:port"),
-        ("redis://u:canary@h:70000", "host:port"),
+        ("redis://u:canary@h:70000", "from 1 to 65535"),
         ("redis://u:canary@", "host:port"),
         ("redis://u:canary@[::1", "cannot be read"),
         ("redis://u:canary@a,b", "several servers"),
