@@ -46,7 +46,7 @@ _TOLD = {
     "ensure_idle_step": "a pass over 256 requests x 4 images with nothing to do",
     "hook_p99_promoting": "the slowest of 100 hooks while entries are promoted",
     "load_cpu": "arena to encoder cache",
-    "load_in_engine": "the same, in a step of a vLLM engine",
+    "load_in_engine": "arena to encoder cache, in a step of a vLLM engine",
     "save": "encoder output to arena",
     "disk_get": "disk, read and verified",
     "disk_put": "disk, written",
@@ -59,7 +59,7 @@ _TOLD = {
     "s3_get_16": "S3, 16 entries in one call",
     "s3_get_64": "S3, 64 entries in one call",
     "fetch_to_live": "on disk, asked for, to loadable",
-    "fetch_on_arrival": "the same, from the arrival of its request, 5 ms before its first pass",
+    "fetch_on_arrival": "on disk, from the arrival of its request 5 ms before its first pass, to loadable",
     "save_to_written": "encoded, to on disk",
 }
 
