@@ -85,7 +85,7 @@ class Decision:
 
 
 class LoadPolicy:
-    """Decides for whoever asks the tiers, on that thread alone. Tiers are numbers, in the order in which they are
+    """Decides for whoever has the scheduler side's turn. Tiers are numbers, in the order in which they are
     asked; a load that nothing is known of is expected to pay."""
 
     def __init__(self, always: bool = False) -> None:

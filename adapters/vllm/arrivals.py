@@ -6,7 +6,8 @@ vLLM takes requests in on a thread of its own, which hands each to `EngineCore.p
 
 1. The scheduler side and all below it (book, fetches, links) belong to whoever has its *turn*, a lock of its own.
 2. The scheduler's thread has it for a whole pass, from the first hook that is called in it to the end of
-   `build_connector_meta`; and for each call between two passes (`request_finished`, `set_weight_version`).
+   `build_connector_meta`; and for each call between two passes (`request_finished`, `set_weight_version`, `snapshot`,
+   `measures`).
 3. The thread that takes requests in never waits for the turn: where it is taken, the request's first pass looks up.
 4. The scheduler's thread waits for the turn no longer than one request's early look-up takes: tens of microseconds of
    Python and sends that do not block, no I/O, no copy.

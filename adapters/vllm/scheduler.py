@@ -75,7 +75,8 @@ class Promised(NamedTuple):
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler. Runs in the EngineCore, on the scheduler's thread alone; no lock, no I/O.
+    """Answers vLLM's scheduler. Runs in the EngineCore, on the scheduler's thread; `expect` alone is called on the one
+    that takes requests in. Whoever has the turn owns all below (see `arrivals`), and nobody does I/O with it.
 
     vLLM asks `ensure_cache_available`, `has_cache_item`, `update_state_after_alloc` and `build_connector_meta` within
     one scheduling pass (vllm/v1/core/sched/scheduler.py). A promise lives for that pass: `has_cache_item` pins,
@@ -745,21 +746,23 @@ class SchedulerSide:
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
-        return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+        with self._turn:
+            return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
 
     def measures(self) -> dict[str, int]:
         """All that `metric_table` is made of: counts, gauges and the counts of histograms."""
-        cache, counts = self.cache, self.snapshot()
-        evicted = {"cpu_evictions": counts["evictions"], "cpu_evicted_bytes": counts["evicted_bytes"]}
-        sizes = dict(cache.book.saved_sizes.counts())
-        return {
-            **counts,
-            **evicted,
-            **sizes,
-            **self.decisions.counts(),
-            **cache.copies.counts(),
-            **cache.tallies.totals(),
-        }
+        with self._turn:
+            cache, counts = self.cache, self.snapshot()
+            evicted = {"cpu_evictions": counts["evictions"], "cpu_evicted_bytes": counts["evicted_bytes"]}
+            sizes = dict(cache.book.saved_sizes.counts())
+            return {
+                **counts,
+                **evicted,
+                **sizes,
+                **self.decisions.counts(),
+                **cache.copies.counts(),
+                **cache.tallies.totals(),
+            }
 
     def _counts(self) -> dict[str, int]:
         own = {**self.counts, "misfits": self._look_ups.misfits}

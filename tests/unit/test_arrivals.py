@@ -196,3 +196,29 @@ def test_every_engine_of_this_process_hears_of_arrivals(monkeypatch: pytest.Monk
     core.scheduler = type("Scheduler", (), {"ec_connector": connector})()
     assert core.preprocess_add_request(asked) == (asked, 7)
     assert heard == [asked]
+
+
+def test_counts_are_never_read_in_the_middle_of_an_early_look_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks for metrics between two passes; what changes meanwhile would break the reading for good."""
+    served, looking, go_on, read = serve(), threading.Event(), threading.Event(), threading.Event()
+
+    def listen_slowly(now: float) -> bool:
+        looking.set()
+        return not go_on.wait(PATIENCE_S)
+
+    def read_all() -> None:
+        served.side.measures()
+        read.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(served.cache, "listen", listen_slowly)
+        threads = [threading.Thread(target=served.side.expect, args=(request("early", X),))]
+        threads[0].start()
+        assert looking.wait(PATIENCE_S)
+        threads.append(threading.Thread(target=read_all))
+        threads[1].start()
+        assert not read.wait(0.2)
+        go_on.set()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+    assert read.is_set()
