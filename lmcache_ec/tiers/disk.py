@@ -42,9 +42,12 @@ from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
 from lmcache_ec.tiers.base import Held, Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
+    Shard,
+    TemporaryFile,
     check_no_stranger,
     entries_in,
     find,
+    find_in,
     listing,
     mark_used,
     namespaces_in,
@@ -56,7 +59,6 @@ from lmcache_ec.tiers.disk_files import (
     remove_entry,
     shards_of,
     sweep,
-    temporary_file,
     write_full,
 )
 from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, KeptRoot, open_or_make, open_root
@@ -260,6 +262,7 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Let go of the folder. A call after that opens it again."""
         self._kept.close()
+        self._account.close()
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
         return _Reporting(action, name, self._path)
@@ -331,17 +334,19 @@ class DiskTier(Tier):
         self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None
     ) -> bool | None:
         """As `put`, or `replace` if `over`; or None if a neighbour was quicker to take the room."""
-        if not over and find(root, key.object_name) is not None:
-            return False
-        if self.read_only:
-            raise self._refusal()
-        self._check_room(root, len(data))
-        if key.namespace not in self._swept:
-            self._swept.add(key.namespace)
-            sweep(root, key.namespace)
-        if self._total is None or self._total + len(data) > self.max_bytes:
-            self._make_room(len(data))
-        return self._write(root, key, data, over, used)
+        above, _, last = key.object_name.rpartition("/")
+        with Shard(root, above) as shard:
+            if not over and shard is not None and find_in(shard, last) is not None:
+                return False
+            if self.read_only:
+                raise self._refusal()
+            self._check_room(root, len(data))
+            if key.namespace not in self._swept:
+                self._swept.add(key.namespace)
+                sweep(root, key.namespace)
+            if self._total is None or self._total + len(data) > self.max_bytes:
+                self._make_room(len(data))
+            return self._write(root, shard, key, data, over, used)
 
     def _make_room(self, length: int) -> None:
         """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
@@ -359,25 +364,27 @@ class DiskTier(Tier):
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None) -> bool | None:
+    def _write(
+        self, root: int, shard: int | None, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None
+    ) -> bool | None:
         reserved, published = None, False
         try:
             with (
                 Descriptor(open_or_make(root, f"{key.namespace}/.tmp")) as workshop,
-                temporary_file(root, workshop, len(data)) as (fd, temporary),
+                TemporaryFile(root, workshop, len(data)) as temporary,
             ):
                 reserved = self._account.reserve(len(data), self.max_bytes, root)
                 self._total = reserved.total if reserved is not None else None
                 if reserved is None:
                     return None
-                write_full(fd, data)
-                mark_used(fd)
+                write_full(temporary.fd, data)
+                mark_used(temporary.fd)
                 if over:
-                    published = self._replace(workshop, temporary, root, key.object_name)
+                    published = self._replace(workshop, temporary.name, root, key.object_name)
                 else:
-                    published = publish(workshop, temporary, root, key.object_name)
+                    published = publish(workshop, temporary.name, root, key.object_name, shard)
                 if used is not None:  # not before: a temporary of that age would be taken for a dead writer's
-                    os.utime(fd, (used, used))
+                    os.utime(temporary.fd, (used, used))
         finally:
             if reserved is not None and not published:
                 self._give_back(len(data), reserved)
@@ -401,18 +408,18 @@ class DiskTier(Tier):
     def _remove(self, name: str, used: int | None = None) -> int:
         """Remove an entry and give its room back: its length, or 0 if it was removed, or was used since `used` (ns)."""
         with self._looking:
-            account = self._account.read()
             try:
                 with Descriptor(open_root(self._path)) as root:
+                    account = self._account.read(root)
                     length = remove_entry(root, name, used)
+                    if length is None:
+                        return 0
+                    self._give_back(length, account, root)
+                    return length
             except OSError as error:
                 if error.errno not in GONE:
                     raise
                 return 0
-            if length is None:
-                return 0
-            self._give_back(length, account)
-            return length
 
     def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:
         with self._looking:
@@ -420,9 +427,9 @@ class DiskTier(Tier):
             self._give_back(publish_over(workshop, temporary, root, name), account)
         return True
 
-    def _give_back(self, length: int, since: Account | None) -> None:
+    def _give_back(self, length: int, since: Account | None, root: int | None = None) -> None:
         try:
-            self._account.release(length, since)
+            self._account.release(length, since, root)
         except OSError:
             pass  # the account says too much until the next survey
 

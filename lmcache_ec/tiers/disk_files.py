@@ -45,9 +45,20 @@ _DEAD_AFTER_S = 3600.0
 
 def find(root: int, name: str) -> int | None:
     """The length of the entry of this name, None if there is none."""
+    above, _, last = name.rpartition("/")
     try:
-        with Descriptor(open_below(root, name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
-            status = os.fstat(fd)
+        with Descriptor(open_below(root, above, FOLDER)) as folder:
+            return find_in(folder, last)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+    return None
+
+
+def find_in(folder: int, last: str) -> int | None:
+    """As `find`, in the folder that holds it."""
+    try:
+        status = os.stat(last, dir_fd=folder, follow_symlinks=False)
     except OSError as error:
         if error.errno not in GONE:
             raise
@@ -121,19 +132,35 @@ def remove_entry(root: int, name: str, used: int | None = None) -> int | None:
 # ---- written
 
 
-@contextmanager
-def temporary_file(root: int, workshop: int, length: int) -> Iterator[tuple[int, str]]:
-    """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there."""
-    for _ in range(_ATTEMPTS):
-        name = f"{length}.{os.urandom(12).hex()}"
-        with Descriptor(create_file(workshop, name, root)) as fd:
+class TemporaryFile:
+    """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there.
+
+    FileNotFoundError if neighbours remove it each time before it is locked. One thread."""
+
+    __slots__ = ("_workshop", "fd", "name")
+
+    def __init__(self, root: int, workshop: int, length: int) -> None:
+        self._workshop = workshop
+        for _ in range(_ATTEMPTS):
+            self.name = f"{length}.{os.urandom(12).hex()}"
+            self.fd = create_file(workshop, self.name, root)
             try:
-                if try_lock(fd) is not False and os.fstat(fd).st_nlink:  # else a neighbour swept it before that
-                    yield fd, name
+                if try_lock(self.fd) is not False and os.fstat(self.fd).st_nlink:
                     return
-            finally:
-                _unlink(workshop, name)
-    raise FileNotFoundError(errno.ENOENT, "a new temporary has no name at once")
+            except BaseException:
+                self.__exit__()
+                raise
+            self.__exit__()  # a neighbour swept it before it was locked
+        raise FileNotFoundError(errno.ENOENT, "a new temporary has no name at once")
+
+    def __enter__(self) -> "TemporaryFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            _unlink(self._workshop, self.name)
+        finally:
+            os.close(self.fd)
 
 
 def write_full(fd: int, data: memoryview) -> None:
@@ -153,9 +180,36 @@ def mark_used(fd: int) -> None:
             pass  # a folder that we may only read: its owner decides what is used
 
 
-def publish(workshop: int, temporary: str, root: int, name: str) -> bool:
-    """Give a temporary the entry's name; False if another file has it already."""
+class Shard:
+    """The descriptor of a folder that holds entries, None while there is none. Closed at the end of the `with`."""
+
+    __slots__ = ("_fd",)
+
+    def __init__(self, root: int, name: str) -> None:
+        self._fd: int | None = None
+        try:
+            self._fd = open_below(root, name, FOLDER)
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+
+    def __enter__(self) -> int | None:
+        return self._fd
+
+    def __exit__(self, *_: object) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+
+def publish(workshop: int, temporary: str, root: int, name: str, folder: int | None = None) -> bool:
+    """Give a temporary the entry's name; False if another file has it already. `folder` is the one that is to hold it,
+    if the caller has it open."""
     above, _, last = name.rpartition("/")
+    if folder is not None:
+        try:
+            return _name(workshop, temporary, folder, last)
+        except FileNotFoundError:
+            pass  # it is being removed
     problem: FileNotFoundError | None = None
     for _ in range(_ATTEMPTS):
         with Descriptor(open_or_make(root, above)) as folder:
