@@ -82,7 +82,7 @@ class FolderAccount:
 
     def open(self) -> None:
         """Find out whether the account can be changed; OSError if not. And whether it can be shared by now."""
-        self.shared = True
+        self.shared, self._file = True, None
         self._change(lambda account: account)
         if self.shared:
             self._alone, self.problem = None, ""
