@@ -262,7 +262,6 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Let go of the folder. A call after that opens it again."""
         self._kept.close()
-        self._account.close()
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
         return _Reporting(action, name, self._path)
@@ -408,18 +407,18 @@ class DiskTier(Tier):
     def _remove(self, name: str, used: int | None = None) -> int:
         """Remove an entry and give its room back: its length, or 0 if it was removed, or was used since `used` (ns)."""
         with self._looking:
+            account = self._account.read()
             try:
                 with Descriptor(open_root(self._path)) as root:
-                    account = self._account.read(root)
                     length = remove_entry(root, name, used)
-                    if length is None:
-                        return 0
-                    self._give_back(length, account, root)
-                    return length
             except OSError as error:
                 if error.errno not in GONE:
                     raise
                 return 0
+            if length is None:
+                return 0
+            self._give_back(length, account)
+            return length
 
     def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:
         with self._looking:
@@ -427,9 +426,9 @@ class DiskTier(Tier):
             self._give_back(publish_over(workshop, temporary, root, name), account)
         return True
 
-    def _give_back(self, length: int, since: Account | None, root: int | None = None) -> None:
+    def _give_back(self, length: int, since: Account | None) -> None:
         try:
-            self._account.release(length, since, root)
+            self._account.release(length, since)
         except OSError:
             pass  # the account says too much until the next survey
 

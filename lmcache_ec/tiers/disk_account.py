@@ -31,12 +31,11 @@ from typing import NamedTuple
 from lmcache_ec.tiers.disk_folder import (
     Descriptor,
     Foreign,
-    OpenFile,
     create_file,
+    is_its_only_name,
     open_file,
     open_root,
     try_lock,
-    unlock,
 )
 
 _FIELDS = struct.Struct("<8sQQQQQ")
@@ -76,31 +75,25 @@ class FolderAccount:
         """Why it is not, if so."""
         self._folder, self._name = str(path.parent), path.name
         self._alone: Account | None = None
-        self._file: OpenFile | None = None  # kept open between changes
-        self._guard = threading.Lock()  # of `_alone`
-        self._turn = threading.Lock()  # a lock on the file is one for all threads that share its descriptor
+        self._guard = threading.Lock()
 
     def open(self) -> None:
         """Find out whether the account can be changed; OSError if not. And whether it can be shared by now."""
-        self.shared, self._file = True, None
+        self.shared = True
         self._change(lambda account: account)
         if self.shared:
             self._alone, self.problem = None, ""
 
-    def close(self) -> None:
-        """Let go of the file. A call after that opens it again."""
-        self._file = None
-
-    def read(self, root: int | None = None) -> Account | None:
-        """The state, None while nobody has counted the folder. `root` as in `reserve`."""
+    def read(self) -> Account | None:
+        """The state, None while nobody has counted the folder."""
         if not self.shared:
             return self._alone
         try:
-            with Descriptor(open_root(self._folder)) if root is None else nullcontext(root) as folder:
-                file = self._file
-                if file is None or not file.has_only_name(folder, self._name):
-                    file = OpenFile(open_file(folder, self._name, os.O_RDONLY))
-                data = os.pread(file.fd, _SIZE, 0)
+            with (
+                Descriptor(open_root(self._folder)) as root,
+                Descriptor(open_file(root, self._name, os.O_RDONLY)) as fd,
+            ):
+                data = os.pread(fd, _SIZE, 0)
         except FileNotFoundError:
             return None
         except Foreign as error:
@@ -127,9 +120,8 @@ class FolderAccount:
         after = self._change(change, root)
         return after if fits else None
 
-    def release(self, length: int, since: Account | None, root: int | None = None) -> None:
-        """Give back `length` bytes that were removed from the folder, `since` being a state from before that. `root` as
-        in `reserve`.
+    def release(self, length: int, since: Account | None) -> None:
+        """Give back `length` bytes that were removed from the folder, `since` being a state from before that.
 
         Where a survey has corrected the total in between, it may have missed them already: then they are not taken off
         a second time.
@@ -142,14 +134,14 @@ class FolderAccount:
             total = max(0, account.total - length) if known else account.total
             return account._replace(total=total, released=account.released + length)
 
-        self._change(change, root)
+        self._change(change)
 
     def settle(self, since: Account | None, least: int, most: int) -> None:
         """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
         least, most = min(least, _MOST), min(most, _MOST)
 
         def change(account: Account | None) -> Account | None:
-            if since is not None and (account is None or account.born != since.born):
+            if (account and account.born) != (since and since.born):
                 return account  # removed or begun anew meanwhile: this survey does not know what was reserved before
             if account is None:
                 return Account(total=most, born=_new_number())
@@ -166,55 +158,52 @@ class FolderAccount:
 
     def _change(self, change: Callable[[Account | None], Account | None], root: int | None = None) -> Account | None:
         """Replace the state by what `change` makes of it."""
-        if self.shared:
-            if not self._turn.acquire(timeout=_LOCK_TIMEOUT_S):
-                raise _held_too_long()
-            try:
-                file = self._locked(root)
-                if file is not None:
-                    try:
-                        before = _decode(os.pread(file.fd, _SIZE, 0))
-                        after = change(before)
-                        if after is not None and after != before:
-                            os.pwrite(file.fd, _encode(after), 0)
-                        return after
-                    finally:
-                        unlock(file.fd)
-            finally:
-                self._turn.release()
+        fd = self._open_locked(root) if self.shared else None
+        if fd is not None:
+            with Descriptor(fd):
+                before = _decode(os.pread(fd, _SIZE, 0))
+                after = change(before)
+                if after is not None and after != before:
+                    os.pwrite(fd, _encode(after), 0)
+                return after
         with self._guard:
             self._alone = change(self._alone)
             return self._alone
 
-    def _locked(self, root: int | None) -> OpenFile | None:
+    def _open_locked(self, root: int | None) -> int | None:
         """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be."""
         try:
             for _ in range(_REMADE):
                 with Descriptor(open_root(self._folder, make=True)) if root is None else nullcontext(root) as folder:
-                    file, self._file = self._file or self._open(folder), None
-                    if file is None:
+                    fd = self._open(folder)
+                    if fd is None:
                         root = None  # it may have been removed
                         continue
-                    if not _lock(file.fd):
+                    try:
+                        locked = _lock(fd)
+                        if locked and is_its_only_name(fd, folder, self._name):
+                            return fd
+                    except BaseException:
+                        os.close(fd)
+                        raise
+                    os.close(fd)
+                    if not locked:
                         self._count_alone("no locks on this file system")
                         return None
-                    if file.has_only_name(folder, self._name):
-                        self._file = file
-                        return file
                     # else it was removed before it was locked: nobody will see it again
             self._count_alone(f"{self._name} is removed again and again, or this file system counts no names")
         except Foreign as error:
             self._count_alone(str(error.strerror))
         return None
 
-    def _open(self, root: int) -> OpenFile | None:
+    def _open(self, root: int) -> int | None:
         """The file, made if need be; None if somebody makes or removes it, or the folder, at this moment."""
         try:
-            return OpenFile(open_file(root, self._name, os.O_RDWR))
+            return open_file(root, self._name, os.O_RDWR)
         except FileNotFoundError:
             pass
         try:
-            return OpenFile(create_file(root, self._name, root))
+            return create_file(root, self._name, root)
         except (FileExistsError, FileNotFoundError):
             return None
 
@@ -231,13 +220,9 @@ def _lock(fd: int) -> bool:
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while (locked := try_lock(fd)) is False:
         if time.monotonic() > deadline:
-            raise _held_too_long()
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held the account for {_LOCK_TIMEOUT_S} s")
         time.sleep(_LOCK_RETRY_S)
     return locked is not None
-
-
-def _held_too_long() -> TimeoutError:
-    return TimeoutError(errno.ETIMEDOUT, f"another process has held the account for {_LOCK_TIMEOUT_S} s")
 
 
 def _encode(account: Account) -> bytes:

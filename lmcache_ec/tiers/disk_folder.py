@@ -195,34 +195,20 @@ def open_or_make(root: int, name: str) -> int:
     return open_below(root, name, FOLDER)
 
 
-class OpenFile:
-    """A file that stays open while its name may be removed. Closed with its last reference, as a Root is."""
+def is_its_only_name(fd: int, folder: int, name: str) -> bool:
+    """Whether the open file has this name and no other: only then nobody outside the folder has it.
 
-    __slots__ = ("_identity", "fd")
-
-    def __init__(self, fd: int) -> None:
-        """Takes the descriptor over."""
-        self.fd = fd
-        status = os.fstat(fd)
-        self._identity = (status.st_dev, status.st_ino)
-
-    def __del__(self) -> None:
-        os.close(self.fd)
-
-    def has_only_name(self, folder: int, name: str) -> bool:
-        """Whether it has this name and no other: only then nobody outside the folder has it.
-
-        False if it has lost its name. Foreign if it has another one beside it, wherever that is.
-        """
-        try:
-            named = os.stat(name, dir_fd=folder, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        if (named.st_dev, named.st_ino) != self._identity:
-            return False
-        if named.st_nlink > 1:
-            raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was left alone")
-        return named.st_nlink == 1
+    False if it has lost its name. Foreign if it has another one beside it, wherever that is.
+    """
+    try:
+        named, opened = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    if (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
+        return False
+    if named.st_nlink > 1:
+        raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was left alone")
+    return named.st_nlink == 1
 
 
 def try_lock(fd: int) -> bool | None:
@@ -237,10 +223,6 @@ def try_lock(fd: int) -> bool | None:
             return None
         raise
     return True
-
-
-def unlock(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _make(root: int, name: str) -> None:

@@ -16,7 +16,7 @@ namespaces and of other versions do not verify.
 
 Who removes a log: its writer, as above; and anybody's survey of the folder once it has had no writer and no change for
 a minute, by when every follower has read it (no writer: no lock on it; or, where there are no locks, an hour old). The
-folder may be removed by hand: a writer looks now and then whether its log still has its name, and goes on in
+folder may be removed by hand: a writer looks after each append whether its log still has its name, and appends to
 another if not. Logs are not in the account: each process that writes has at most 192 KiB of them.
 """
 
@@ -25,7 +25,6 @@ import os
 import re
 import struct
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
@@ -56,8 +55,6 @@ _FOLLOWED = 256
 """Files in the folder that a follower looks at, at most."""
 _TURN_BYTES = 1 << 20
 """Read by one call, at most; the rest waits for the next."""
-_TRUSTED_S = 0.05
-"""How long a log is taken to have its name. What is written to one without is found by the next listing."""
 _UNREAD_S = 60.0
 _DEAD_AFTER_S = 3600.0
 _REMADE = 16
@@ -140,14 +137,13 @@ class _Log:
         self._file: FileIO | None = None  # not a descriptor: it is closed with whatever the tier was part of
         self._identity = (0, 0)
         self._room = 0
-        self._looked = -_TRUSTED_S  # when it was last seen to have its name
 
     def append(self, record: bytes) -> None:
         """OSError if it cannot be written."""
         for _ in range(2):
             file = self._file if self._file is not None and self._room >= len(record) else self._begin()
             self._room -= len(record)
-            if file.write(record) == len(record) and (self._looked_lately() or self._has_its_name()):
+            if file.write(record) == len(record) and self._has_its_name():
                 return
             self.leave()
 
@@ -170,11 +166,7 @@ class _Log:
             _remove(self._where, self._names.popleft())
         return self._file
 
-    def _looked_lately(self) -> bool:
-        return time.monotonic() - self._looked < _TRUSTED_S
-
     def _has_its_name(self) -> bool:
-        self._looked = time.monotonic()
         try:
             status = os.lstat(f"{self._where.root}/{self._where.name}/{self._names[-1]}")
         except FileNotFoundError:

@@ -221,6 +221,17 @@ def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_pat
     assert after.total == 500
 
 
+def test_of_two_first_surveys_of_a_folder_the_later_one_does_not_lower_what_the_earlier_one_counted(
+    tmp_path: Path,
+) -> None:
+    """A writer may have reserved its room in an account that began and was removed between them."""
+    account = FolderAccount(tmp_path / ".usage")
+    account.settle(None, 0, 300)
+    account.settle(None, 0, 0)
+    assert isinstance(after := account.read(), Account)
+    assert after.total == 300
+
+
 def test_an_engine_whose_folder_is_removed_misses_encodes_and_writes_on(tmp_path: Path) -> None:
     """No error is counted, and none logged."""
     root, (first, second, third) = tmp_path / "root", names("image", 3)
