@@ -1,85 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """`lmcache-ec`: what an operator asks of the cache on this host."""
 
-from __future__ import annotations
+import os
+import signal
+import sys
 
-import enum
-import json
-
-import typer
-
-from lmcache_ec.cli.clear import clear
-from lmcache_ec.cli.completion import completion
-from lmcache_ec.cli.doctor import examine, render
-from lmcache_ec.cli.inspect import inspect
-from lmcache_ec.cli.keys import list_keys
-from lmcache_ec.cli.lifecycle import check_and_set
-from lmcache_ec.cli.ls import list_entries
-from lmcache_ec.cli.namespaces import find_and_remove
-from lmcache_ec.cli.status import all_engines, show
-from lmcache_ec.cli.top import top
-from lmcache_ec.cli.verify import verify
-from lmcache_ec.cli.warm import warm
-
-
-class Role(enum.StrEnum):
-    """vLLM's `ec_role`."""
-
-    BOTH = "ec_both"
-    PRODUCER = "ec_producer"
-    CONSUMER = "ec_consumer"
-
-
-# Without typer's own tracebacks: they may show local variables, and so the environment.
-app = typer.Typer(
-    add_completion=True,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="The encoder cache on this host.",
-)
-
-
-@app.callback()
-def _main() -> None:
-    pass
-
-
-@app.command()
-def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an engine.")) -> None:
-    """What each engine's cache holds and has counted, as of its last scheduling pass."""
-    found = all_engines()
-    if as_json:
-        typer.echo(json.dumps(found))
-    else:
-        show(found)
-
-
-@app.command()
-def doctor(
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
-    role: Role = typer.Option(Role.BOTH, "--role", help="The ec_role for the command that is printed."),  # noqa: B008
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-) -> None:
-    """What an engine started in this environment would find: configuration, versions, memory and disk.
-
-    The exit status is 1 if there are problems.
-    """
-    report = examine(extra, role=role.value)
-    typer.echo(report.to_json() if as_json else render(report))
-    raise typer.Exit(1 if report.problems else 0)
-
-
-app.command("ls")(list_entries)
-app.command("inspect")(inspect)
-app.command("verify")(verify)
-app.command("warm")(warm)
-app.command("clear")(clear)
-app.command("keys")(list_keys)
-app.command("namespaces")(find_and_remove)
-app.command("lifecycle")(check_and_set)
-app.command("top")(top)
-app.command("completion")(completion)
+_READER_GONE = 128 + signal.SIGPIPE
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    app()
+    """Run the command that the arguments of this process name, and end the process.
+
+    Ctrl-C ends it without a word: commands hear of it, but before they begin and after their end the signal does what
+    it does to any program. Output that nobody reads any more (`| head`) ends it as quietly, with SIGPIPE's status; the
+    signal itself would also come of a store that closes its connection.
+    """
+    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
+    if heeded:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from lmcache_ec.cli.commands import app  # most of the time that a short command takes
+
+    status: object = 0
+    try:
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        app()
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except SystemExit as end:
+        status = _READER_GONE if isinstance(end.__context__, BrokenPipeError) else end.code
+    finally:
+        if heeded:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if status == _READER_GONE:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to flush at the end has nowhere to go
+    sys.exit(status)  # type: ignore[arg-type]

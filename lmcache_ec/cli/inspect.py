@@ -50,14 +50,15 @@ def inspect(
 ) -> None:
     """What one entry says of itself, in which tiers it is, and whether it verifies there.
 
-    The exit status is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
+    What is shown of it is the header of a copy that verifies. Where none does, or with --header-only, it is not
+    verified, which the output says: whoever can write to the tier can have written anything there. The exit status is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
     check_namespaces([namespace] if namespace else [])
     signing = signing_of(extra)
     with OpenTiers(wanted_tiers(extra, tier), listed=False) as opened:
         copies = list(_copies(opened, wanted, namespace, signing, whole=not header_only))
     if as_json:
-        typer.echo(json.dumps(_record(copies, opened), indent=2))
+        typer.echo(json.dumps(_record(copies, opened, whole=not header_only), indent=2))
     else:
         for name in dict.fromkeys(copy.name.object_name for copy in copies):
             _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
@@ -115,8 +116,18 @@ def _copy(tier_name: str, tier: Tier, name: EntryName, length: int, signing: Sig
     return Copy(tier_name, name, length, header, problem)
 
 
-def _record(copies: Sequence[Copy], opened: OpenTiers) -> dict[str, object]:
-    header = next((copy.header for copy in copies if copy.header), None)
+def _shown(copies: Sequence[Copy]) -> entry.Header | None:
+    """The header that speaks for all: of a copy that verifies, if one does."""
+    ordered = sorted(copies, key=lambda copy: bool(copy.problem))
+    return next((copy.header for copy in ordered if copy.header), None)
+
+
+def _is_verified(copies: Sequence[Copy], whole: bool) -> bool:
+    return whole and any(copy.header and not copy.problem for copy in copies)
+
+
+def _record(copies: Sequence[Copy], opened: OpenTiers, *, whole: bool) -> dict[str, object]:
+    header = _shown(copies)
     said = header and {
         "identifier": header.identifier,
         "namespace": header.namespace,
@@ -129,14 +140,17 @@ def _record(copies: Sequence[Copy], opened: OpenTiers) -> dict[str, object]:
         "bytes": header.length,
     }
     tiers = [copy.as_record() for copy in copies]
-    return {"header": said, "tiers": tiers, "errors": opened.errors, "notes": opened.notes}
+    verified = _is_verified(copies, whole)
+    return {"header": said, "verified": verified, "tiers": tiers, "errors": opened.errors, "notes": opened.notes}
 
 
 def _print(copies: Sequence[Copy], *, whole: bool) -> None:
     rows = [("object", copies[0].name.object_name)]
-    header = next((copy.header for copy in copies if copy.header), None)
+    header = _shown(copies)
     if header is not None:
         spec = header.spec
+        if not _is_verified(copies, whole):
+            rows.append(("header", "not verified: what follows may be anything"))
         rows += [
             ("identifier", printable(header.identifier)),
             ("namespace", printable(header.namespace)),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -21,18 +22,21 @@ from lmcache_ec.tiers.base import Tier, TierError, message
 
 _HEADINGS = ("sha256 of the identifier", "size", "age", "tiers", "identifier")
 _SHOWN = 100
+_FOREIGN = "names another entry: inspect it"
 _THREADS = 8
 
 
 @dataclass(slots=True)
 class Row:
-    """An entry, in one or several tiers. `modified` is the latest time of all tiers, `identifier` empty if not read."""
+    """An entry, in one or several tiers. `modified` is the latest time of all tiers. `identifier` is empty if it was not
+    read, or was that of another name (`foreign`)."""
 
     name: ObjectName
     length: int
     modified: float
     tiers: list[str] = field(default_factory=list)
     identifier: str = ""
+    foreign: bool = False
 
     def as_record(self) -> dict[str, object]:
         return {
@@ -58,7 +62,8 @@ def list_entries(
 ) -> None:
     """Which entries the tiers hold: size, age and tiers of each, and its identifier where it takes little to read it.
 
-    Age counts from the last use; in S3, from the write. The exit status is 1 if a tier could not be reached.
+    Age counts from the last use; in S3, from the write. That an identifier is the one of its entry's name is checked;
+    nothing else is verified here: `inspect` and `verify` do that. The exit status is 1 if a tier could not be reached.
     """
     check_namespaces(namespaces or ())
     with OpenTiers(wanted_tiers(extra, tier)) as opened:
@@ -105,7 +110,9 @@ def _read_identifiers(rows: Sequence[Row], opened: OpenTiers, *, slow: bool) -> 
         row, tier = asked
         try:
             header = header_of(tier, row.name)
-            row.identifier = header.identifier if header else ""
+            identifier = header.identifier if header else ""
+            row.foreign = bool(identifier) and hashlib.sha256(identifier.encode(errors="surrogatepass")).digest() != row.name.digest
+            row.identifier = "" if row.foreign else identifier
         except (TierError, entry.EntryError):
             pass  # `inspect` and `verify` say what is wrong with it
 
@@ -125,7 +132,7 @@ def _print(rows: Sequence[Row], found: int) -> None:
                 precise_size(row.length),
                 span(now - row.modified),
                 ", ".join(row.tiers),
-                printable(row.identifier),
+                _FOREIGN if row.foreign else printable(row.identifier),
             )
             for row in rows
             if row.name.namespace == namespace

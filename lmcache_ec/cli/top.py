@@ -21,7 +21,7 @@ from lmcache_ec.cli.status import engines, hit_rate, short_names
 from lmcache_ec.cli.wording import counted
 from lmcache_ec.sizes import MIB, precise_size, rounded_size
 
-_COLUMNS = ("held", "hits", "rate", "errors", "writes", "read MiB", "written MiB", "unsaved")
+_COLUMNS = ("held", "hits", "rate", "errors", "writes", "read\nMiB", "written\nMiB", "unsaved")
 """All but the sizes are per second."""
 _RATES = ("hits", "misses", "errors", "writes", "read_bytes", "written_bytes")
 
@@ -129,7 +129,7 @@ def _print(interval: float, *, once: bool, as_json: bool) -> None:
         if as_json:
             typer.echo(json.dumps([asdict(engine) for engine in found]))
         else:
-            Console(highlight=False).print(_view(found))
+            Console(highlight=False).print(view(found))
         if once:
             return
         before = after
@@ -142,11 +142,11 @@ def _redraw(interval: float) -> None:
         while True:
             time.sleep(interval)
             after = look()
-            live.update(_view(rates(before, after)), refresh=True)
+            live.update(view(rates(before, after)), refresh=True)
             before = after
 
 
-def _view(found: Sequence[EngineRates]) -> Group:
+def view(found: Sequence[EngineRates]) -> Group:
     if not found:
         return Group(Text("No engine with an encoder cache runs on this host under this user."))
     short = short_names([engine.engine for engine in found])
@@ -159,10 +159,10 @@ def _view(found: Sequence[EngineRates]) -> Group:
 
 
 def _table(engine: EngineRates) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)  # 80 columns have to do
     table.add_column("  tier", no_wrap=True)
     for column in _COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", no_wrap=column != "unsaved")
     if engine.cpu_limit_bytes:
         table.add_row("  cpu", rounded_size(engine.cpu_bytes), *[""] * (len(_COLUMNS) - 1))
     for tier in engine.tiers:

@@ -327,6 +327,12 @@ class Lane:
         if (new or unheard) and self.habits.local:
             self._count_listed()
 
+    def lost(self) -> None:
+        """What did not verify was deleted. Of a remote only its next listing counts."""
+        if self.habits.local:
+            with self._lock:
+                self.listed = max(0, self.listed - 1)
+
     def doubt(self, digest: bytes) -> None:
         """What the tier has under this name did not verify, and stays there until it is replaced."""
         with self._lock:

@@ -265,6 +265,7 @@ class Stack:
             return
         try:
             lane.tier.delete(key)
+            lane.lost()
         except Exception as error:
             self._journal.count(f"{lane.name}_delete_errors")
             self._journal.report(f"{lane.name}-delete", f"{lane.name}: {error}")

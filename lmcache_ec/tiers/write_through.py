@@ -240,7 +240,7 @@ class WriteThrough:
             return Landing.FAILED
         try:
             began = time.monotonic()
-            stored = lane.tier.put(key, data)
+            new = stored = lane.tier.put(key, data)
             if not stored and self._signing is not None:
                 stored, there = self._replaced(lane, key, data, self._signing)
             else:
@@ -258,7 +258,7 @@ class WriteThrough:
             self.weigh(lane)
             self.report_notice(lane)
             if there:
-                lane.has(key.digest, stored)
+                lane.has(key.digest, new)
             return Landing.TOOK if there else Landing.REFUSED
         except Exception as error:
             return self._refused(lane, error)

@@ -20,7 +20,7 @@ from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec import entry
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.signing import read_key
 from lmcache_ec.tiers.base import Tier
@@ -200,6 +200,17 @@ def test_what_does_not_verify_in_one_tier_is_said_of_that_tier(stores: Stores, h
     assert problems["redis"].startswith("does not verify: digest" if how == "spoiled" else "cannot be judged here")
     if how == "spoiled":
         assert run("inspect", "picture", "--header-only").exit_code == 0
+        shown = [json.loads(run("inspect", "picture", "--json", *more).stdout) for more in ([], ["--header-only"])]
+        assert [found["verified"] for found in shown] == [True, False]
+        said = [run("inspect", "picture", *more).stdout for more in ([], ["--header-only"], ["--tier", "redis"])]
+        assert ["not verified" in text for text in said] == [False, True, True]
+
+
+def test_an_identifier_that_is_not_the_one_of_the_entrys_name_is_not_listed_as_such(stores: Stores) -> None:
+    stores.disk.put(EncoderCacheKey("ns", "picture"), sealed("another"))
+    result = run("ls")
+    assert "names another entry" in result.stdout
+    assert [row["identifier"] for row in answered("ls")["entries"]] == [None]
 
 
 def test_of_a_large_entry_only_the_header_is_read_where_that_is_enough(stores: Stores) -> None:

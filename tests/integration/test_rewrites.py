@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from benchmarks.testbed.core import MIB, NAMESPACE, Bench, names
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier

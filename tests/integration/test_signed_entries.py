@@ -13,7 +13,7 @@ from benchmarks.testbed.core import NAMESPACE, Bench, length, payload, spec, sto
 from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, ConfigError, entry
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.status import engines, show
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.signing import SigningKey, read_key

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rich.live import Live
 from typer.testing import CliRunner
 
 from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck, wait_until
 from lmcache_ec.channel import rank_address, status_address
-from lmcache_ec.cli import app
-from lmcache_ec.cli.top import look, rates
+from lmcache_ec.cli.commands import app
+from lmcache_ec.cli.top import EngineRates, TierRates, look, rates, view
 
 KEYS = {"pid", "engine", "namespace", "incarnation", "scan_complete", "jobs", "store", "book"}
 """What scripts read."""
@@ -92,7 +94,7 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         bench.until("the ledger is told", lambda: bench.status()["book"].get("saves") == 4)
         [disk] = status_of(bench)["tiers"]
         held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-        assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", 3 + 4, 1 << 29)  # listed, written since
+        assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", 2 + 4, 1 << 29)  # listed and not found corrupt, written since
         assert (disk["hits"], disk["writes"], disk["errors"]) == (2, 4, 1)
         assert held <= disk["bytes"] <= held + path_of(tmp_path, "kept-0").stat().st_size
         shown = lines(status(), bench.engine)
@@ -102,13 +104,37 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         moved = [f"{disk[name]:.1f}" for name in ("read_ms", "write_ms")]
         counts = ["2", str(disk["misses"]), str(round(200 / (2 + disk["misses"]))), "%", "1", "4"]
         read, written = (f"{number * length('kept-0') / 1024:.1f}" for number in (2, 4))
-        assert disk_row[0:2] + disk_row[4:8] == ["disk", "7", "512", "MiB", *counts[:2]]
+        assert disk_row[0:2] + disk_row[4:8] == ["disk", "6", "512", "MiB", *counts[:2]]
         assert disk_row[8:] == [*counts[2:], read, "KiB", moved[0], written, "KiB", moved[1]]
         assert (disk["read_bytes"], disk["written_bytes"]) == (2 * length("kept-0"), 4 * length("kept-0"))
         assert "does not verify" in disk["last_error"]["text"]
         assert any(line.startswith("  last error     ") and " ago, disk: " in line for line in shown)
         assert any("loads          2: 2 from disk; 0 failed" in line for line in shown)
         assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
+
+
+def test_what_is_written_in_the_place_of_a_corrupt_entry_is_counted_once(tmp_path: Path) -> None:
+    with Bench(tmp_path) as earlier:
+        earlier.encode(names("kept", 3))
+        earlier.settle()
+    path_of(tmp_path, "kept-2").write_bytes(b"x" * 10_000)
+    with Bench(tmp_path) as bench:
+        bench.scanned()
+        assert not bench.fetch("kept-2")
+        assert status_of(bench)["tiers"][0]["entries"] == 2
+        bench.encode(["kept-2"])
+        bench.settle()
+        assert status_of(bench)["tiers"][0]["entries"] == 3
+
+
+def test_no_heading_of_the_live_view_is_cut_in_eighty_columns() -> None:
+    tier = TierRates("redis", "read only", 999 << 20, *[1234.5] * 6, backlog=12, backlog_bytes=33 << 20)
+    rate = EngineRates("engine", "ns", "serving", 1.0, 1.0, 1 << 30, 2 << 30, [tier])
+    console = Console(width=80, file=io.StringIO())
+    console.print(view([rate]))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert all(word in shown for word in ("held", "hits", "rate", "errors", "writes", "read", "written", "unsaved"))
 
 
 def test_what_each_tier_does_is_a_rate_per_second(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers import redis_credentials
 from lmcache_ec.tiers.base import TierError, TierUnreachable

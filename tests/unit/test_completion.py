@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_group
 from typer.testing import CliRunner
 
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 
 CANARY = "hunter2-canary"
 COMMAND = [sys.executable, "-c", "import sys; sys.argv[0] = 'lmcache-ec'; from lmcache_ec.cli import main; main()"]

@@ -416,7 +416,7 @@ def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: 
 def test_limits_of_the_process_are_shown_and_what_follows_from_them(tmp_path: Path) -> None:
     code = """
 import resource, sys
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20,) * 2)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 40,) * 2)
 app(["doctor", *sys.argv[1:]])

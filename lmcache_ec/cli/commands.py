@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of `lmcache-ec`."""
+
+from __future__ import annotations
+
+import enum
+import json
+
+import typer
+
+from lmcache_ec.cli.clear import clear
+from lmcache_ec.cli.completion import completion
+from lmcache_ec.cli.doctor import examine, render
+from lmcache_ec.cli.inspect import inspect
+from lmcache_ec.cli.keys import list_keys
+from lmcache_ec.cli.lifecycle import check_and_set
+from lmcache_ec.cli.ls import list_entries
+from lmcache_ec.cli.namespaces import find_and_remove
+from lmcache_ec.cli.status import all_engines, show
+from lmcache_ec.cli.top import top
+from lmcache_ec.cli.verify import verify
+from lmcache_ec.cli.warm import warm
+
+
+class Role(enum.StrEnum):
+    """vLLM's `ec_role`."""
+
+    BOTH = "ec_both"
+    PRODUCER = "ec_producer"
+    CONSUMER = "ec_consumer"
+
+
+# Without typer's own tracebacks: they may show local variables, and so the environment.
+app = typer.Typer(
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="The encoder cache on this host.",
+)
+
+
+@app.callback()
+def _main() -> None:
+    pass
+
+
+@app.command()
+def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an engine.")) -> None:
+    """What each engine's cache holds and has counted, as of its last scheduling pass."""
+    found = all_engines()
+    if as_json:
+        typer.echo(json.dumps(found))
+    else:
+        show(found)
+
+
+@app.command()
+def doctor(
+    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
+    role: Role = typer.Option(Role.BOTH, "--role", help="The ec_role for the command that is printed."),  # noqa: B008
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """What an engine started in this environment would find: configuration, versions, memory and disk.
+
+    The exit status is 1 if there are problems.
+    """
+    report = examine(extra, role=role.value)
+    typer.echo(report.to_json() if as_json else render(report))
+    raise typer.Exit(1 if report.problems else 0)
+
+
+app.command("ls")(list_entries)
+app.command("inspect")(inspect)
+app.command("verify")(verify)
+app.command("warm")(warm)
+app.command("clear")(clear)
+app.command("keys")(list_keys)
+app.command("namespaces")(find_and_remove)
+app.command("lifecycle")(check_and_set)
+app.command("top")(top)
+app.command("completion")(completion)
