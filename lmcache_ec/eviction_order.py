@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is evicted first: the least recently used, or what is worth least.
+
+Both orders are maps in the order of eviction. A key has a *priority*: the least goes first. For `LruOrder` it is a clock;
+for `CostOrder` it is GreedyDual-Size-Frequency (Cherkasova 1998): what a miss costs a second time, for each byte, as often
+as it was used lately, above the *floor*, the priority of what was evicted last. So what nobody asks for any more sinks as
+the floor rises, and what was asked for once, however much of it, only pushes out its like.
+
+Values are rounded to half powers of two and each has a queue of its own (CAMP, Ghandeharizadeh et al. 2014): within one
+the order of arrival is the order of priority, so that nothing is ever sorted. A use costs a dictionary's operations, a
+choice of victim a look at the head of each queue, some dozens at most.
+
+No clock, no I/O, no lock: whoever owns an order runs it on one thread.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+
+_MOST_USES = 15
+_REMEMBERED_NAMES = 8192
+_LEAST_VALUE = 1e-30
+
+
+class Uses:
+    """How often something was asked for lately, evicted or not; uses of long ago count for less and less.
+
+    Two generations of names, of which the older one counts half: a name that is new costs nothing but a place in the
+    younger, and a crawl of any length only shortens the generations. `remembers` names each, of which hashes are kept.
+    """
+
+    def __init__(self, remembers: int = _REMEMBERED_NAMES) -> None:
+        self._remembers = remembers
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def count(self, name: object) -> int:
+        """One more use; returns how many there were lately, at most 15."""
+        key = hash(name)
+        known = self._young.get(key)
+        if known is None:
+            if len(self._young) >= self._remembers:
+                self._old, self._young = self._young, {}
+            known = self._old.get(key, 0) // 2
+        self._young[key] = uses = min(known + 1, _MOST_USES)
+        return uses
+
+    def __getitem__(self, name: object) -> int:
+        """How many there were lately, 1 at least."""
+        key = hash(name)
+        return max(1, self._young.get(key) or self._old.get(key, 0) // 2)
+
+
+class CostOrder(Generic[K]):
+    """Keys by what they are worth. `value` is in any unit, the same for all: seconds a byte times uses, say."""
+
+    def __init__(self) -> None:
+        self._queues: dict[int, OrderedDict[K, float]] = {}
+        self._queue_of: dict[K, int] = {}
+        self.floor = 0.0
+
+    def add(self, key: K, value: float) -> float:
+        """Behind all of its value. Returns its priority."""
+        number = round(2 * math.log2(max(value, _LEAST_VALUE)))
+        priority = self.floor + 2.0 ** (number / 2)
+        self._queue_of[key] = number
+        self._queues.setdefault(number, OrderedDict())[key] = priority
+        return priority
+
+    def remove(self, key: K) -> None:
+        """KeyError if it is not there."""
+        number = self._queue_of.pop(key)
+        queue = self._queues[number]
+        del queue[key]
+        if not queue:
+            del self._queues[number]
+
+    def discard(self, key: K) -> None:
+        if key in self._queue_of:
+            self.remove(key)
+
+    def evict(self, key: K) -> None:
+        """Remove it to make room: all that is added from now on has a higher priority than what was worth least."""
+        self.floor = max(self.floor, min(next(iter(queue.values())) for queue in self._queues.values()))
+        self.remove(key)
+
+    def evict_first(self) -> K:
+        """Evict what is worth least. ValueError if there is nothing."""
+        number, priority = min(
+            ((number, next(iter(queue.values()))) for number, queue in self._queues.items()), key=lambda head: head[1]
+        )
+        self.floor = max(self.floor, priority)
+        key = next(iter(self._queues[number]))
+        self.remove(key)
+        return key
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._queue_of
+
+    def __len__(self) -> int:
+        return len(self._queue_of)
+
+    def __iter__(self) -> Iterator[K]:
+        """What is worth least in front."""
+        queues = (((priority, n, key) for key, priority in queue.items()) for n, queue in self._queues.items())
+        return (key for _, _, key in heapq.merge(*queues, key=lambda entry: entry[0]))
+
+    def __reversed__(self) -> Iterator[K]:
+        queues = (((priority, key) for key, priority in reversed(queue.items())) for queue in self._queues.values())
+        return (key for _, key in heapq.merge(*queues, key=lambda entry: -entry[0]))
