@@ -28,7 +28,7 @@ class TraceError(ValueError):
 
 @dataclass(slots=True)
 class Batch:
-    """Requests in the order of their times, a list a column. Identifiers are numbers of 63 bits."""
+    """Requests in the order of their times, a list a column. Identifiers are numbers of 64 bits."""
 
     times_s: list[float] = field(default_factory=list)
     identifiers: list[int] = field(default_factory=list)
