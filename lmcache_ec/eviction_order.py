@@ -18,56 +18,82 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 K = TypeVar("K")
 
-_MOST_USES = 15
-_REMEMBERED_NAMES = 8192
 _LEAST_VALUE = 1e-30
 
+USES_HALF_LIFE = 8192.0
+"""Of LocalCPU's `eviction.Uses`. A guess, to be replaced by what `lmcache-ec plan` finds."""
 
-class Uses:
-    """How often something was asked for lately, evicted or not; uses of long ago count for less and less.
 
-    Two generations of names, of which the older one counts half: a name that is new costs nothing but a place in the
-    younger, and a crawl of any length only shortens the generations. `remembers` names each, of which hashes are kept.
-    """
+class Order(Protocol[K]):
+    """Keys in the order of eviction. Each is added once, and leaves by one of the other ways."""
 
-    def __init__(self, remembers: int = _REMEMBERED_NAMES) -> None:
-        self._remembers = remembers
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
+    def add(self, key: K) -> float:
+        """Behind all that are worth no more. Returns its priority."""
+        ...
 
-    def count(self, name: object) -> int:
-        """One more use; returns how many there were lately, at most 15."""
-        key = hash(name)
-        known = self._young.get(key)
-        if known is None:
-            if len(self._young) >= self._remembers:
-                self._old, self._young = self._young, {}
-            known = self._old.get(key, 0) // 2
-        self._young[key] = uses = min(known + 1, _MOST_USES)
-        return uses
+    def remove(self, key: K) -> None:
+        """KeyError if it is not there."""
+        ...
 
-    def __getitem__(self, name: object) -> int:
-        """How many there were lately, 1 at least."""
-        key = hash(name)
-        return max(1, self._young.get(key) or self._old.get(key, 0) // 2)
+    def discard(self, key: K) -> None: ...
+
+    def evict(self, key: K) -> None:
+        """Remove it to make room."""
+        ...
+
+    def worth(self, key: K) -> float:
+        """What evicting it loses, for each byte, compared with others that are there."""
+        ...
+
+    def __contains__(self, key: object, /) -> bool: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[K]:
+        """What is evicted first in front."""
+        ...
+
+    def __reversed__(self) -> Iterator[K]: ...
+
+
+class LruOrder(OrderedDict[K, float]):
+    """The least recently added in front; the priority is a clock, and all are worth the same."""
+
+    _clock = 0
+
+    def add(self, key: K) -> float:
+        self._clock += 1
+        self[key] = self._clock
+        return self._clock
+
+    def remove(self, key: K) -> None:
+        del self[key]
+
+    evict = remove
+
+    def discard(self, key: K) -> None:
+        self.pop(key, None)
+
+    def worth(self, key: K) -> float:
+        return 1.0
 
 
 class CostOrder(Generic[K]):
-    """Keys by what they are worth. `value` is in any unit, the same for all: seconds a byte times uses, say."""
+    """Keys by what they are worth."""
 
-    def __init__(self) -> None:
+    def __init__(self, value: Callable[[K], float]) -> None:
+        """`value` of a key is asked for when it is added; in any unit, the same for all (see `eviction.worth`)."""
+        self._value = value
         self._queues: dict[int, OrderedDict[K, float]] = {}
         self._queue_of: dict[K, int] = {}
         self.floor = 0.0
 
-    def add(self, key: K, value: float) -> float:
+    def add(self, key: K) -> float:
         """Behind all of its value. Returns its priority."""
-        number = round(2 * math.log2(max(value, _LEAST_VALUE)))
+        number = round(2 * math.log2(max(self._value(key), _LEAST_VALUE)))
         priority = self.floor + 2.0 ** (number / 2)
         self._queue_of[key] = number
         self._queues.setdefault(number, OrderedDict())[key] = priority
@@ -99,6 +125,10 @@ class CostOrder(Generic[K]):
         key = next(iter(self._queues[number]))
         self.remove(key)
         return key
+
+    def worth(self, key: K) -> float:
+        """What is left of its value above the floor."""
+        return self._queues[self._queue_of[key]][key] - self.floor
 
     def __contains__(self, key: object) -> bool:
         return key in self._queue_of

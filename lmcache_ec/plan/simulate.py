@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from lmcache_ec.eviction_order import CostOrder, Uses
+from lmcache_ec.eviction import Uses, worth
+from lmcache_ec.eviction_order import USES_HALF_LIFE, CostOrder
 from lmcache_ec.plan.traces import Batch, scattered
 
 POLICIES = ("lru", "cost")
@@ -126,30 +127,35 @@ class _Lru:
 
 
 class _Cost:
+    """As LocalCPU evicts with `cache_policy: cost`."""
+
     def __init__(self, capacity: float) -> None:
         self._free = capacity
         self._capacity = capacity
-        self._worth: dict[int, tuple[int, float]] = {}  # bytes, seconds a byte
-        self._order: CostOrder[int] = CostOrder()
-        self._uses = Uses()
+        self._held: dict[int, tuple[int, float]] = {}  # bytes, seconds that a miss takes
+        self._order: CostOrder[int] = CostOrder(self._value)
+        self._uses = Uses(USES_HALF_LIFE)
 
     def has(self, identifier: int) -> bool:
-        known = self._worth.get(identifier)
-        uses = self._uses.count(identifier)
-        if known is None:
+        self._uses.add(f"{identifier:x}")
+        if identifier not in self._held:
             return False
         self._order.remove(identifier)
-        self._order.add(identifier, known[1] * uses)
+        self._order.add(identifier)
         return True
 
     def put(self, identifier: int, size: int, miss_s: float) -> None:
         if size > self._capacity:
             return
         while size > self._free:
-            self._free += self._worth.pop(self._order.evict_first())[0]
-        self._worth[identifier] = size, miss_s / size
-        self._order.add(identifier, miss_s / size * self._uses[identifier])
+            self._free += self._held.pop(self._order.evict_first())[0]
+        self._held[identifier] = size, miss_s
+        self._order.add(identifier)
         self._free -= size
+
+    def _value(self, identifier: int) -> float:
+        size, miss_s = self._held[identifier]
+        return worth(size, miss_s, 0.0, max(1.0, self._uses.count(f"{identifier:x}")))
 
 
 class Simulation:
