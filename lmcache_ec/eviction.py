@@ -31,7 +31,7 @@ def restore_s(below: Below, length: int, rows: int, encode_s: float | None = Non
     if below is Below.NOTHING:
         return encode
     latency_s, bytes_a_s = below.value
-    return min(encode, latency_s + length / bytes_a_s)
+    return min(encode, float(latency_s + length / bytes_a_s))
 
 
 def worth(size: int, restore_s: float, age: float, uses: float = 1.0) -> float:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is evicted first: the least recently used, or what is worth least.
 
-Both orders are maps in the order of eviction. A key has a *priority*: the least goes first. For `LruOrder` it is a clock;
-for `CostOrder` it is GreedyDual-Size-Frequency (Cherkasova 1998): what a miss costs a second time, for each byte, as often
-as it was used lately, above the *floor*, the priority of what was evicted last. So what nobody asks for any more sinks as
-the floor rises, and what was asked for once, however much of it, only pushes out its like.
+Both orders are maps in the order of eviction. A key has a *priority*: the least goes first. For `LruOrder` it is a
+clock; for `CostOrder` it is GreedyDual-Size-Frequency (Cherkasova 1998): what a miss costs, for each byte, times the
+uses of late, above the *floor*, the priority of what was evicted last. So what nobody asks for any more sinks as the
+floor rises, and what was asked for once, however much of it, only pushes out its like.
 
 Values are rounded to half powers of two and each has a queue of its own (CAMP, Ghandeharizadeh et al. 2014): within one
 the order of arrival is the order of priority, so that nothing is ever sorted. A use costs a dictionary's operations, a
@@ -94,7 +94,7 @@ class CostOrder(Generic[K]):
     def add(self, key: K) -> float:
         """Behind all of its value. Returns its priority."""
         number = round(2 * math.log2(max(self._value(key), _LEAST_VALUE)))
-        priority = self.floor + 2.0 ** (number / 2)
+        priority = self.floor + math.pow(2.0, number / 2)
         self._queue_of[key] = number
         self._queues.setdefault(number, OrderedDict())[key] = priority
         return priority

@@ -21,7 +21,7 @@ from lmcache_ec.plan.synthetic import NAMED, generate, parse
 from lmcache_ec.plan.traces import Trace, TraceError, read, sampled, write
 from lmcache_ec.sizes import GIB, precise_size
 
-_DEFAULT_TIERS = ("gpu=0.05,cpu=2", "gpu=0.05,cpu=8", "gpu=0.05,cpu=2,disk=16", "gpu=0.05,cpu=2,disk=16,s3=inf")
+_DEFAULT_TIERS = ["gpu=0.05,cpu=2", "gpu=0.05,cpu=8", "gpu=0.05,cpu=2,disk=16", "gpu=0.05,cpu=2,disk=16,s3=inf"]
 _FEW_ENTRIES = 50
 """A tier of a sample that holds fewer says little."""
 
@@ -29,16 +29,20 @@ _FEW_ENTRIES = 50
 def plan(
     trace: str = typer.Argument(..., metavar="TRACE", help=f"A CSV file, or {', '.join(NAMED)} with :key=value,…"),
     tiers: list[str] = typer.Option(  # noqa: B008
-        list(_DEFAULT_TIERS),
+        _DEFAULT_TIERS,
         "--tiers",
         metavar="NAME=GIB,…",
-        help=f"Sizes of {', '.join(MEDIA)}; give it once for each row. Shared ones are of all replicas together.",
+        help="Sizes of gpu, cpu, disk, redis, s3, once a row; redis and s3 are of all replicas together.",
     ),
     policies: list[str] = typer.Option(  # noqa: B008
-        ["lru"], "--policy", help=f"How memory evicts, {' or '.join(POLICIES)}; give it twice for both."
+        ["lru"],
+        "--policy",
+        help="How memory evicts, lru or cost; give it twice for both.",
     ),
     replicas: int = typer.Option(1, "--replicas", min=1, max=10_000, help="Engines that serve the trace together."),
-    routing: str = typer.Option("random", "--routing", help=f"To which of them a request goes: {' or '.join(ROUTINGS)}."),
+    routing: str = typer.Option(
+        "random", "--routing", help=f"To which of them a request goes: {' or '.join(ROUTINGS)}."
+    ),
     sample: float = typer.Option(1.0, "--sample", min=1e-6, max=1.0, help="Replay this share of the identifiers."),
     prices: list[str] = typer.Option([], "--price", metavar="NAME=NUMBER", help="Of money, see --json."),  # noqa: B008
     picture: Path | None = typer.Option(None, "--picture", help="Write an SVG file here."),  # noqa: B008
@@ -52,7 +56,9 @@ def plan(
     try:
         paid = parse_prices(prices)
         scenarios = [
-            Scenario(_sizes(text), _one_of(policy, POLICIES, "--policy"), replicas, _one_of(routing, ROUTINGS, "--routing"))
+            Scenario(
+                _sizes(text), _one_of(policy, POLICIES, "--policy"), replicas, _one_of(routing, ROUTINGS, "--routing")
+            )
             for text in tiers
             for policy in policies
         ]

@@ -44,5 +44,7 @@ def draw(labels: Sequence[str], outcomes: Sequence[Outcome]) -> str:
             )
             left += wide
         parts.append(f'<text x="{_LEFT + _WIDE + 4}" y="{top + 14}">{100 * outcome.saved_share:.0f} %</text>')
-    parts.append(f'<text x="{_LEFT}" y="{height - 10}">share of encoder seconds, by who answered; saved at the right</text>')
+    parts.append(
+        f'<text x="{_LEFT}" y="{height - 10}">share of encoder seconds, by who answered; saved at the right</text>'
+    )
     return "\n".join([*parts, "</svg>", ""])

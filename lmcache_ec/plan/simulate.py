@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas with tiers of given sizes and policies, and what a trace of requests makes of them.
 
-A request goes to one replica and is answered by the first of its tiers that has the output, or by the encoder where that
-is expected sooner (as `ec.load_policy: auto`). All tiers before that one then have it, and after an encode all. What is not
-simulated: time in queues, failures, batches.
+A request goes to one replica and is answered by the first of its tiers that has the output, or by the encoder where
+that is expected sooner (as `ec.load_policy: auto`). All tiers before that one then have it, and after an encode all.
+What is not simulated: time in queues, failures, batches.
 """
 
 from __future__ import annotations

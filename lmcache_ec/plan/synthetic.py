@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces that are made up: a popular few and a long tail, popularity that drifts, crawls, conversations.
 
-Sizes and encode times are assumptions, to be replaced by what a model has; see `ITEMS`. The same `Synthetic` makes the same
-trace every time.
+Sizes and encode times are assumptions, to be replaced by what a model has; see `ITEMS`. The same `Synthetic` makes the
+same trace every time.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def generate(trace: Synthetic, share: float = 1.0, items: Sequence[Kind] = ITEMS
         count = min(BATCH, trace.requests - made)
         begin_s, end_s = (whole_s * number / trace.requests for number in (made, made + count))
         made += count
-        overlap_s = max(0.0, min(end_s, 2 * whole_s / 3) - max(begin_s, whole_s / 3))
-        scans = round(3 * trace.scan * trace.requests * overlap_s / whole_s)
+        scan_begin_s, scan_end_s = (min(max(edge_s, begin_s), end_s) for edge_s in (whole_s / 3, 2 * whole_s / 3))
+        scans = round(3 * trace.scan * trace.requests * (scan_end_s - scan_begin_s) / whole_s)
         begun = round(count * trace.conversations / trace.turns)
         alone = round(count * (1 - trace.scan - trace.conversations))
         alone_s = dice.uniform(begin_s, end_s, alone)
-        scan_s = dice.uniform(begin_s, end_s, scans)
+        scan_s = dice.uniform(scan_begin_s, scan_end_s, scans)
         turn_s, talks = _turns(trace, dice, np.sort(dice.uniform(begin_s, end_s, begun)), made)
         times = np.concatenate((pending_times, alone_s, scan_s, turn_s))
         names = np.concatenate((pending, _popular(trace, dice, alone_s), _once(crawled, scans), talks))

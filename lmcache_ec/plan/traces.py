@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces of requests for encoder outputs, in batches: read from CSV, or written to it. Neither is ever held as a whole.
 
-A trace has the columns `time_s, identifier, bytes, encode_s`, with a header in front: when an output was needed (seconds,
-not falling), of what, how long its entry is, and how long the encoder takes for it. A path that ends in `.gz` is
-compressed.
+A trace has the columns `time_s, identifier, bytes, encode_s`, with a header in front: when an output was needed
+(seconds, not falling), of what, how long its entry is, and how long the encoder takes for it. A path that ends in `.gz`
+is compressed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Trace = Iterator[Batch]
 
 def number_of(identifier: str) -> int:
     """63 bits of an identifier's digest."""
-    return xxhash.xxh3_64_intdigest(identifier) >> 1
+    return xxhash.xxh3_64_intdigest(identifier.encode()) >> 1
 
 
 def read(path: Path) -> Trace:
