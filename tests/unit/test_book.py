@@ -3,6 +3,7 @@
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -43,9 +44,11 @@ def stored(book: Book, identifier: str, mib: float) -> Place | None:
 class Life(RuleBasedStateMachine):
     """Every other party is played here, and holds what it was told to touch until it has said that it is done."""
 
+    restore_s: Callable[[Place], float] | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(8 * MIB, MIB, RANKS)
+        self.book = Book(8 * MIB, MIB, RANKS, self.restore_s)
         self.book.open(0, 4 * MIB)
         self.book.tiers = 0b11
         self.step = 0
@@ -334,6 +337,16 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+class LifeByCost(Life):
+    """The same where what a miss costs decides what is evicted, whatever that is."""
+
+    restore_s = staticmethod(lambda place: place.id % 5 * 0.01)
+
+
+TestLifeByCost = LifeByCost.TestCase
+TestLifeByCost.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
 
 
 def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:
