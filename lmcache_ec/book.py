@@ -105,7 +105,7 @@ class Book:
         self._index: dict[str, Place] = {}
         self._restore_s = restore_s
         self._uses = Uses(USES_HALF_LIFE)
-        self._evictable: Order[Place] = LruOrder() if restore_s is None else CostOrder(self._value)
+        self._evictable: Order[Place] = LruOrder() if restore_s is None else CostOrder(self._value, _size)
         self._orders: list[deque[_Order]] = [deque() for _ in range(ranks)]
         self._loads: dict[tuple[int, int], int] = {}
         self._filling: dict[int, Place] = {}
@@ -564,6 +564,7 @@ class Book:
             if self._space.free_bytes >= self._low_water:
                 return
             if self._evictable_and_written(place):
+                self._evictable.age(place)
                 self._evict(place)
 
     @property
@@ -636,17 +637,19 @@ class Book:
     def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
         """Evict at most twice `size` bytes around one of the entries that are evicted first, those whose loss is least,
         or nothing at all."""
+        start: Place | None = None
         steps, best, least = iter(range(_WINDOW_STEPS)), None, float("inf")
-        for candidate in islice(self._evictable, _EVICTION_CANDIDATES):
+        for candidate in islice(self._evictable.candidates(2 * size), _EVICTION_CANDIDATES):
             if not evictable(candidate):
                 continue
             window = self._space.window(candidate.extent, size, evictable, steps)
             if window is not None:
                 lost = sum(one.length * self._evictable.worth(one.place) for one in window if one.place is not None)
                 if lost < least:
-                    best, least = window, lost
-        if best is None:
+                    best, least, start = window, lost, candidate
+        if best is None or start is None:
             return None
+        self._evictable.age(start)
         free = best[0]
         for extent in best:
             if extent.place is not None:
@@ -656,7 +659,7 @@ class Book:
     def _evict(self, place: Place) -> Extent:
         self.counts.evictions += 1
         self.counts.evicted_bytes += place.length
-        self._evictable.evict(place)
+        self._evictable.remove(place)
         del self._index[place.identifier]
         if self._unwritten.pop(place.id, None) is not None:
             self._owe(place)  # it never reached a tier
@@ -735,6 +738,10 @@ class Book:
         """Whether `place` would break a budget. One is always allowed, or a small arena could hold nothing."""
         held = self._bytes[purpose]
         return bool(held) and held + place.extent.length > budget
+
+
+def _size(place: Place) -> int:
+    return place.extent.length
 
 
 def _expect(place: Place, state: State) -> None:

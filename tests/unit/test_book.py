@@ -511,6 +511,18 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
     return sent
 
 
+def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> None:
+    """One reservation evicts twice its size at most, so that those are no help to it."""
+    book = Book(128 * MIB, 128 * MIB, 1, lambda place: place.length * (1e-9 if place.length > MIB else 1e-8))
+    book.open(0, 128 * MIB)
+    for number in range(64):
+        assert stored(book, f"small {number}", 0.25) is not None
+    for number in range(70):
+        stored(book, f"large {number}", 1.5)
+    for number in range(200):
+        assert stored(book, f"new {number}", 0.25) is not None, number
+
+
 def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
     """Its write-through included; a write that would have been owed is not."""
     book = opened(16 * MIB)

@@ -42,13 +42,14 @@ def test_what_is_not_asked_for_any_more_goes_in_the_end_whatever_it_cost() -> No
     assert 60 < len(evicted) < 70
 
 
-def test_eviction_of_one_that_is_worth_more_raises_the_floor_by_the_least_alone() -> None:
-    values = {"cheap": 1.0, "dear": 64.0}
-    order: CostOrder[str] = CostOrder(values.__getitem__)
-    for key in values:
+def test_candidates_are_of_a_size_that_may_go() -> None:
+    sizes = {"small": 1000, "fitting": 1990, "long": 2100, "huge": 10**6}
+    order: CostOrder[str] = CostOrder({"small": 8.0, "fitting": 4.0, "long": 2.0, "huge": 1.0}.__getitem__, sizes.get)  # type: ignore[arg-type]
+    for key in sizes:
         order.add(key)
-    order.evict("dear")
-    assert order.floor == order.add("dear") - 64.0 == 1.0
+    assert list(order) == ["huge", "long", "fitting", "small"]
+    assert list(order.candidates(2000)) in (["small"], ["fitting", "small"])
+    assert "small" in list(order.candidates(2 * 1000))
 
 
 def test_what_is_not_there_cannot_be_removed() -> None:
