@@ -30,6 +30,8 @@ from itertools import islice
 
 from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.eviction import Uses, worth
+from lmcache_ec.eviction_order import USES_HALF_LIFE, CostOrder, LruOrder, Order
 from lmcache_ec.histogram import SIZE_BYTES, Histogram
 from lmcache_ec.place import Extent, Place, State, aligned
 from lmcache_ec.rewrites import Rewrites
@@ -85,7 +87,11 @@ class Book:
     each and leases a half; one of each is always allowed, however small the arena.
     """
 
-    def __init__(self, capacity: int, granule_bytes: int, ranks: int) -> None:
+    def __init__(
+        self, capacity: int, granule_bytes: int, ranks: int, restore_s: Callable[[Place], float] | None = None
+    ) -> None:
+        """`restore_s`: seconds that having a live entry back would take. With it, what a miss costs decides what is
+        evicted; without, what was used least recently is."""
         self.capacity = capacity
         self._granule = granule_bytes
         self.counts = Counts()
@@ -97,7 +103,9 @@ class Book:
         self._rewrites = Rewrites()
         self._space = Space()
         self._index: dict[str, Place] = {}
-        self._evictable: OrderedDict[Place, None] = OrderedDict()
+        self._restore_s = restore_s
+        self._uses = Uses(USES_HALF_LIFE)
+        self._evictable: Order[Place] = LruOrder() if restore_s is None else CostOrder(self._value, _size)
         self._orders: list[deque[_Order]] = [deque() for _ in range(ranks)]
         self._loads: dict[tuple[int, int], int] = {}
         self._filling: dict[int, Place] = {}
@@ -113,7 +121,6 @@ class Book:
         self._wanted = 0
         """The longest run that was asked for in vain and that the arena, as it grows, will have."""
         self._ids = 0
-        self._clock = 0
         self._low_water = capacity // 20
         self._bytes = dict.fromkeys(("filling", "dirty", "leased", "live"), 0)
 
@@ -182,7 +189,7 @@ class Book:
         place.pins += 1
         self._pins += 1
         self.revision += 1
-        self._evictable.pop(place, None)
+        self._evictable.discard(place)
 
     def unpin(self, place: Place) -> None:
         if place.pins < 1:
@@ -195,8 +202,7 @@ class Book:
         if place.forgotten:
             self._free(place)
         else:
-            self._touch(place)
-            self._evictable[place] = None
+            place.priority = self._evictable.add(place)
             self._rewrites.check(place)
 
     def lease(self, place: Place) -> bool:
@@ -225,7 +231,7 @@ class Book:
             self._unwritten.pop(place.id, None)
             self._rewrites.drop(place)
             if not place.pins:
-                del self._evictable[place]
+                self._evictable.remove(place)
                 self._free(place)
 
     def forget_all(self) -> int:
@@ -326,6 +332,7 @@ class Book:
         self.counts.saved_bytes += place.length
         self.saved_sizes.add(place.length)
         place.lacks = self.tiers if place.persist else 0
+        self._use(place)
         self._publish(place)
         if place.dirty:
             self._dirty[place.id] = place
@@ -462,6 +469,7 @@ class Book:
         for orders in self._orders:
             orders.append(_Order(step, place, load=True))
         self._loads[(step, place.id)] = len(self._orders)
+        self._use(place)
         tier = place.origin or "cpu"
         place.origin = ""
         self.counts.loads[tier] = self.counts.loads.get(tier, 0) + 1
@@ -556,6 +564,7 @@ class Book:
             if self._space.free_bytes >= self._low_water:
                 return
             if self._evictable_and_written(place):
+                self._evictable.age(place)
                 self._evict(place)
 
     @property
@@ -626,18 +635,21 @@ class Book:
         return place in self._evictable and place.id not in self._unwritten
 
     def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
-        """Evict at most twice `size` bytes around one of the least recently used entries, or nothing at all."""
-        steps, best, least = iter(range(_WINDOW_STEPS)), None, 2 * size + 1
-        for candidate in islice(self._evictable, _EVICTION_CANDIDATES):
+        """Evict at most twice `size` bytes around one of the entries that are evicted first, those whose loss is least,
+        or nothing at all."""
+        start: Place | None = None
+        steps, best, least = iter(range(_WINDOW_STEPS)), None, float("inf")
+        for candidate in islice(self._evictable.candidates(2 * size), _EVICTION_CANDIDATES):
             if not evictable(candidate):
                 continue
             window = self._space.window(candidate.extent, size, evictable, steps)
             if window is not None:
-                owned = sum(extent.length for extent in window if extent.place is not None)
-                if owned < least:
-                    best, least = window, owned
-        if best is None:
+                lost = sum(one.length * self._evictable.worth(one.place) for one in window if one.place is not None)
+                if lost < least:
+                    best, least, start = window, lost, candidate
+        if best is None or start is None:
             return None
+        self._evictable.age(start)
         free = best[0]
         for extent in best:
             if extent.place is not None:
@@ -647,7 +659,7 @@ class Book:
     def _evict(self, place: Place) -> Extent:
         self.counts.evictions += 1
         self.counts.evicted_bytes += place.length
-        del self._evictable[place]
+        self._evictable.remove(place)
         del self._index[place.identifier]
         if self._unwritten.pop(place.id, None) is not None:
             self._owe(place)  # it never reached a tier
@@ -663,13 +675,12 @@ class Book:
         self._move(place, State.LIVE)
         self._bytes["live"] += place.length
         self._rewrites.published(place)
-        self._touch(place)
         if place.pins:
             return
         if place.forgotten:
             self._free(place)
         else:
-            self._evictable[place] = None
+            place.priority = self._evictable.add(place)
 
     def _owe(self, place: Place) -> None:
         if place.spec is not None and not place.forgotten:
@@ -714,14 +725,23 @@ class Book:
             place.pins -= 1
             self._pins -= 1
 
-    def _touch(self, place: Place) -> None:
-        self._clock += 1
-        place.last_used = self._clock
+    def _use(self, place: Place) -> None:
+        if self._restore_s is not None:
+            self._uses.add(place.identifier)
+
+    def _value(self, place: Place) -> float:
+        """What keeping a live entry is worth, where that decides: one that was filled ahead counts as used once."""
+        restore_s = 0.0 if self._restore_s is None else self._restore_s(place)
+        return worth(place.length, restore_s, 0.0, max(1.0, self._uses.count(place.identifier)))
 
     def _over(self, purpose: str, place: Place, budget: int) -> bool:
         """Whether `place` would break a budget. One is always allowed, or a small arena could hold nothing."""
         held = self._bytes[purpose]
         return bool(held) and held + place.extent.length > budget
+
+
+def _size(place: Place) -> int:
+    return place.extent.length
 
 
 def _expect(place: Place, state: State) -> None:

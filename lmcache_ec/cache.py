@@ -101,7 +101,9 @@ class EncoderCache:
         if fit.message:
             _logger.warning("encoder cache: %s", fit.message)
         capacity = fit.bytes
-        self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks)
+        weigh = self._restore_s if config.cache_policy == "cost" else None
+        self.policy = LoadPolicy(always=config.load_policy == "always")
+        self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks, weigh)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self.arena_id = secrets.token_hex(8)
         """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
@@ -125,7 +127,6 @@ class EncoderCache:
             complaints=self._complaints,
             follower=self,
         )
-        self.policy = LoadPolicy(always=config.load_policy == "always")
         self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._candidates, self.policy)
         self._ranks: list[Link] = []
         self.staging = Staging(self._ranks, self._complaints)
@@ -262,6 +263,10 @@ class EncoderCache:
             return False
         self._fetches.ask_again(now)
         return True
+
+    def _restore_s(self, place: Place) -> float:
+        rows = place.spec.rows if place.spec is not None else 0
+        return self.policy.restore_s(place.tiers, place.length, place.modality, rows)
 
     def hand_ledger(self, counts: dict[str, int]) -> None:
         """Hand all counts, with the caller's, to the store process, which answers whoever asks: at once if the book has

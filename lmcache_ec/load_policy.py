@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lmcache_ec.eviction import Below, restore_s
+
 _FORGETTING = 0.15
 """Weight of the latest figure, once there are several: half of what an estimate says is of the last four items."""
 
@@ -162,6 +164,17 @@ class LoadPolicy:
         figures = self._tiers.get(tier)
         seconds = figures.expect(length) if figures is not None else None
         return 0.0 if seconds is None else seconds * (1 + waiting.get(tier, 0) // _READERS)
+
+    def restore_s(self, held: int, length: int, modality: str, rows: int) -> float:
+        """What a miss costs of an entry that the tiers in `held`, a bit each, have: the quickest way to have it back.
+        What has not been measured is guessed."""
+        encode_s = self.encode_s([(modality, rows)])
+        known_s = None if math.isinf(encode_s) else encode_s
+        tiers = (tier for tier in range(held.bit_length()) if held >> tier & 1)
+        reads = (self._tiers[tier].expect(length) if tier in self._tiers else None for tier in tiers)
+        guessed_s = restore_s(Below.DISK, length, rows, known_s)
+        read_s = [guessed_s if measured_s is None else measured_s for measured_s in reads]
+        return min([restore_s(Below.NOTHING, length, rows, known_s), *read_s])
 
     def settle(self, decision: Decision, tiers: Sequence[int], length: int, encode_s: float, now: float) -> Decision:
         """Count what comes of a decision, and try now and then what would not be chosen: the encode that nothing is

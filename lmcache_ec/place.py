@@ -75,7 +75,10 @@ class Place:
     pins: int = 0
     lessees: int = 0
     forgotten: bool = False
-    last_used: int = 0
+    priority: float = 0.0
+    """Of keeping it, as of when it was last given back: what has the least is evicted first."""
+    modality: str = ""
+    """What its item is; empty as long as no item has asked for it."""
 
     @property
     def offset(self) -> int:

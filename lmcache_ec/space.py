@@ -81,7 +81,7 @@ class Space:
         """Adjoining extents around `start`, free or evictable, of at least `length` bytes together.
 
         At most `2 * length` bytes of them are owned, and each neighbour joined uses up one of `steps`: None if that
-        does not do. Free neighbours are joined first, then the one used longer ago.
+        does not do. Free neighbours are joined first, then the one that is evicted first.
         """
         window = [start]
         low, high = start, start
@@ -93,7 +93,7 @@ class Space:
             above = high.after if high.after and (not high.after.place or evictable(high.after.place)) else None
             if below is None and above is None:
                 return None
-            if below is not None and (above is None or _age(below) <= _age(above)):
+            if below is not None and (above is None or _priority(below) <= _priority(above)):
                 low = chosen = below
             elif above is not None:
                 high = chosen = above
@@ -118,6 +118,6 @@ class Space:
         del self._extents[extent.offset]
 
 
-def _age(extent: Extent) -> int:
-    """Order of joining a window: free first, then by last use."""
-    return extent.place.last_used if extent.place else -1
+def _priority(extent: Extent) -> float:
+    """Order of joining a window: free first, then what is evicted first."""
+    return extent.place.priority if extent.place else -1.0

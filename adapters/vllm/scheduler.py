@@ -416,6 +416,7 @@ class SchedulerSide:
         name = item.names[0]
         place = self.cache.book.reserve_save(name.text, spec, self._persists(name.durability))
         if place is not None:
+            place.modality = item.modality
             self._saves[item.identifier] = (place, request_id, index)
 
     def _persists(self, how: Durability) -> bool:
@@ -480,6 +481,7 @@ class SchedulerSide:
         items = self._items(request_id)
         if index < len(items):
             item = items[index]
+            place.modality = item.modality
             self.decisions.loaded(place, item.modality, self.cache.policy.encode_s([(item.modality, item.rows)]))
 
     def _follow_frees(self, freed: list[str]) -> None:

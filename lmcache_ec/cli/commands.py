@@ -16,6 +16,7 @@ from lmcache_ec.cli.keys import list_keys
 from lmcache_ec.cli.lifecycle import check_and_set
 from lmcache_ec.cli.ls import list_entries
 from lmcache_ec.cli.namespaces import find_and_remove
+from lmcache_ec.cli.plan import plan
 from lmcache_ec.cli.status import all_engines, show
 from lmcache_ec.cli.top import top
 from lmcache_ec.cli.verify import verify
@@ -78,4 +79,5 @@ app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)
 app.command("top")(top)
+app.command("plan")(plan)
 app.command("completion")(completion)

@@ -125,8 +125,9 @@ def _flag_or_version(value: object) -> object:
         raise ValueError from None
 
 
-def _upper(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
+def _policy(value: object) -> object:
+    """However it is written, as LMCache has it."""
+    return {"lru": "LRU", "cost": "cost"}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 Flag = Annotated[bool, Accepts("must be true or false")]
@@ -214,8 +215,10 @@ class EncoderCacheConfig(BaseModel):
     min_free_disk_size: Gibibytes = Field(
         1.0, description="With less than this free on the file system of LocalDisk nothing is written."
     )
-    cache_policy: Annotated[Literal["LRU"], BeforeValidator(_upper), Accepts("must be LRU, the only policy so far")] = (
-        Field("LRU", description="What is evicted first: the least recently used.")
+    cache_policy: Annotated[Literal["LRU", "cost"], BeforeValidator(_policy), Accepts("must be LRU or cost")] = Field(
+        "LRU",
+        description="What LocalCPU evicts first: the least recently used, or what costs least to have again, for its "
+        "size and how often it is asked for (cost). LocalDisk always evicts the least recently used.",
     )
     extra_config: ExtraConfig = Field(
         default_factory=dict, description="LMCache's; of it, what belongs to S3 or to a remote of LMCache's is used."

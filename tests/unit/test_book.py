@@ -3,6 +3,7 @@
 
 import random
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -43,9 +44,11 @@ def stored(book: Book, identifier: str, mib: float) -> Place | None:
 class Life(RuleBasedStateMachine):
     """Every other party is played here, and holds what it was told to touch until it has said that it is done."""
 
+    restore_s: Callable[[Place], float] | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.book = Book(8 * MIB, MIB, RANKS)
+        self.book = Book(8 * MIB, MIB, RANKS, self.restore_s)
         self.book.open(0, 4 * MIB)
         self.book.tiers = 0b11
         self.step = 0
@@ -336,6 +339,16 @@ TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
+class LifeByCost(Life):
+    """The same where what a miss costs decides what is evicted, whatever that is."""
+
+    restore_s = staticmethod(lambda place: place.id % 5 * 0.01)
+
+
+TestLifeByCost = LifeByCost.TestCase
+TestLifeByCost.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+
+
 def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:
     book = opened(8 * MIB)
     place = book.reserve_save("a", spec(1), persist=True)
@@ -496,6 +509,18 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
     for place in sent:
         book.send_save(place, 1, 0)
     return sent
+
+
+def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> None:
+    """One reservation evicts twice its size at most, so that those are no help to it."""
+    book = Book(128 * MIB, 128 * MIB, 1, lambda place: place.length * (1e-9 if place.length > MIB else 1e-8))
+    book.open(0, 128 * MIB)
+    for number in range(64):
+        assert stored(book, f"small {number}", 0.25) is not None
+    for number in range(70):
+        stored(book, f"large {number}", 1.5)
+    for number in range(200):
+        assert stored(book, f"new {number}", 0.25) is not None, number
 
 
 def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a month of a scenario costs. Prices are assumptions, to be replaced by those that are paid."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from lmcache_ec.plan.simulate import Outcome
+from lmcache_ec.plan.traces import TraceError
+from lmcache_ec.sizes import GIB
+
+_HOURS_A_MONTH = 730
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """In one currency."""
+
+    gpu_hour: float = 2.5
+    cpu_gib_month: float = 3.0
+    disk_gib_month: float = 0.1
+    redis_gib_month: float = 10.0
+    s3_gib_month: float = 0.023
+    s3_1000_reads: float = 0.0004
+    s3_1000_writes: float = 0.005
+    network_gib: float = 0.01
+
+
+def parse_prices(texts: list[str]) -> Prices:
+    """`name=value` each. TraceError for another name or value."""
+    known = [each.name for each in fields(Prices)]
+    values: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            values[name] = float(value)
+        except ValueError:
+            raise TraceError(f"--price {text}: must be NAME=NUMBER") from None
+        if name not in known or not 0 <= values[name] < math.inf:
+            raise TraceError(f"--price {text}: must be a number from 0 for one of {', '.join(known)}")
+    return Prices(**values)
+
+
+def monthly(outcome: Outcome, prices: Prices, share: float) -> dict[str, float]:
+    """Of the whole fleet, by what it is paid for. The trace's hours stand for all of the month. S3 without a limit is
+    paid for what the trace writes."""
+    scenario, written = outcome.scenario, outcome.written.get("s3")
+    scale = _HOURS_A_MONTH * 3600 / max(1.0, outcome.end_s - outcome.begin_s) / share
+    stored = {
+        name: size * (scenario.replicas if name in ("cpu", "disk") else 1)
+        for name, size in scenario.tiers.items()
+        if name != "gpu"
+    }
+    if written is not None:
+        stored["s3"] = min(stored["s3"], written.bytes / share)
+    costs = {"encoder": outcome.encoder.encode_s / 3600 * prices.gpu_hour * scale}
+    for name, size in stored.items():
+        costs[name] = size / GIB * float(getattr(prices, f"{name}_gib_month"))
+    if written is not None:
+        reads = outcome.by_tier["s3"].requests / 1000 * prices.s3_1000_reads
+        costs["s3"] += (reads + written.requests / 1000 * prices.s3_1000_writes) * scale
+    costs["network"] = outcome.network_bytes / GIB * prices.network_gib * scale
+    return costs

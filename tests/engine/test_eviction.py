@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a crawl through an arena that is too small for it leaves there, by `cache_policy` in LMCache's file."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed.engine_env import Layout
+from benchmarks.testbed.media import Prompt
+from tests.engine.rig import PATIENCE, Reference, Rig
+
+MODEL = "qwen3vl"
+ROUNDS, CRAWLED = 8, 5
+POPULAR = tuple(Prompt(images=(seed,)) for seed in (1, 2))
+ARENA_FOR_SIX = "0.00032"
+
+
+def crawled(round_: int) -> list[Prompt]:
+    return [Prompt(images=(1000 + CRAWLED * round_ + number,)) for number in range(CRAWLED)]
+
+
+@pytest.mark.parametrize("policy", ["LRU", "cost"])
+def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
+    policy: str, tmp_path: Path, reference: Reference
+) -> None:
+    """Between two uses of two pictures, five that nobody asks for again; there is room for five or six."""
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(f"ec:\n  max_local_cpu_size: {ARENA_FOR_SIX}\n  cache_policy: {policy}\n")
+    with Rig(
+        MODEL,
+        Layout.ONE_PROCESS,
+        tmp_path,
+        reference,
+        environment={"LMCACHE_CONFIG_FILE": str(file)},
+        connector={"ec_connector_extra_config": PATIENCE},  # type: ignore[dict-item]
+    ) as rig:
+        encodes = []
+        for round_ in range(ROUNDS):
+            encodes.append(rig.ask(*POPULAR, max_tokens=1))
+            assert rig.ask(*crawled(round_), max_tokens=1, one_by_one=True) == CRAWLED
+            rig.settle()
+            rig.forget()
+        assert encodes[0] == len(POPULAR)
+        assert encodes[-3:] == [0 if policy == "cost" else len(POPULAR)] * 3, encodes
+        assert rig.counts()["evictions"] > ROUNDS
+        assert rig.left_over() == {}
