@@ -51,7 +51,8 @@ def inspect(
     """What one entry says of itself, in which tiers it is, and whether it verifies there.
 
     What is shown of it is the header of a copy that verifies. Where none does, or with --header-only, it is not
-    verified, which the output says: whoever can write to the tier can have written anything there. The exit status is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
+    verified, which the output says: whoever can write to the tier can have written anything there. The exit status is
+    1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
     check_namespaces([namespace] if namespace else [])
     signing = signing_of(extra)

@@ -28,8 +28,8 @@ _THREADS = 8
 
 @dataclass(slots=True)
 class Row:
-    """An entry, in one or several tiers. `modified` is the latest time of all tiers. `identifier` is empty if it was not
-    read, or was that of another name (`foreign`)."""
+    """An entry, in one or several tiers. `modified` is the latest time of all tiers. `identifier` is empty if it was
+    not read, or was that of another name (`foreign`)."""
 
     name: ObjectName
     length: int
@@ -111,7 +111,10 @@ def _read_identifiers(rows: Sequence[Row], opened: OpenTiers, *, slow: bool) -> 
         try:
             header = header_of(tier, row.name)
             identifier = header.identifier if header else ""
-            row.foreign = bool(identifier) and hashlib.sha256(identifier.encode(errors="surrogatepass")).digest() != row.name.digest
+            row.foreign = (
+                bool(identifier)
+                and hashlib.sha256(identifier.encode(errors="surrogatepass")).digest() != row.name.digest
+            )
             row.identifier = "" if row.foreign else identifier
         except (TierError, entry.EntryError):
             pass  # `inspect` and `verify` say what is wrong with it

@@ -17,8 +17,8 @@ from benchmarks.testbed.core import NAMESPACE, Bench, names, stored
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from lmcache_ec.channel import status_address
-from lmcache_ec.cli.commands import app
 from lmcache_ec.cli import namespaces as module
+from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier

@@ -94,7 +94,8 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         bench.until("the ledger is told", lambda: bench.status()["book"].get("saves") == 4)
         [disk] = status_of(bench)["tiers"]
         held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-        assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", 2 + 4, 1 << 29)  # listed and not found corrupt, written since
+        entries = 2 + 4  # listed and not found corrupt; written since
+        assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", entries, 1 << 29)
         assert (disk["hits"], disk["writes"], disk["errors"]) == (2, 4, 1)
         assert held <= disk["bytes"] <= held + path_of(tmp_path, "kept-0").stat().st_size
         shown = lines(status(), bench.engine)

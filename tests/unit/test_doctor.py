@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_ec.cli import app, surroundings
+from lmcache_ec.cli import surroundings
+from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.doctor import examine, render
 from lmcache_ec.config import EncoderCacheConfig
 from lmcache_ec.host import disk, memory, stored_bytes

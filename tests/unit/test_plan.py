@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from lmcache_ec.cli import app
+from lmcache_ec.cli.commands import app
 from lmcache_ec.plan.money import Prices, monthly
 from lmcache_ec.plan.simulate import Outcome, Scenario, replay
 from lmcache_ec.plan.synthetic import NAMED, Synthetic, generate, parse
