@@ -190,7 +190,7 @@ class PresenceWriter(PresenceFilter):
         """As `listing`, but of a catalog: the context is a function that takes the number of each of the `SHARDS` and
         its bits (`shard_of`), None for one that is as it was. `entries`: of all; `longest`: bytes of a shard."""
         bits = self._bits[tier]
-        bits.begin(longest // 8 * SHARDS, entries)
+        bits.begin(max(1, longest // 8) * SHARDS, entries)
         try:
             yield bits.lay
         except BaseException:
@@ -272,7 +272,7 @@ class _Bits:
             if not size:
                 size = _words_for(live.count) if self._listed else min(_FIRST_BYTES, _REGION_BYTES) // 8
             else:
-                size = max(_SMALLEST_BYTES // 8, size)
+                size = min(max(1 << size.bit_length() - 1, live.size), _REGION_BYTES // 8)
             filling.clear(size)
             filling.count = entries
             self._filling = filling
