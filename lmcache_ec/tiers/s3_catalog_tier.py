@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lmcache_ec.key import EncoderCacheKey, parse_object_name
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.catalog import Catalog
-from lmcache_ec.tiers.s3_catalog import CatalogFolder, Pace, S3Catalog
+from lmcache_ec.tiers.s3_catalog import CatalogFolder, S3Catalog
 from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_compactor import Compactor
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from obstore.store import S3Store
 
 _PAGE = 1000
+_REFUSED_S = 3600.0
+"""So long after a refusal it is not asked again."""
 
 
 class Cataloged:
@@ -38,7 +42,7 @@ class Cataloged:
         self._aged = aged
         self._signing: SigningKey | None = None
         self._namespace = ""
-        self._refused = False
+        self._refused_until = 0.0
         self._compactor: Compactor | None = None
         self.catalog = S3Catalog(self._folder, self._sample)
         self.catalog.now = clock.now
@@ -49,7 +53,7 @@ class Cataloged:
     def read(self, namespace: str, signing: SigningKey | None, *, writes: bool) -> Catalog | None:
         """Errors are obstore's."""
         self._namespace, self._signing = namespace, signing
-        self.catalog.writes = writes and not self._refused
+        self.catalog.writes = writes and time.monotonic() >= self._refused_until
         return self.catalog.read(namespace, signing)
 
     def maintain(self) -> None:
@@ -61,17 +65,22 @@ class Cataloged:
                 raise compactor.failure
         elif compactor is not None or not self.catalog.due or not self.catalog.free:
             return
-        elif not self._check_writes():  # a store without conditions: it keeps listings
-            self._refused = True
         else:
-            self.begin(self.catalog.pace)
+            self._begin()
 
-    def begin(self, pace: Pace) -> None:
-        namespace = self._namespace
-        compactor = Compactor(self._folder(namespace), lambda number: self._pages(namespace, number), pace, self._signing)
+    def _begin(self) -> None:
+        """Where it may not be written, or not under a condition, listings are kept."""
+        namespace, refused_until = self._namespace, time.monotonic() + _REFUSED_S
+        self._refused_until = refused_until
+        if not self._check_writes():
+            return
+        compactor = Compactor(
+            self._folder(namespace), partial(self._pages, namespace), self.catalog.pace, self._signing
+        )
         if compactor.take(self.catalog.look):
             self._compactor = compactor
             compactor.start()
+        self._refused_until = 0.0
 
     def announce(self) -> None:
         self.catalog.announce(self._signing)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 
 from lmcache_ec.presence import KEY_BYTES, SHARDS, shard_of
@@ -81,7 +81,7 @@ class Compactor:
         try:
             pending = {pool.submit(self._replace, number, look) for number in range(SHARDS)}
             while pending:
-                done, pending = wait(pending, self._pace.lease_s / 4)
+                done, pending = wait(pending, self._pace.lease_s / 4, FIRST_EXCEPTION)
                 self._renew()
                 self.entries += sum(one.result() for one in done)
         finally:
