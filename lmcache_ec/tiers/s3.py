@@ -31,6 +31,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, is_namespace, parse_object_name
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import (
     UNREACHABLE,
     Held,
@@ -41,7 +42,6 @@ from lmcache_ec.tiers.base import (
     TierNotReady,
     TierUnreachable,
 )
-from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.catalog import Catalog
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
@@ -279,7 +279,7 @@ class S3Tier(Tier):
     def maintain(self) -> None:
         """As every tier: list in full for all, in the background, where that is due and nobody else does."""
         if self._cataloged is not None and self._conditions:
-            with _reported("compact the catalog"):
+            with _reported("list for the catalog", writes=True):
                 self._cataloged.maintain()
 
     def announce(self) -> None:

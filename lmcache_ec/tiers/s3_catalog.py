@@ -202,13 +202,7 @@ class S3Catalog:
     def _catalog(self, folder: CatalogFolder, look: Look, new: list[bytes], signing: SigningKey | None) -> Catalog:
         versions = {number: meta["e_tag"] or str(meta["last_modified"]) for number, meta in look.shards.items()}
         changed = [number for number in range(SHARDS) if self._is_new(number, versions.get(number))]
-        oldest = min((meta["last_modified"].timestamp() for meta in look.shards.values()), default=0.0)
-        self.due = self.writes and (
-            len(look.shards) < SHARDS
-            or bool(self._unreadable)
-            or oldest < self.now() - self.pace.compact_s
-            or len(look.deltas) > self.pace.deltas
-        )
+        self.due = self._is_due(look)
         again_s = self.pace.again_s if len(look.shards) < SHARDS else None
         if not changed:
             return Catalog(sum(self._keys.values()), digests=_digests(new), again_s=again_s)
@@ -216,9 +210,18 @@ class S3Catalog:
         return Catalog(
             self._entries(look),
             min(longest, MAX_OBJECT_BYTES),
-            self._shards(folder, changed, versions, signing),
+            self._shards(folder, look, changed, versions, signing),
             _digests(self._deltas.values()),
             again_s,
+        )
+
+    def _is_due(self, look: Look) -> bool:
+        oldest = min((meta["last_modified"].timestamp() for meta in look.shards.values()), default=0.0)
+        return self.writes and (
+            len(look.shards) < SHARDS
+            or bool(self._unreadable)
+            or oldest < self.now() - self.pace.compact_s
+            or len(look.deltas) > self.pace.deltas
         )
 
     def _is_new(self, number: int, version: str | None) -> bool:
@@ -231,6 +234,7 @@ class S3Catalog:
     def _shards(
         self,
         folder: CatalogFolder,
+        look: Look,
         changed: Sequence[int],
         versions: Mapping[int, str | None],
         signing: SigningKey | None,
@@ -259,8 +263,7 @@ class S3Catalog:
         for number, (version, keys, readable) in read.items():
             self._versions[number], self._keys[number] = version, keys
             (self._unreadable.discard if readable else self._unreadable.add)(number)
-        if self._unreadable:
-            self.due = self.writes
+        self.due = self._is_due(look)
 
     def _read_deltas(self, folder: CatalogFolder, look: Look, signing: SigningKey | None) -> list[bytes]:
         """The keys of those that were not there at the last call."""
@@ -330,8 +333,4 @@ class S3Catalog:
 
 
 def _digests(keys: Iterable[bytes]) -> list[bytes]:
-    return [
-        some[begin : begin + KEY_BYTES] + _DIGEST_REST
-        for some in keys
-        for begin in range(0, len(some), KEY_BYTES)
-    ]
+    return [some[begin : begin + KEY_BYTES] + _DIGEST_REST for some in keys for begin in range(0, len(some), KEY_BYTES)]

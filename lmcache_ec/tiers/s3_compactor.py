@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one that lists a namespace in full and writes the shards of its catalog. Who owns what: see s3_catalog.py.
 
-Everything that it writes is under a condition. What it does when it is refused, or anything fails, is to end: no delta is
-removed, and another one begins anew. That is so after each step, so it may die after each step.
+Everything that it writes is under a condition. Where it is refused, or anything fails, it ends: no delta is removed,
+and another one begins anew. That is so after each step, so it may die after each step.
 """
 
 from __future__ import annotations

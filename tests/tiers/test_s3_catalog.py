@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,9 +106,9 @@ class Replica:
         assert compactor.take(self.folder.look())
         compactor.compact()
 
-    def compactor(self, folder: CatalogFolder | None = None) -> Compactor:
+    def compactor(self, folder: CatalogFolder | None = None, pace: Pace = PACE) -> Compactor:
         pages = partial(self.cataloged._pages, NAMESPACE)
-        return Compactor(folder or self.folder, pages, PACE, self.lane.signing)
+        return Compactor(folder or self.folder, pages, pace, self.lane.signing)
 
     def lacks(self, *names: object) -> list[object]:
         """What it would not ask the store for."""
@@ -351,9 +350,10 @@ def test_of_two_compactors_the_one_that_was_given_up_is_refused_and_removes_noth
     one, other = Replica(filled), Replica(filled)
     one.compact()
     one.refresh()
-    slow = one.compactor()
+    slow = one.compactor(pace=replace(PACE, lease_s=400.0))
     assert slow.take(one.folder.look())
-    pages, stood = slow._pages, []
+    pages = slow._pages
+    stood: list[int] = []
 
     def stands_still(number: int) -> Iterator[Any]:
         found = list(pages(number))
@@ -414,7 +414,8 @@ def test_a_delta_that_is_compacted_while_it_is_read_is_found_in_the_shards(fille
     one.put("new")
     one.refresh()
     folder = reader.folder
-    read, happened = folder.read, []
+    read = folder.read
+    happened: list[str] = []
 
     def compacted_first(name: str) -> tuple[bytes, str | None]:
         if not happened:
