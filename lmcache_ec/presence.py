@@ -186,11 +186,11 @@ class PresenceWriter(PresenceFilter):
         bits.finish()
 
     @contextmanager
-    def laying(self, tier: str, entries: int, longest: int) -> Iterator[Callable[[int, bytes | None], None]]:
-        """As `listing`, but of a catalog: the context is a function that takes the number of each of the `SHARDS` and
-        its bits (`shard_of`), None for one that is as it was. `entries`: of all; `longest`: bytes of a shard."""
+    def laying(self, tier: str, longest: int) -> Iterator[Callable[[int, int, bytes | None], None]]:
+        """As `listing`, but of a catalog: the context is a function that takes each of the `SHARDS`, its number, how
+        many keys it has, and its bits (`shard_of`), None for what it was. `longest`: about so many bytes of bits."""
         bits = self._bits[tier]
-        bits.begin(max(1, longest // 8) * SHARDS, entries)
+        bits.begin(max(1, longest // 8) * SHARDS)
         try:
             yield bits.lay
         except BaseException:
@@ -265,7 +265,7 @@ class _Bits:
                 self._publish()
             return new
 
-    def begin(self, size: int = 0, entries: int = 0) -> None:
+    def begin(self, size: int = 0) -> None:
         """What is listed comes from here on: key by key, or, where a `size` in words is given, in shards."""
         with self._lock:
             filling, live = self._regions[1 - self._live], self._regions[self._live]
@@ -274,14 +274,14 @@ class _Bits:
             else:
                 size = min(max(1 << size.bit_length() - 1, live.size), _REGION_BYTES // 8)
             filling.clear(size)
-            filling.count = entries
             self._filling = filling
 
-    def lay(self, number: int, shard: bytes | None) -> None:
+    def lay(self, number: int, keys: int, shard: bytes | None) -> None:
         """Into what is being filled; None: as it is in what is live."""
         with self._lock:
             if self._filling is not None:
                 self._filling.lay(number, self._regions[self._live].shard(number) if shard is None else shard)
+                self._filling.count += keys
 
     def abandon(self) -> None:
         with self._lock:

@@ -319,15 +319,16 @@ class Lane:
 
     def _read(self, catalog: Catalog) -> None:
         if catalog.shards is not None:
-            with self._presence.laying(self.name, catalog.entries, catalog.longest) as lay:
-                for number, shard in catalog.shards:
-                    lay(number, shard)
+            listed = 0
+            with self._presence.laying(self.name, catalog.longest) as lay:
+                for shard in catalog.shards:
+                    lay(*shard)
+                    listed += shard.entries
                 for digest in catalog.digests:  # into both, as whatever is written meanwhile
-                    self._presence.add(self.name, digest)
+                    listed += self._presence.add(self.name, digest)
+            self.listed = listed
         else:
-            for digest in catalog.digests:
-                self._presence.add(self.name, digest)
-        self.listed = catalog.entries
+            self.listed += sum(self._presence.add(self.name, digest) for digest in catalog.digests)
 
     def _has_moved(self, namespace: str) -> bool:
         """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""

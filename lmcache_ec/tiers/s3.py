@@ -42,7 +42,7 @@ from lmcache_ec.tiers.base import (
     TierNotReady,
     TierUnreachable,
 )
-from lmcache_ec.tiers.catalog import Catalog
+from lmcache_ec.tiers.catalog import Catalog, Shard
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_catalog import CatalogFolder
@@ -516,7 +516,7 @@ def _reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iter
         raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes, keyed=keyed) from None
 
 
-def _each(shards: Iterator[tuple[int, bytes | None]], action: str) -> Iterator[tuple[int, bytes | None]]:
+def _each(shards: Iterator[Shard], action: str) -> Iterator[Shard]:
     with _reported(action):
         yield from shards
 

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from lmcache_ec.presence import KEY_BYTES, SHARDS, UNKNOWN_SHARD
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import TierError
-from lmcache_ec.tiers.catalog import Catalog
+from lmcache_ec.tiers.catalog import Catalog, Shard
 from lmcache_ec.tiers.filter_shard import (
     MAX_OBJECT_BYTES,
     MOST_KEYS,
@@ -205,12 +205,11 @@ class S3Catalog:
         self.due = self._is_due(look)
         again_s = self.pace.again_s if len(look.shards) < SHARDS else None
         if not changed:
-            return Catalog(sum(self._keys.values()), digests=_digests(new), again_s=again_s)
+            return Catalog(digests=_digests(new), again_s=again_s)
         longest = max((look.shards[number]["size"] for number in changed if number in look.shards), default=1)
         return Catalog(
-            self._entries(look),
-            min(longest, MAX_OBJECT_BYTES),
             self._shards(folder, look, changed, versions, signing),
+            min(longest, MAX_OBJECT_BYTES),
             _digests(self._deltas.values()),
             again_s,
         )
@@ -227,10 +226,6 @@ class S3Catalog:
     def _is_new(self, number: int, version: str | None) -> bool:
         return number not in self._versions or self._versions[number] != version
 
-    def _entries(self, look: Look) -> int:
-        """Of what has not been read yet, by its length."""
-        return sum(self._keys.get(number, meta["size"] * 8 // 15) for number, meta in look.shards.items())
-
     def _shards(
         self,
         folder: CatalogFolder,
@@ -238,28 +233,27 @@ class S3Catalog:
         changed: Sequence[int],
         versions: Mapping[int, str | None],
         signing: SigningKey | None,
-    ) -> Iterator[tuple[int, bytes | None]]:
+    ) -> Iterator[Shard]:
         read: dict[int, tuple[str | None, int, bool]] = {}
         unchanged = set(range(SHARDS)).difference(changed)
-        yield from ((number, None) for number in unchanged)
+        yield from (Shard(number, self._keys[number], None) for number in unchanged)
 
-        def shard(number: int) -> bytes:
+        def shard(number: int) -> Shard:
             name, version = f"shard/{number:02x}", versions.get(number)
             if version is not None:
                 try:
                     data, version = folder.read(name)
                     keys, bits = decode_shard(f"{folder.namespace}/{name}", data, signing)
                     read[number] = version, keys, True
-                    return bits
+                    return Shard(number, keys, bits)
                 except (FileNotFoundError, NoCatalogObject):
                     pass
             read[number] = version, 0, version is None
-            return UNKNOWN_SHARD
+            return Shard(number, 0, UNKNOWN_SHARD)
 
         with ThreadPoolExecutor(_READERS, "s3-catalog") as pool:
             for begin in range(0, len(changed), _READERS):  # no more of them in memory than this
-                some = changed[begin : begin + _READERS]
-                yield from zip(some, pool.map(shard, some), strict=True)
+                yield from pool.map(shard, changed[begin : begin + _READERS])
         for number, (version, keys, readable) in read.items():
             self._versions[number], self._keys[number] = version, keys
             (self._unreadable.discard if readable else self._unreadable.add)(number)

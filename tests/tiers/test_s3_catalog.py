@@ -35,8 +35,8 @@ from lmcache_ec.tiers.s3_url import s3_options
 
 NAMESPACE = "ns"
 KEY = SigningKey(b"k" * 32, "abcdefabcdef")
-PACE = Pace(lease_s=0.3, compact_s=3600.0, large=256)
-STORED = 700
+PACE = Pace(lease_s=0.3, compact_s=3600.0, large=128)
+STORED = 300
 
 
 @pytest.fixture(scope="module")
@@ -235,6 +235,7 @@ def test_without_the_option_nothing_asks_for_a_catalog(filled: str, front: S3Fro
     assert one.lacks("a", *range(STORED)) == []
 
 
+@pytest.mark.slow
 def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, server: Seaweed, front: S3Front) -> None:
     Replica(filled).compact()
     through = filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}")
@@ -244,6 +245,7 @@ def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, ser
     assert not [request for request in front.seen if request.writes]
 
 
+@pytest.mark.slow
 def test_a_removed_namespace_has_no_catalog_and_its_compactor_ends(server: Seaweed, filled: str) -> None:
     one = Replica(filled)
     compactor = one.compactor()
@@ -317,7 +319,10 @@ def steps(replica: Replica, left: int) -> Steps:
     return folder
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["the first catalog", "a later one"])
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(True, id="the first catalog", marks=pytest.mark.slow), pytest.param(False, id="a later one")],
+)
 def test_a_compactor_may_die_before_each_kind_of_step(filled: str, first: bool) -> None:
     one = Replica(filled)
     if not first:
@@ -372,6 +377,7 @@ def test_of_two_compactors_the_one_that_was_given_up_is_refused_and_removes_noth
     assert new.lacks("meanwhile", *range(STORED)) == []
 
 
+@pytest.mark.slow
 def test_a_lease_is_stale_by_the_observers_time_alone(filled: str, front: S3Front, server: Seaweed) -> None:
     """A store whose clock is a year off, and a holder that has just died: it is waited for, and then replaced."""
     front.ahead_s = 365 * 86400.0
