@@ -219,13 +219,13 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
     moved, ages = 0.0, []
     deltas: list[float] = []  # when each was written
     gone_before, rewritten, listed_at = 0.0, 0.0, 0.0
-    seen = {replica: 0.0 for replica in range(replicas)}
+    seen = dict.fromkeys(range(replicas), 0.0)
     due = sorted(
         (chance.uniform(0, refresh_s) + turn * refresh_s, replica)
         for replica in range(replicas)
         for turn in range(int(day / refresh_s))
     )
-    deaths, unannounced = 0, 0
+    deaths = 0
     for now, replica in due:
         if listed_at <= now - compact_s:
             requests["LIST"] += entries // 1000 + SHARDS
@@ -243,7 +243,7 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
         requests["GET"] += unseen + changed
         moved += changed * shard_bytes + unseen * (32 + KEY_BYTES * rate * refresh_s / 3600)
         if chance.random() < 2 / 3600 * refresh_s / replicas:
-            deaths, unannounced = deaths + 1, unannounced + 1
+            deaths += 1
             seen[replica] = 0.0
             continue
         requests["PUT"] += 1
@@ -263,15 +263,13 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
         + ", ".join(f"{number / hours:.0f} {kind}" for kind, number in sorted(requests.items()))
         + " an hour"
     )
-    print(
-        f"  {moved / hours / 1e9:.1f} GB an hour within the region, {moved / day / replicas * 8 / 1e6:.2f} Mbit/s a replica"
-    )
-    print(
-        f"  a new entry is known elsewhere after {ages[len(ages) // 2]:.0f} s (median), {ages[int(len(ages) * 0.99)]:.0f} s (99 %), {ages[-1]:.0f} s (most)"
-    )
-    print(
-        f"  {deaths} writers died, their last interval is known after the next full listing: {compact_s + listing_s + 2 * refresh_s:.0f} s at most if it ends"
-    )
+    each = moved / day / replicas * 8 / 1e6
+    print(f"  {moved / hours / 1e9:.1f} GB an hour within the region, {each:.2f} Mbit/s a replica")
+    half, most = ages[len(ages) // 2], ages[int(len(ages) * 0.99)]
+    print(f"  a new entry is known elsewhere after {half:.0f} s (median), {most:.0f} s (99 %), {ages[-1]:.0f} s (most)")
+    latest = compact_s + listing_s + 2 * refresh_s
+    print(f"  {deaths} writers died; what they had not announced is known {latest:.0f} s later at most,")
+    print("  if the next full listing comes to its end")
     print(f"  plain listings: ${plain:.2f} an hour")
 
 
@@ -290,9 +288,9 @@ def main() -> None:
         shard_bytes = one_shard(entries)
         a_day(entries, arguments.replicas, arguments.refresh_s, shard_bytes, arguments.new_an_hour, arguments.seed)
         return
-    with tempfile.TemporaryDirectory(prefix="catalog-", dir=arguments.folder) as folder:
-        with seaweed(Path(folder) / "s3") as server:
-            on_a_server(server, arguments.entries or 1_000_000)
+    temporary = tempfile.TemporaryDirectory(prefix="catalog-", dir=arguments.folder)
+    with temporary as folder, seaweed(Path(folder) / "s3") as server:
+        on_a_server(server, arguments.entries or 1_000_000)
 
 
 if __name__ == "__main__":
