@@ -49,8 +49,9 @@ def test_replicas_with_a_catalog_share_what_they_encode_and_ask_for_nothing_that
                 front.seen.clear()
                 assert two.ask(NEW) == 1
                 wait_until("two has told of it", lambda: any("/delta/" in one.path for one in front.seen))
-                about_it = [(one.method, one.path) for one in front.seen if ".safetensors" in one.path]
-                assert [method for method, _ in about_it] == ["HEAD", "PUT"], "a write, and nothing before it"
+                [name] = [each.path for each in front.seen if each.method == "PUT" and ".safetensors" in each.path]
+                about_it = [each.method for each in front.seen if each.path == name]
+                assert about_it == ["HEAD", "PUT"], "a write, and nothing before it"
 
                 def one_knows() -> bool:
                     return any("/delta/" in each.path and each.method == "GET" for each in front.seen)
