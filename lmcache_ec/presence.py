@@ -12,9 +12,12 @@ it, and between the two there is neither a lock nor a message. How that never de
   by the smaller shape finds in the lower half all that was there before.
 - A reader reads the shape, looks, and before it says no reads the shape again; if that has changed, it starts over. So
   a no is about a filter that was live all the while, and the region that is given up may be emptied at once.
+- Both words of a key lie at places whose low 8 bits are the first byte of its digest. So the words of all keys that
+  begin with one byte, a *shard*, are every 256th word of a region, whatever its size, and a catalog that holds shards
+  is laid into a region without a look at a key.
 
 Memory: between 12.5 and 25 bits a key at a listing, at least 128 KiB a tier; so 16 MiB for 10^7 keys, and both regions
-while a listing runs. Of others 0.4 % pass for present at 12.5 bits a key. A region ends at 64 MiB, 43 million keys;
+while a listing runs. Of others 0.4 % pass for present at 12.5 bits a key. A region ends at 128 MiB, 86 million keys;
 beyond, the filter errs more often and takes no more memory.
 """
 
@@ -29,10 +32,18 @@ from contextlib import contextmanager
 from itertools import combinations, islice
 from typing import Final, Self
 
-_REGION_BYTES = 1 << 26
+_REGION_BYTES = 1 << 27
 _SMALLEST_BYTES = 1 << 17
 _FIRST_BYTES = 1 << 24
 """In use when a tier is listed for the first time and nobody knows its count: enough for 10^7 keys, cut down after."""
+
+SHARDS = 256
+_SHARD_BITS_A_KEY = 10
+_SMALLEST_SHARD, _LARGEST_SHARD = _SMALLEST_BYTES // 8 // SHARDS, _REGION_BYTES // 8 // SHARDS
+"""In words."""
+MAX_SHARD_BYTES = 8 * _LARGEST_SHARD
+UNKNOWN_SHARD = b"\xff" * 8 * _SMALLEST_SHARD
+"""Everything may be in it: its keys are asked for."""
 
 _BITS_A_KEY = 12.5
 """At least, after a listing."""
@@ -41,12 +52,15 @@ _FULL_AT = 10
 
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIII")  # magic, version, number of tiers, checksum of their names
-_MAGIC, _VERSION = b"LMCECPRE", 2
+_MAGIC, _VERSION = b"LMCECPRE", 3
 _COMPLETE_AT = 64  # in bytes: a flag a tier
 _SHAPES_AT = 128  # in words of 8 bytes: a shape a tier
 _MOST_TIERS = _HEADER_BYTES // 8 - _SHAPES_AT
 
-_PROBES = struct.Struct("=QQ16x")
+_PROBES = struct.Struct("<QQ16x")
+_SHARD_PROBES = struct.Struct("<QQ")
+KEY_BYTES = _SHARD_PROBES.size
+"""So much of a digest is what a filter looks at."""
 _PATTERNS: Final = tuple(1 << a | 1 << b | 1 << c for a, b, c in islice(combinations(range(64), 3), 0, 40_960, 10))
 """4096 ways to set three bits of a word. A key sets one such pattern in each of two words: that errs as seldom as six
 bits anywhere, and takes a third of the time."""
@@ -89,15 +103,15 @@ class PresenceFilter:
         creation. 0.3 µs for the first tier and half of that for each other; runs on the scheduler thread.
         """
         one, other = _PROBES.unpack(digest)
-        words, pattern, spread = self._words, _PATTERNS[one & 4095], one >> 12
+        words, pattern = self._words, _PATTERNS[one >> 52]
         for section in self._all if tier is None else self._sections[tier]:
             while True:
                 shape, first, mask = section.seen
                 if words[section.shape_at] != shape:
                     shape, first, mask = section.look(words)
-                if words[first + (spread & mask)] & pattern == pattern:
-                    another = _PATTERNS[other & 4095]
-                    if words[first + (other >> 12 & mask)] & another == another:
+                if words[first + (one & mask)] & pattern == pattern:
+                    another = _PATTERNS[other >> 52]
+                    if words[first + ((other & -SHARDS | one & SHARDS - 1) & mask)] & another == another:
                         return True
                 if words[section.shape_at] == shape:
                     break  # a no: on to the next tier
@@ -171,9 +185,40 @@ class PresenceWriter(PresenceFilter):
             raise
         bits.finish()
 
+    @contextmanager
+    def laying(self, tier: str, longest: int) -> Iterator[Callable[[int, int, bytes | None], None]]:
+        """As `listing`, but of a catalog: the context is a function that takes each of the `SHARDS`, its number, how
+        many keys it has, and its bits (`shard_of`), None for what it was. `longest`: about so many bytes of bits."""
+        bits = self._bits[tier]
+        bits.begin(max(1, longest // 8) * SHARDS)
+        try:
+            yield bits.lay
+        except BaseException:
+            bits.abandon()
+            raise
+        bits.finish()
+
     def set_complete(self, tier: str, complete: bool = True) -> None:
         """All that `tier` holds has been added; or, with False, it is to be asked again."""
         self._map[self._flags[tier]] = complete
+
+
+def shard_of(keys: bytes | bytearray) -> bytes:
+    """The shard of keys whose digests begin with the same byte, the first `KEY_BYTES` of each one after the other."""
+    size = _SMALLEST_SHARD
+    while size < _LARGEST_SHARD and size * 64 < len(keys) // KEY_BYTES * _SHARD_BITS_A_KEY:
+        size *= 2
+    words, mask = [0] * size, size - 1
+    for one, other in _SHARD_PROBES.iter_unpack(keys):
+        words[one >> 8 & mask] |= _PATTERNS[one >> 52]
+        words[other >> 8 & mask] |= _PATTERNS[other >> 52]
+    return struct.pack(f"<{size}Q", *words)
+
+
+def is_shard(data: bytes) -> bool:
+    """Whether it has a length that a shard may have."""
+    words, rest = divmod(len(data), 8)
+    return not rest and _SMALLEST_SHARD <= words <= _LARGEST_SHARD and not words & words - 1
 
 
 class _Section:
@@ -220,11 +265,23 @@ class _Bits:
                 self._publish()
             return new
 
-    def begin(self) -> None:
+    def begin(self, size: int = 0) -> None:
+        """What is listed comes from here on: key by key, or, where a `size` in words is given, in shards."""
         with self._lock:
-            filling, count = self._regions[1 - self._live], self._regions[self._live].count
-            filling.clear(_words_for(count) if self._listed else min(_FIRST_BYTES, _REGION_BYTES) // 8)
+            filling, live = self._regions[1 - self._live], self._regions[self._live]
+            if not size:
+                size = _words_for(live.count) if self._listed else min(_FIRST_BYTES, _REGION_BYTES) // 8
+            else:
+                size = min(max(1 << size.bit_length() - 1, live.size), _REGION_BYTES // 8)
+            filling.clear(size)
             self._filling = filling
+
+    def lay(self, number: int, keys: int, shard: bytes | None) -> None:
+        """Into what is being filled; None: as it is in what is live."""
+        with self._lock:
+            if self._filling is not None:
+                self._filling.lay(number, self._regions[self._live].shard(number) if shard is None else shard)
+                self._filling.count += keys
 
     def abandon(self) -> None:
         with self._lock:
@@ -257,9 +314,9 @@ class _Region:
         """Of keys that it did not hold before."""
 
     def add(self, one: int, other: int) -> bool:
-        words, pattern, another = self._words, _PATTERNS[one & 4095], _PATTERNS[other & 4095]
+        words, pattern, another = self._words, _PATTERNS[one >> 52], _PATTERNS[other >> 52]
         first, mask = self._first, self.size - 1
-        one_word, other_word = first + (one >> 12 & mask), first + (other >> 12 & mask)
+        one_word, other_word = first + (one & mask), first + ((other & -SHARDS | one & SHARDS - 1) & mask)
         if words[one_word] & pattern == pattern and words[other_word] & another == another:
             return False
         words[one_word] |= pattern
@@ -268,6 +325,21 @@ class _Region:
         if self.count * _FULL_AT > self.size * 64 and self.size < _REGION_BYTES // 8:
             self._double()
         return True
+
+    def shard(self, number: int) -> bytes:
+        return self._words[self._first + number : self._first + self.size : SHARDS].tobytes()
+
+    def lay(self, number: int, shard: bytes) -> None:
+        """Add all that a shard holds. One of another size is made longer or shorter, as the filter is."""
+        length = self.size // SHARDS * 8
+        while len(shard) > length:
+            half = len(shard) // 2
+            low, high = int.from_bytes(shard[:half], "little"), int.from_bytes(shard[half:], "little")
+            shard = (low | high).to_bytes(half, "little")
+        shard *= length // len(shard)
+        places = slice(self._first + number, self._first + self.size, SHARDS)
+        laid = int.from_bytes(self._words[places].tobytes(), "little") | int.from_bytes(shard, "little")
+        self._words[places] = memoryview(laid.to_bytes(length, "little")).cast("Q")
 
     def clear(self, size: int) -> None:
         """Forget all, give the memory back, and be `size` words large from here on."""

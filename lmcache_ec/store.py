@@ -112,6 +112,8 @@ class Store:
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
+        if self._start is not None and deadline > time.monotonic():
+            self._stack.announce()
 
     # ---- the main thread
 

@@ -138,6 +138,7 @@ class Tiers:
         self._closing.set()
         self._due.set()
         self._keeper.join()
+        self.stack.announce()
         self.stack.close()
 
     def _report(self, kind: str, text: str) -> None:

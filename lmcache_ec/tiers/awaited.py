@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from lmcache_ec.key import EncoderCacheKey, EntryName
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Answers, Held, Listed, NamespaceUse, Tier, TierError, TierUnreachable
+from lmcache_ec.tiers.catalog import Catalog
 
 
 class AwaitedTier(Tier):
@@ -59,6 +61,13 @@ class AwaitedTier(Tier):
 
     def list(self, namespace: str) -> Iterator[Listed]:
         return self._opened().list(namespace)
+
+    def catalog(self, namespace: str, signing: SigningKey | None = None) -> Catalog | None:
+        return self._opened().catalog(namespace, signing)
+
+    def announce(self) -> None:
+        if self._tier is not None:
+            self._tier.announce()
 
     def news(self, namespace: str) -> Sequence[bytes]:
         return self._opened().news(namespace)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from lmcache_ec.key import EncoderCacheKey, EntryName
+from lmcache_ec.signing import SigningKey
+from lmcache_ec.tiers.catalog import Catalog
 
 
 class TierError(OSError):
@@ -192,6 +194,15 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def list(self, namespace: str) -> Iterator[Listed]:
         """All entries of a namespace, in any order; those that come or go meanwhile may be left out."""
+
+    def catalog(self, namespace: str, signing: SigningKey | None = None) -> Catalog | None:
+        """What a namespace holds, where the store keeps that ready; None where it is to be listed. On one thread.
+        Entries that were deleted may be in it, and those that were written lately may be missing."""
+        return None
+
+    def announce(self) -> None:
+        """Tell others what was written here and they have not heard of yet: this process is about to end."""
+        return
 
     def news(self, namespace: str) -> Sequence[bytes]:
         """Digests of entries of a namespace that others have written since the last call, where the tier learns of

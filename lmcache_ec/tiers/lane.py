@@ -14,8 +14,10 @@ from typing import TypeVar
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.recent import Recent
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tally import STATES
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, WritesRefused
+from lmcache_ec.tiers.catalog import Catalog
 from lmcache_ec.tiers.health import NEVER as NEVER
 from lmcache_ec.tiers.health import ReadHealth, WriteHealth
 from lmcache_ec.tiers.remote import Lookup
@@ -83,6 +85,8 @@ class Lane:
         self.scans = ThreadPoolExecutor(1, f"{name}-scan")
         self.probes = ThreadPoolExecutor(1, f"{name}-probe")  # not behind a listing
         self._presence = presence
+        self.signing: SigningKey | None = None
+        """What entries are signed with, and a tier's catalog."""
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
         self._follows = False
         self._list_at = 0.0
@@ -272,9 +276,10 @@ class Lane:
             if not self.habits.local:
                 self._measured(min(self._timed_look_up(namespace) for _ in range(_LOOK_UPS)))
             if self._lists and began >= self._list_at:
-                self._list(namespace)
+                again_s = self._list(namespace) or self.habits.refresh_s
                 self.tier.maintain()
-                self._list_at = time.monotonic() + max(self.habits.refresh_s, 20 * (time.monotonic() - began))
+                again_s = max(min(again_s, self.habits.refresh_s), 20 * (time.monotonic() - began))
+                self._list_at = time.monotonic() + again_s
         except Exception as error:
             self._due_at = time.monotonic() + self.habits.refresh_s
             self.read_failed(error)
@@ -289,20 +294,41 @@ class Lane:
                 remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
                 self._due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
 
-    def _list(self, namespace: str) -> None:
-        """Know what the tier holds, and forget what it holds no longer."""
+    def _list(self, namespace: str) -> float | None:
+        """Know what the tier holds, and forget what it holds no longer. In how many seconds there is more to know."""
         self._take_news(namespace)  # so that what is written from here on is listed, or news
         self._follows = True
+        catalog = self.tier.catalog(namespace, self.signing)
+        if catalog is None:
+            self._list_all(namespace)
+        else:
+            self._read(catalog)
+        with self._lock:
+            if not self._has_moved(namespace):
+                self._known = True
+                self._publish()
+        return None if catalog is None else catalog.again_s
+
+    def _list_all(self, namespace: str) -> None:
         listed = 0
         with self._presence.listing(self.name) as add:
             for listed, entry in enumerate(self.tier.list(namespace), 1):
                 add(entry.digest)
                 self.listed = max(self.listed, listed)
         self.listed = listed
-        with self._lock:
-            if not self._has_moved(namespace):
-                self._known = True
-                self._publish()
+
+    def _read(self, catalog: Catalog) -> None:
+        if catalog.shards is not None:
+            listed = 0
+            with self._presence.laying(self.name, catalog.longest) as lay:
+                for shard in catalog.shards:
+                    lay(*shard)
+                    listed += shard.entries
+                for digest in catalog.digests:  # into both, as whatever is written meanwhile
+                    listed += self._presence.add(self.name, digest)
+            self.listed = listed
+        else:
+            self.listed += sum(self._presence.add(self.name, digest) for digest in catalog.digests)
 
     def _has_moved(self, namespace: str) -> bool:
         """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""

@@ -26,10 +26,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, is_namespace, parse_object_name
+from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import (
     UNREACHABLE,
     Held,
@@ -40,8 +42,11 @@ from lmcache_ec.tiers.base import (
     TierNotReady,
     TierUnreachable,
 )
+from lmcache_ec.tiers.catalog import Catalog, Shard
 from lmcache_ec.tiers.remote import TIMEOUT_S
 from lmcache_ec.tiers.s3_access import S3Access
+from lmcache_ec.tiers.s3_catalog import CatalogFolder
+from lmcache_ec.tiers.s3_catalog_tier import Cataloged
 from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_faults import Fault, OfAnotherKey, summary
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
@@ -112,6 +117,9 @@ class S3Tier(Tier):
         self._prompt = access.client(timeout_s, silence=True)
         self._patient: dict[int, S3Store] = {}
         self._lock = threading.Lock()
+        self._cataloged: Cataloged | None = None
+        if access.options.catalog:
+            self._cataloged = Cataloged(self._prompt, self._lister, self._clock, self.check_writes, self._aged)
 
     def __repr__(self) -> str:
         return f"S3Tier({self._access.where})"
@@ -188,8 +196,12 @@ class S3Tier(Tier):
             except OfAnotherKey:
                 return False
             if held is None:
-                return self._created(self._uploader(data), key, data)
-            return self._aged(held) and self._put_over(key, data, _unchanged(held))
+                stored = self._created(self._uploader(data), key, data)
+            else:
+                stored = self._aged(held) and self._put_over(key, data, _unchanged(held))
+        if self._cataloged is not None:
+            self._cataloged.wrote(key)
+        return stored
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
         with suppress(OfAnotherKey), self._reported_entry(f"read {key.object_name}"):
@@ -202,7 +214,10 @@ class S3Tier(Tier):
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         with _reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
-            return self._put_over(key, data, held.version)
+            stored = self._put_over(key, data, held.version)
+        if self._cataloged is not None:
+            self._cataloged.wrote(key)
+        return stored
 
     def check_writes(self) -> bool:
         """As every tier: replace an object that is not there, which no store does; one that knows no conditions makes
@@ -251,8 +266,30 @@ class S3Tier(Tier):
                 if entry and not self._aged(found):
                     yield Listed(entry.digest, found["size"], found["last_modified"].timestamp())
 
+    def catalog(self, namespace: str, signing: SigningKey | None = None) -> Catalog | None:
+        if self._cataloged is None or not self._conditions:
+            return None
+        self._compare_clocks()
+        with _reported(f"read the catalog of {namespace}"):
+            found = self._cataloged.read(check_namespace(namespace), signing, writes=not self.read_only)
+        if found is None or found.shards is None:
+            return found
+        return replace(found, shards=_each(found.shards, f"read the catalog of {namespace}"))
+
+    def maintain(self) -> None:
+        """As every tier: list in full for all, in the background, where that is due and nobody else does."""
+        if self._cataloged is not None and self._conditions:
+            with _reported("list for the catalog", writes=True):
+                self._cataloged.maintain()
+
+    def announce(self) -> None:
+        if self._cataloged is not None:
+            self._cataloged.announce()
+
     def close(self) -> None:
-        """There is nothing to let go of: idle connections end by themselves."""
+        """Idle connections end by themselves."""
+        if self._cataloged is not None:
+            self._cataloged.stop()
 
     def namespaces(self) -> Iterator[NamespaceUse]:
         """As every tier, aged objects included; S3 knows when an object was written, not when it was read."""
@@ -275,6 +312,7 @@ class S3Tier(Tier):
                 if names:
                     self._lister.delete(names)
                 removed += len(names)
+            CatalogFolder(self._prompt, self._lister, namespace).remove_all()
         return removed
 
     def born(self) -> str | None:
@@ -476,6 +514,11 @@ def _reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iter
     except (BaseError, OSError) as error:
         fault = Fault.of(error)
         raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes, keyed=keyed) from None
+
+
+def _each(shards: Iterator[Shard], action: str) -> Iterator[Shard]:
+    with _reported(action):
+        yield from shards
 
 
 def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:

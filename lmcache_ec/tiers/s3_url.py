@@ -37,6 +37,7 @@ class S3Options:
     sse_c_key_file: Path | None = None  # the key of sse-c; None: in the environment, see s3_customer_key.py
     storage_class: str | None = None
     requester_pays: bool = False
+    catalog: bool = False  # what is there is read from a catalog in the bucket, see s3_catalog.py
 
 
 def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3Options:
@@ -46,6 +47,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
       optional; `endpoint` with or without `http://` or `https://`
     - with `read_only=true` nothing is ever written; `sse=AES256`, `sse=aws:kms` and `sse_kms_key_id=…`,
       `storage_class=…` go with each write, `requester_pays=true` with each request
+    - with `catalog=true` one replica lists for all, see docs/catalog.md
     - `sse_c_key_file=/path`, or `sse=sse-c` and a key in the environment: encrypted with a key of the user's own
     - as LMCache writes it, bucket and host in one: `s3://bucket.s3.eu-west-1.amazonaws.com`, `s3://bucket.host:9000`,
       or without a port if `extra_config` has `s3_region`
@@ -96,6 +98,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
         sse_c_key_file=asked.get("sse_c_key_file"),
         storage_class=asked.get("storage_class"),
         requester_pays=asked.get("requester_pays", False),
+        catalog=asked.get("catalog", False),
     )
 
 
@@ -127,7 +130,7 @@ def _query(text: str) -> dict[str, Any]:
     readers: dict[str, Callable[[str], object]] = {
         "endpoint": str, "region": str, "ca_bundle": str, "profile": str, "path_style": _bool, "tls": _bool,
         "read_only": _bool, "sse": str, "sse_kms_key_id": str, "sse_c_key_file": Path, "storage_class": str,
-        "requester_pays": _bool,
+        "requester_pays": _bool, "catalog": _bool,
     }  # fmt: skip
     found: dict[str, Any] = {}
     for key, value in parse_qsl(text, keep_blank_values=True):

@@ -113,6 +113,7 @@ class Stack:
         ]
         for lane in self.lanes:
             lane.tier.evicted = partial(self._evicted, lane.name)
+            lane.signing = signing
             if isinstance(lane.tier, AwaitedTier):
                 lane.leave_alone()
         self.signing = signing
@@ -334,6 +335,15 @@ class Stack:
     def _follow(self, lane: Lane) -> None:
         while not self._closed.wait(_NEWS_S):
             lane.follow(self.namespace)
+
+    def announce(self) -> None:
+        """Tell others what was written here, where that has yet to be done. In the calling thread."""
+        for lane in self.lanes:
+            if not lane.rests:
+                try:
+                    lane.tier.announce()
+                except Exception as error:
+                    self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
 
     def close(self) -> None:
         """Let go of the tiers. What is still under way fails, or ends with the process."""

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A catalog never denies what is stored and announced, whoever dies, and whatever stands in its objects."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from benchmarks.testbed.servers.s3_front import Request, S3Front, s3_front
+from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.waiting import wait_until
+from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.presence import MAX_SHARD_BYTES, PresenceWriter, shard_of
+from lmcache_ec.signing import SigningKey
+from lmcache_ec.tiers.base import TierError
+from lmcache_ec.tiers.filter_shard import (
+    NoCatalogObject,
+    decode_delta,
+    decode_shard,
+    encode,
+)
+from lmcache_ec.tiers.lane import Habits, Lane
+from lmcache_ec.tiers.remote import Lookup
+from lmcache_ec.tiers.s3 import open_s3
+from lmcache_ec.tiers.s3_catalog import CatalogFolder, Pace
+from lmcache_ec.tiers.s3_compactor import Compactor, LeaseLost
+from lmcache_ec.tiers.s3_url import s3_options
+
+NAMESPACE = "ns"
+KEY = SigningKey(b"k" * 32, "abcdefabcdef")
+PACE = Pace(lease_s=0.3, compact_s=3600.0, large=128)
+STORED = 300
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    with seaweed(tmp_path_factory.mktemp("s3") / "data") as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def environment(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    for name, text in server.environment.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.fixture
+def front(server: Seaweed) -> Iterator[S3Front]:
+    with s3_front(int(server.endpoint.rpartition(":")[2])) as made:
+        yield made
+
+
+@pytest.fixture
+def url(server: Seaweed) -> str:
+    return f"s3://{server.bucket}/{uuid.uuid4().hex}?endpoint={server.endpoint}"
+
+
+def key(name: object) -> EncoderCacheKey:
+    return EncoderCacheKey(NAMESPACE, str(name))
+
+
+STRANGERS = [key(f"stranger {number}").digest for number in range(5000)]
+
+
+class Replica:
+    """A tier and its lane, refreshed when the test says so."""
+
+    def __init__(self, url: str, *, catalog: bool = True, signing: SigningKey | None = None, pace: Pace = PACE) -> None:
+        self.tier = open_s3(f"{url}&catalog=true" if catalog else url, timeout_s=5.0)
+        self.presence = PresenceWriter.create(["s3"])
+        self.lane = Lane(self.tier, "s3", self.presence, Habits(Lookup.CATALOG, 300.0))
+        self.lane.signing = signing
+        if self.cataloged is not None:
+            self.cataloged.catalog.pace = pace
+
+    @property
+    def cataloged(self) -> Any:
+        return self.tier._cataloged
+
+    @property
+    def folder(self) -> CatalogFolder:
+        return self.cataloged._folder(NAMESPACE)  # type: ignore[no-any-return]
+
+    def put(self, *names: object) -> None:
+        for name in names:
+            self.tier.put(key(name), memoryview(b"x"))
+            self.lane.has(key(name).digest, True)
+
+    def refresh(self) -> None:
+        """A survey; and if it began to list for all, that, and a survey that sees it."""
+        self.lane._list_at = 0.0
+        self.lane.survey(NAMESPACE)
+
+    def compact(self) -> None:
+        compactor = self.compactor()
+        assert compactor.take(self.folder.look())
+        compactor.compact()
+
+    def compactor(self, folder: CatalogFolder | None = None, pace: Pace = PACE) -> Compactor:
+        pages = partial(self.cataloged._pages, NAMESPACE)
+        return Compactor(folder or self.folder, pages, pace, self.lane.signing)
+
+    def lacks(self, *names: object) -> list[object]:
+        """What it would not ask the store for."""
+        return [name for name in names if not self.lane.asks(key(name).digest)]
+
+    @property
+    def asked_for_nothing(self) -> float:
+        return sum(map(self.lane.asks, STRANGERS)) / len(STRANGERS)
+
+
+@pytest.fixture(scope="module")
+def stored(server: Seaweed) -> Callable[[str], None]:
+    """Puts `STORED` entries under a URL's prefix."""
+
+    def put(url: str) -> None:
+        prefix, client = s3_options(url).prefix, server.client()
+        for number in range(STORED):
+            client.put_object(Bucket=server.bucket, Key=f"{prefix}/{key(number).object_name}", Body=b"x")
+
+    return put
+
+
+@pytest.fixture
+def filled(url: str, stored: Callable[[str], None]) -> str:
+    stored(url)
+    return url
+
+
+def objects(server: Seaweed, url: str) -> list[str]:
+    found = server.client().list_objects_v2(Bucket=server.bucket, Prefix=f"{s3_options(url).prefix}/.catalog")
+    return [one["Key"] for one in found.get("Contents", ())]
+
+
+def test_of_replicas_one_lists_and_the_others_read_what_it_wrote(filled: str, front: S3Front, server: Seaweed) -> None:
+    one, other = Replica(filled), Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    one.refresh()
+    assert one.lacks("not known yet") == []  # until the catalog is there it asks for everything
+    wait_until("it has listed", lambda: not one.cataloged._compactor.running)
+    one.refresh()
+    other.refresh()
+    for replica in (one, other):
+        assert replica.lacks(*range(STORED)) == []
+        assert replica.asked_for_nothing < 0.02
+        assert replica.presence.complete("s3")
+        assert replica.lane.listed == STORED
+    listings = [one for one in front.seen if one.method == "GET" and "list-type=2" in one.path]
+    assert all(".catalog" in listing.path for listing in listings)
+    front.seen.clear()
+    other.refresh()
+    assert len([request for request in front.seen if ".catalog" in request.path]) == 1
+
+
+def test_what_one_has_written_the_others_know_after_its_refresh_and_theirs(filled: str) -> None:
+    one, other = Replica(filled), Replica(filled)
+    one.compact()
+    one.refresh()
+    other.refresh()
+    one.put("new", "newer")
+    one.refresh()
+    other.refresh()
+    assert other.lacks("new", "newer") == []
+    assert other.asked_for_nothing < 0.02
+    one.compact()  # which removes the delta
+    assert not one.folder.look().deltas
+    other.refresh()
+    assert other.lacks("new", "newer", *range(STORED)) == []
+    assert one.lacks("new") == []
+
+
+def test_a_writer_that_ends_tells_what_it_wrote_last(filled: str) -> None:
+    one, other = Replica(filled), Replica(filled)
+    one.compact()
+    one.refresh()
+    one.put("last")
+    one.tier.announce()
+    other.refresh()
+    assert other.lacks("last") == []
+
+
+def test_what_was_deleted_is_forgotten_with_the_next_full_listing(filled: str) -> None:
+    one, other = Replica(filled), Replica(filled)
+    one.compact()
+    other.refresh()
+    for number in range(100):
+        one.tier.delete(key(number))
+    other.refresh()
+    assert other.lacks(*range(100)) == []
+    one.compact()
+    other.refresh()
+    assert len(other.lacks(*range(100))) > 90
+    assert other.lacks(*range(100, STORED)) == []
+
+
+def test_a_small_namespace_is_listed_and_nothing_is_written_for_it(server: Seaweed, url: str) -> None:
+    one = Replica(url)
+    one.put("a", "b")
+    one.refresh()
+    one.refresh()
+    assert objects(server, url) == []
+    assert one.lacks("a", "b") == []
+    assert len(one.lacks("c")) == 1
+
+
+def test_a_namespace_that_has_become_small_loses_its_catalog(filled: str) -> None:
+    one, other = Replica(filled), Replica(filled)
+    one.compact()
+    other.refresh()
+    for number in range(20, STORED):
+        one.tier.delete(key(number))
+    one.compact()
+    assert not one.folder.look().shards
+    other.refresh()
+    assert other.lacks(*range(20)) == []
+    assert other.asked_for_nothing < 0.01
+
+
+def test_without_the_option_nothing_asks_for_a_catalog(filled: str, front: S3Front, server: Seaweed) -> None:
+    Replica(filled).compact()
+    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"), catalog=False)
+    one.refresh()
+    one.put("a")
+    one.refresh()
+    assert not [request for request in front.seen if ".catalog" in request.path]
+    assert one.lacks("a", *range(STORED)) == []
+
+
+@pytest.mark.slow
+def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, server: Seaweed, front: S3Front) -> None:
+    Replica(filled).compact()
+    through = filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}")
+    reader = Replica(f"{through}&read_only=true", pace=replace(PACE, compact_s=-60.0))
+    reader.refresh()
+    assert reader.lacks(*range(STORED)) == []
+    assert not [request for request in front.seen if request.writes]
+
+
+@pytest.mark.slow
+def test_a_removed_namespace_has_no_catalog_and_its_compactor_ends(server: Seaweed, filled: str) -> None:
+    one = Replica(filled)
+    compactor = one.compactor()
+    assert compactor.take(one.folder.look())
+    assert one.tier.remove(NAMESPACE) == STORED
+    assert objects(server, filled) == []
+    with pytest.raises(LeaseLost):
+        compactor.compact()
+    other = Replica(filled)
+    other.refresh()  # shards among missing ones, or none
+    wait_until("the lease is stale", lambda: other.cataloged.catalog.free)
+    other.refresh()
+    if other.cataloged._compactor is not None:
+        wait_until("it has listed", lambda: not other.cataloged._compactor.running)
+    other.refresh()
+    assert other.asked_for_nothing < 0.01
+
+
+def test_a_store_without_conditional_writes_is_listed(filled: str, front: S3Front, server: Seaweed) -> None:
+    def unconditional(request: Request) -> tuple[int, str] | None:
+        return (501, "NotImplemented") if {"if-match", "if-none-match"} & set(request.headers) else None
+
+    front.rule = unconditional
+    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    one.refresh()
+    one.refresh()
+    assert objects(server, filled) == []
+    assert one.lacks(*range(STORED)) == []
+    assert one.asked_for_nothing < 0.01
+
+
+def test_who_may_not_write_the_catalog_lists(filled: str, front: S3Front, server: Seaweed) -> None:
+    front.rule = lambda request: (403, "AccessDenied") if request.writes and ".catalog" in request.path else None
+    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    with suppress(TierError):
+        one.refresh()
+    one.refresh()
+    assert one.lacks(*range(STORED)) == []
+    assert one.asked_for_nothing < 0.01
+
+
+# ---- whoever dies, and whoever comes in between
+
+
+class Killed(Exception):
+    """The compactor's process has ended."""
+
+
+class Steps(CatalogFolder):
+    """Ends the process before the `left`-th write or removal."""
+
+    left = 0
+
+    def write(self, name: str, data: bytes, over: str | None) -> str | None:
+        self._step()
+        return super().write(name, data, over)
+
+    def remove(self, names: Any) -> None:
+        self._step()
+        super().remove(names)
+
+    def _step(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+
+def steps(replica: Replica, left: int) -> Steps:
+    folder = Steps(replica.cataloged._client, replica.cataloged._lister, NAMESPACE)
+    folder.left = left
+    return folder
+
+
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(True, id="the first catalog", marks=pytest.mark.slow), pytest.param(False, id="a later one")],
+)
+def test_a_compactor_may_die_before_each_kind_of_step(filled: str, first: bool) -> None:
+    one = Replica(filled)
+    if not first:
+        one.compact()
+        one.refresh()
+        one.put("announced")
+        one.refresh()
+    known = [*range(STORED), *(() if first else ("announced",))]
+    old = Replica(filled)
+    old.refresh()
+    written = 256
+    for left in (0, 1, 2, 130, written, written + 1, written + 2, written + 3):
+        compactor = one.compactor(steps(one, left))
+        with suppress(Killed, LeaseLost):
+            compactor.take(one.folder.look())
+            compactor.compact()
+        new = Replica(filled)
+        for replica in (old, new):
+            replica.refresh()
+            assert replica.lacks(*known) == []
+    one.compact()
+    new = Replica(filled)
+    new.refresh()
+    assert new.lacks(*known) == []
+    assert new.asked_for_nothing < 0.02
+
+
+def test_of_two_compactors_the_one_that_was_given_up_is_refused_and_removes_nothing(filled: str) -> None:
+    """It stands still after it has listed; meanwhile its lease is taken, more is written, and all is listed again."""
+    one, other = Replica(filled), Replica(filled)
+    one.compact()
+    one.refresh()
+    slow = one.compactor(pace=replace(PACE, lease_s=400.0))
+    assert slow.take(one.folder.look())
+    pages = slow._pages
+    stood: list[int] = []
+
+    def stands_still(number: int) -> Iterator[Any]:
+        found = list(pages(number))
+        if not stood:
+            stood.append(number)
+            one.put("meanwhile")
+            one.refresh()
+            other.compact()
+        yield from found
+
+    slow._pages = stands_still
+    with pytest.raises(LeaseLost):
+        slow.compact()
+    new = Replica(filled)
+    new.refresh()
+    assert new.lacks("meanwhile", *range(STORED)) == []
+
+
+@pytest.mark.slow
+def test_a_lease_is_stale_by_the_observers_time_alone(filled: str, front: S3Front, server: Seaweed) -> None:
+    """A store whose clock is a year off, and a holder that has just died: it is waited for, and then replaced."""
+    front.ahead_s = 365 * 86400.0
+    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    dead = one.compactor()
+    assert dead.take(one.folder.look())
+    one.refresh()
+    assert one.cataloged._compactor is None
+    assert one.lacks("anything") == []  # nobody knows yet
+    wait_until("the lease is stale", lambda: one.cataloged.catalog.free)
+    one.refresh()
+    wait_until("it has listed", lambda: not one.cataloged._compactor.running)
+    one.refresh()
+    assert one.lacks(*range(STORED)) == []
+    assert one.asked_for_nothing < 0.02
+
+
+def test_a_lease_that_is_renewed_is_never_stale(filled: str) -> None:
+    one = Replica(filled)
+    holder = one.compactor()
+    assert holder.take(one.folder.look())
+    ticks = 0
+
+    def renewed_for_long() -> bool:
+        nonlocal ticks
+        ticks += 1
+        holder._renew()
+        one.refresh()
+        assert one.cataloged._compactor is None
+        return ticks > 5
+
+    wait_until("it was renewed", renewed_for_long)
+
+
+def test_a_delta_that_is_compacted_while_it_is_read_is_found_in_the_shards(filled: str) -> None:
+    one, other, reader = Replica(filled), Replica(filled), Replica(filled)
+    one.compact()
+    one.refresh()
+    reader.refresh()
+    one.put("new")
+    one.refresh()
+    folder = reader.folder
+    read = folder.read
+    happened: list[str] = []
+
+    def compacted_first(name: str) -> tuple[bytes, str | None]:
+        if not happened:
+            happened.append(name)
+            other.compact()
+        return read(name)
+
+    folder.read = compacted_first  # type: ignore[method-assign]
+    reader.cataloged.catalog._folder = lambda namespace: folder
+    reader.refresh()
+    assert happened[0].startswith("delta/")
+    assert reader.lacks("new", *range(STORED)) == []
+
+
+def test_a_writer_that_died_before_its_delta_is_found_by_the_next_full_listing(filled: str) -> None:
+    one, other = Replica(filled), Replica(filled)
+    one.compact()
+    one.refresh()
+    one.put("unannounced")
+    other.refresh()
+    assert other.lacks("unannounced") == ["unannounced"]  # a miss: it is encoded again
+    other.compact()
+    other.refresh()
+    assert other.lacks("unannounced") == []
+
+
+# ---- whatever stands in its objects
+
+
+def spoiled(data: bytes, how: str) -> bytes | None:
+    return {
+        "lost": None,
+        "torn": data[: len(data) // 2],
+        "altered": data[:40] + bytes([data[40] ^ 255]) + data[41:],
+        "empty": b"",
+        "of zeros": bytes(len(data)),
+        "too long": bytes(2 << 20),
+        "of another key": encode(f"{NAMESPACE}/shard/00", 1, shard_of(b""), SigningKey(b"z" * 32, "abcdefabcdef")),
+        "unsigned": encode(f"{NAMESPACE}/shard/00", 1, shard_of(b""), None),
+        "of another shard": encode(f"{NAMESPACE}/shard/01", 1, shard_of(b""), KEY),
+        "of another namespace": encode("other/shard/00", 1, shard_of(b""), KEY),
+        "of no length that a shard has": encode(f"{NAMESPACE}/shard/00", 1, bytes(24), KEY),
+    }[how]
+
+
+HOWS = (
+    *("lost", "torn", "altered", "empty", "of zeros", "too long", "of another key", "unsigned", "of another shard"),
+    *("of another namespace", "of no length that a shard has"),
+)
+
+
+def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: str, server: Seaweed) -> None:
+    one = Replica(filled, signing=KEY)
+    one.compact()
+    client, name = server.client(), f"{s3_options(filled).prefix}/.catalog/{NAMESPACE}/shard/00"
+    good = client.get_object(Bucket=server.bucket, Key=name)["Body"].read()
+    follower = Replica(filled, signing=KEY)
+    follower.refresh()
+    for how in HOWS:
+        bad = spoiled(good, how)
+        if bad is None:
+            client.delete_object(Bucket=server.bucket, Key=name)
+        else:
+            client.put_object(Bucket=server.bucket, Key=name, Body=bad)
+        new = Replica(filled, signing=KEY)
+        for replica in (new, follower):
+            replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # nobody mends it
+            replica.refresh()
+            assert replica.lacks(*range(STORED)) == [], how
+            assert replica.asked_for_nothing < 0.03, how
+            assert replica.cataloged.catalog.due, how
+    one.compact()
+    follower.refresh()
+    assert follower.lacks(*range(STORED)) == []
+    assert follower.asked_for_nothing < 0.02
+    assert not follower.cataloged.catalog.due
+
+
+def test_deltas_that_do_not_verify_or_are_too_long_are_as_if_never_written(filled: str) -> None:
+    one = Replica(filled, signing=KEY)
+    one.compact()
+    payload = key("forged").digest[:16]
+    for name, data in (
+        ("unsigned", encode(f"{NAMESPACE}/delta/unsigned", 1, payload, None)),
+        ("renamed", encode(f"{NAMESPACE}/delta/other", 1, payload, KEY)),
+        ("miscounted", encode(f"{NAMESPACE}/delta/miscounted", 2, payload, KEY)),
+        ("empty", b""),
+        ("long", bytes(3 << 20)),
+        ("good", encode(f"{NAMESPACE}/delta/good", 1, key("announced").digest[:16], KEY)),
+    ):
+        one.folder.write(f"delta/{name}", data, None)
+    reader = Replica(filled, signing=KEY)
+    reader.refresh()
+    assert reader.lacks("announced") == []
+    assert reader.lacks("forged") == ["forged"]
+    assert reader.lacks(*range(STORED)) == []
+
+
+def test_no_count_in_a_shard_sizes_anything() -> None:
+    data = encode("ns/shard/00", 1 << 60, shard_of(b""), None)
+    assert decode_shard("ns/shard/00", data, None)[0] <= MAX_SHARD_BYTES * 8
+
+
+@pytest.mark.parametrize("length", [0, 15, 31, 32, 100])
+def test_what_is_too_short_for_an_object_is_none(length: int) -> None:
+    for decode in (decode_shard, decode_delta):
+        with pytest.raises(NoCatalogObject):
+            decode("ns/shard/00", bytes(length), None)
