@@ -160,18 +160,20 @@ def view(found: Sequence[EngineRates]) -> Group:
 
 def _table(engine: EngineRates) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)  # 80 columns have to do
-    table.add_column("  tier", no_wrap=True)
+    table.add_column("tier", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=column != "unsaved")
     if engine.cpu_limit_bytes:
-        table.add_row("  cpu", rounded_size(engine.cpu_bytes), *[""] * (len(_COLUMNS) - 1))
+        table.add_row("cpu", rounded_size(engine.cpu_bytes), *[""] * (len(_COLUMNS) - 1))
     for tier in engine.tiers:
         waits = f"{counted(tier.backlog, 'write')}, {precise_size(tier.backlog_bytes)}" if tier.backlog else ""
-        numbers = (f"{tier.errors:,.1f}", f"{tier.writes:,.1f}")
-        moved = (f"{tier.read_bytes / MIB:,.1f}", f"{tier.written_bytes / MIB:,.1f}")
+        numbers = (_figure(tier.errors), _figure(tier.writes))
+        moved = (_figure(tier.read_bytes / MIB), _figure(tier.written_bytes / MIB))
         held = "" if tier.held_bytes is None else rounded_size(tier.held_bytes)
         state = "" if tier.state == "serving" else f" ({tier.state})"
-        table.add_row(
-            f"  {tier.name}{state}", held, f"{tier.hits:,.1f}", hit_rate(asdict(tier)), *numbers, *moved, waits
-        )
+        table.add_row(f"{tier.name}{state}", held, _figure(tier.hits), hit_rate(asdict(tier)), *numbers, *moved, waits)
     return table
+
+
+def _figure(rate: float) -> str:
+    return f"{rate:,.1f}" if rate < 100 else f"{rate:,.0f}"
