@@ -17,12 +17,12 @@ def main() -> None:
     signal itself would also come of a store that closes its connection.
     """
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
-    if heeded:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from lmcache_ec.cli.commands import app  # most of the time that a short command takes
-
     status: object = 0
     try:
+        if heeded:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        from lmcache_ec.cli.commands import app  # most of the time that a short command takes
+
         if heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         app()
