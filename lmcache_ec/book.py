@@ -732,7 +732,7 @@ class Book:
     def _value(self, place: Place) -> float:
         """What keeping a live entry is worth, where that decides: one that was filled ahead counts as used once."""
         restore_s = 0.0 if self._restore_s is None else self._restore_s(place)
-        return worth(place.length, restore_s, 0.0, max(1.0, self._uses.count(place.identifier)))
+        return worth(place.length, restore_s, max(1.0, self._uses.count(place.identifier)))
 
     def _over(self, purpose: str, place: Place, budget: int) -> bool:
         """Whether `place` would break a budget. One is always allowed, or a small arena could hold nothing."""

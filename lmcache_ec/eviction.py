@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry is worth to the tier that holds it: seconds that keeping it is expected to save, for each byte or row.
+"""What an entry is worth to the tier that holds it: seconds that keeping it is expected to save, for each byte.
 
 Pure arithmetic, for every tier that weighs: no clock, no I/O. It never decides what is right, only what is quicker.
 """
@@ -16,11 +16,9 @@ _REMEMBERED = 8192
 
 
 class Below(enum.Enum):
-    """The cheapest place that has an entry once this tier has dropped it. Value: (latency s, bytes/s), as guessed."""
+    """What has an entry once this tier has dropped it. Value: (latency s, bytes/s), as guessed."""
 
-    MEMORY = (0.0002, 5e9)
     DISK = (0.001, 1e9)
-    REMOTE = (0.005, 2.5e8)
     NOTHING = (0.0, 0.0)
 
 
@@ -34,15 +32,13 @@ def restore_s(below: Below, length: int, rows: int, encode_s: float | None = Non
     return min(encode, float(latency_s + length / bytes_a_s))
 
 
-def worth(size: int, restore_s: float, age: float, uses: float = 1.0) -> float:
-    """What keeping an entry is worth; the lowest is evicted first. In seconds for each unit of `size` (bytes or rows:
-    whatever the tier is short of).
+def worth(size: int, restore_s: float, uses: float = 1.0) -> float:
+    """What keeping an entry is worth, in seconds a byte; the lowest is evicted first.
 
-    `age`: since the last access, in turnovers of the tier, which is accesses since then divided by entries held.
-    `uses`: how often it was used lately (see `Uses`). An entry's next use is the less likely the longer it has not been
-    used, and one that was used once and just now (a scan) does not outweigh one that is used again and again.
+    `uses`: how often it was used lately (see `Uses`), so that one which was used once and just now (a scan) does not
+    outweigh one that is used again and again.
     """
-    return restore_s * uses / (max(size, 1) * (1.0 + age))
+    return restore_s * uses / max(size, 1)
 
 
 class Uses:
@@ -67,10 +63,3 @@ class Uses:
         """Zero for what was never used or is forgotten."""
         uses, at = self._uses.get(name, (0.0, 0))
         return float(uses * 0.5 ** ((self._clock - at) / self._half_life))
-
-    def age(self, name: str) -> int:
-        """Uses of any name since that of `name`; all of them for one that is not remembered."""
-        return self._clock - self._uses.get(name, (0.0, 0))[1]
-
-    def clear(self) -> None:
-        self._uses.clear()

@@ -12,18 +12,18 @@ _INTERRUPTED = 128 + signal.SIGINT
 def main() -> None:
     """Run the command that the arguments of this process name, and end the process.
 
-    Ctrl-C ends it without a word: commands hear of it, but before they begin and after their end the signal does what
-    it does to any program. Output that nobody reads any more (`| head`) ends it as quietly, with SIGPIPE's status; the
+    Ctrl-C ends it quietly: commands handle it; before they begin and after they end the signal has its default
+    effect. A closed pipe (`| head`) ends it as quietly, with SIGPIPE's status; the
     signal itself would also come of a store that closes its connection.
     """
-    heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
     status: object = 0
     try:
-        if heeded:
+        if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         from lmcache_ec.cli.commands import app  # most of the time that a short command takes
 
-        if heeded:
+        if handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         app()
     except KeyboardInterrupt:
@@ -31,7 +31,7 @@ def main() -> None:
     except SystemExit as end:
         status = _READER_GONE if isinstance(end.__context__, BrokenPipeError) else end.code
     finally:
-        if heeded:
+        if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     if status == _READER_GONE:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to flush at the end has nowhere to go

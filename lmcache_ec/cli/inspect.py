@@ -129,7 +129,7 @@ def _is_verified(copies: Sequence[Copy], whole: bool) -> bool:
 
 def _record(copies: Sequence[Copy], opened: OpenTiers, *, whole: bool) -> dict[str, object]:
     header = _shown(copies)
-    said = header and {
+    described = header and {
         "identifier": header.identifier,
         "namespace": header.namespace,
         "shape": [header.spec.rows, header.spec.width],
@@ -142,7 +142,7 @@ def _record(copies: Sequence[Copy], opened: OpenTiers, *, whole: bool) -> dict[s
     }
     tiers = [copy.as_record() for copy in copies]
     verified = _is_verified(copies, whole)
-    return {"header": said, "verified": verified, "tiers": tiers, "errors": opened.errors, "notes": opened.notes}
+    return {"header": described, "verified": verified, "tiers": tiers, "errors": opened.errors, "notes": opened.notes}
 
 
 def _print(copies: Sequence[Copy], *, whole: bool) -> None:

@@ -146,7 +146,7 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
     console = Console(highlight=False, width=max(Console().width, 120))
     first = outcomes[0]
     hours = (first.end_s - first.begin_s) / 3600
-    part = "" if share == 1 else f", reckoned from {first.requests:,} of them"
+    part = "" if share == 1 else f", estimated from {first.requests:,} of them"
     console.print(f"{first.requests / share:,.0f} requests in {hours:,.1f} h{part}; sizes in GiB", markup=False)
     used = [name for name in MEDIA if any(name in outcome.by_tier for outcome in outcomes)]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)

@@ -155,7 +155,7 @@ class _Cost:
 
     def _value(self, identifier: int) -> float:
         size, miss_s = self._held[identifier]
-        return worth(size, miss_s, 0.0, max(1.0, self._uses.count(f"{identifier:x}")))
+        return worth(size, miss_s, max(1.0, self._uses.count(f"{identifier:x}")))
 
 
 class Simulation:

@@ -201,7 +201,7 @@ class Tier(abc.ABC):
         return None
 
     def announce(self) -> None:
-        """Tell others what was written here and they have not heard of yet: this process is about to end."""
+        """Publish what was written here and others cannot know yet: this process is about to end."""
         return
 
     def news(self, namespace: str) -> Sequence[bytes]:

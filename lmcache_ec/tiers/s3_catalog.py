@@ -14,8 +14,8 @@ Who owns what, and what follows:
 3. The compactor looks which deltas there are, *then* lists, *then* replaces all shards, *then* removes these deltas. So
    whatever a removed delta named is in the shards. It may die anywhere: what it has not replaced is older, not wrong.
 4. A reader lists the catalog, deltas before shards (they sort so), then reads what changed. A delta that is missing was
-   removed before the shards' turn in that list, which therefore shows them new. One that is gone when it is to be read
-   begins it all over.
+   removed before the shards' turn in that list, which therefore shows them new. If one is missing
+   when it is to be read, it begins again.
 5. No clock decides about the lease: it is stale when nobody has changed it for `lease_s` of the observer's own time.
    The store's clock decides when the next listing is due, and a wrong one costs listings.
 6. An entry that was deleted stays in its shard until the next listing: a question. A shard that is torn, forged (where
@@ -85,7 +85,7 @@ class Look:
     lease: ObjectMeta | None = None
 
 
-class _Gone(Exception):
+class _Removed(Exception):
     """A delta was removed since it was listed."""
 
 
@@ -112,7 +112,7 @@ class CatalogFolder:
         return look
 
     def read(self, name: str) -> tuple[bytes, str | None]:
-        """An object and its version. FileNotFoundError if it is gone."""
+        """An object and its version. FileNotFoundError if it was removed."""
         found = self._client.get(f"{self.path}/{name}")
         if found.meta["size"] > MAX_OBJECT_BYTES:
             raise NoCatalogObject(f"{name}: {found.meta['size']} bytes")
@@ -165,7 +165,7 @@ class S3Catalog:
         self._unreadable: set[int] = set()
 
     def wrote(self, namespace: str, digest: bytes) -> None:
-        """An entry is there by now. Others are told with the next delta."""
+        """An entry is there by now. Others learn of it with the next delta."""
         with self._lock:
             pending = self._pending.setdefault(namespace, bytearray())
             if len(pending) < _MOST_PENDING * KEY_BYTES:
@@ -186,7 +186,7 @@ class S3Catalog:
                     self.due = False
                     return None
                 changed_deltas = self._read_deltas(folder, look, signing)
-            except _Gone:
+            except _Removed:
                 self._give_back(namespace, pending)
                 continue
             except BaseException:
@@ -270,7 +270,7 @@ class S3Catalog:
             except NoCatalogObject:
                 return b""
             except FileNotFoundError:
-                raise _Gone from None
+                raise _Removed from None
 
         if not unread:
             return []

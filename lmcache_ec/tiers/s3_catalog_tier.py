@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an S3 tier does with its catalog: reads it, tells of what it wrote, and lists for all where that is its turn."""
+"""What an S3 tier does with its catalog: reads it, announces what it wrote, and lists for all when that is its turn."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ class Stack:
             lane.follow(self.namespace)
 
     def announce(self) -> None:
-        """Tell others what was written here, where that has yet to be done. In the calling thread."""
+        """Publish what was written here, where that has yet to be done. In the calling thread."""
         for lane in self.lanes:
             if not lane.rests:
                 try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `lmcache-ec` ends when it is interrupted, or when nobody reads its output any more: without a word."""
+"""How `lmcache-ec` ends when it is interrupted, or its output is closed: quietly."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 # A shell's background jobs, and what they start, ignore Ctrl-C.
-HEED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 BEGUN = "import os, sys; os.write(2, b'begun\\n')"
-COMMAND = [sys.executable, "-c", f"{HEED}; from lmcache_ec.cli import main; {BEGUN}; main()"]
+COMMAND = [sys.executable, "-c", f"{HANDLED}; from lmcache_ec.cli import main; {BEGUN}; main()"]
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
-def test_ctrl_c_ends_a_command_without_a_word_from_its_first_moment_on(after_s: float) -> None:
+def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) -> None:
     """While modules are loaded, too. A shell shows 130 for either way to end."""
     with subprocess.Popen([*COMMAND, "top", "--interval", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as top:
         assert top.stderr is not None
@@ -36,7 +36,7 @@ def test_ctrl_c_ends_a_command_without_a_word_from_its_first_moment_on(after_s: 
     ids=" ".join,
 )
 @pytest.mark.parametrize("both", [False, True], ids=["output", "output and errors"])
-def test_a_command_whose_reader_has_gone_ends_without_a_word(arguments: list[str], both: bool, tmp_path: Path) -> None:
+def test_a_command_whose_reader_has_gone_ends_quietly(arguments: list[str], both: bool, tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(tmp_path / "errors", "w+b") as errors:
