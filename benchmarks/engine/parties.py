@@ -89,5 +89,6 @@ def server(
         environment={**environment, "OMP_NUM_THREADS": str(subject.threads)},
         mm_processor_cache_gb=subject.processor_cache_gb,
         max_num_batched_tokens=OWN_CACHE_TOKENS,
+        kv_cache_memory_bytes=256 << 20,  # eight requests of 1024 tokens of the largest of the models, and more
         disable_uvicorn_access_log=True,
     )
