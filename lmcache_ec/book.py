@@ -24,13 +24,14 @@ Who owns what, and when it may be freed:
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
 from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.eviction import Uses, worth
+from lmcache_ec.events.changes import Changes
 from lmcache_ec.eviction_order import USES_HALF_LIFE, CostOrder, LruOrder, Order
 from lmcache_ec.histogram import SIZE_BYTES, Histogram
 from lmcache_ec.place import Extent, Place, State, aligned
@@ -100,6 +101,8 @@ class Book:
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
         self.tiers = 0
         """All tiers, a bit each."""
+        self.changes: Changes | None = None
+        """Where it is noted what becomes live and what is live no longer, for an engine that publishes that."""
         self._rewrites = Rewrites()
         self._space = Space()
         self._index: dict[str, Place] = {}
@@ -180,6 +183,10 @@ class Book:
         place = self._index.get(identifier)
         return place if place is not None and place.state is State.LIVE else None
 
+    def entries(self) -> Iterator[tuple[str, int]]:
+        """All that can be promised now: identifier, length in bytes."""
+        return ((place.identifier, place.length) for place in self._index.values() if place.state is State.LIVE)
+
     def under_way(self, identifier: str) -> bool:
         """Whether a save or a fill of `identifier` has a place but no entry yet."""
         place = self._index.get(identifier)
@@ -228,6 +235,7 @@ class Book:
         if place.state is State.LIVE and not place.forgotten:
             place.forgotten = True
             del self._index[place.identifier]
+            self._left(place)
             self._unwritten.pop(place.id, None)
             self._rewrites.drop(place)
             if not place.pins:
@@ -661,6 +669,7 @@ class Book:
         self.counts.evicted_bytes += place.length
         self._evictable.remove(place)
         del self._index[place.identifier]
+        self._left(place)
         if self._unwritten.pop(place.id, None) is not None:
             self._owe(place)  # it never reached a tier
         return self._free(place)
@@ -675,12 +684,18 @@ class Book:
         self._move(place, State.LIVE)
         self._bytes["live"] += place.length
         self._rewrites.published(place)
+        if self.changes is not None and not place.forgotten:
+            self.changes.admit(place.identifier, place.length)
         if place.pins:
             return
         if place.forgotten:
             self._free(place)
         else:
             place.priority = self._evictable.add(place)
+
+    def _left(self, place: Place) -> None:
+        if self.changes is not None:
+            self.changes.evict(place.identifier)
 
     def _owe(self, place: Place) -> None:
         if place.spec is not None and not place.forgotten:

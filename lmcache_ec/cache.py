@@ -19,6 +19,7 @@ from lmcache_ec.channel import (
     Attached,
     Back,
     Born,
+    CpuChanges,
     Enter,
     Entered,
     Filled,
@@ -50,6 +51,7 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig
 from lmcache_ec.copies import CopyTimes
 from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
+from lmcache_ec.events.changes import Changes
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
@@ -104,6 +106,9 @@ class EncoderCache:
         weigh = self._restore_s if config.cache_policy == "cost" else None
         self.policy = LoadPolicy(always=config.load_policy == "always")
         self.book = Book(capacity, arena.GRANULE_BYTES, engine.ranks, weigh)
+        self._publishing = config.publishing(engine.data_parallel_rank)
+        if self._publishing is not None:
+            self.book.changes = Changes(self.book.entries)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self.arena_id = secrets.token_hex(8)
         """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
@@ -175,6 +180,7 @@ class EncoderCache:
         self._enter()
         forgotten = self.book.forget_all()
         self._fetches.forget(home.namespace)
+        self._tell_anew()
         self.weight_changes += 1
         kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
         self._complaints.warn(
@@ -277,6 +283,20 @@ class EncoderCache:
         if self._send(Ledger({**self.snapshot(), **counts})):
             self._handed = handed
 
+    def hand_changes(self) -> None:
+        """Tell the store process, which publishes it, what came into LocalCPU and what left it. At the end of a pass."""
+        changes = self.book.changes
+        if changes is None:
+            return
+        if not self.inert:
+            changes.hand(self.namespace, self._send)
+        elif self._send(CpuChanges(self.namespace, True, [], [])):  # nothing is promised any more
+            self.book.changes = None
+
+    def _tell_anew(self) -> None:
+        if self.book.changes is not None:
+            self.book.changes.begin_anew()
+
     def snapshot(self) -> dict[str, int]:
         """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
         return {
@@ -349,8 +369,10 @@ class EncoderCache:
                 saves=self._engine.saves,
                 look_s=_LOOK_S,
                 signing=self._signing,
+                publishing=self._publishing,
             )
         )
+        self._tell_anew()
         self._introduce_saver()
 
     def _introduce_saver(self) -> None:

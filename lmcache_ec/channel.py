@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lmcache_ec.events.endpoints import Publishing
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Landing
 from lmcache_ec.tiers.remote import Remote
@@ -42,7 +43,7 @@ class Start(Message, frozen=True):
 
     `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials, and `signing` is one: only the
     two ends of a link see what it carries. For an engine that `saves`, the tiers are looked at every `look_s` seconds,
-    to see whether one was emptied.
+    to see whether one was emptied. `publishing`: where what LocalCPU holds is published, if it is.
     """
 
     incarnation: int
@@ -58,6 +59,7 @@ class Start(Message, frozen=True):
     saves: bool
     look_s: float
     signing: SigningKey | None = None
+    publishing: Publishing | None = None
 
 
 class Enter(Message, frozen=True):
@@ -119,6 +121,17 @@ class Ledger(Message, frozen=True):
     """The book's counts, for whoever asks the store process about the engine."""
 
     counts: dict[str, int]
+
+
+class CpuChanges(Message, frozen=True):
+    """What came into LocalCPU (identifier, length in bytes), and what left it, in any order: each identifier stands here
+    once. Only for an engine that publishes. `anew`: all that was told before is void.
+    """
+
+    namespace: str
+    anew: bool
+    admitted: list[tuple[str, int]]
+    evicted: list[str]
 
 
 # ---- store process -> scheduler side
@@ -356,7 +369,7 @@ class WeightsReport(Message, frozen=True):
     digest: str
 
 
-ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | Saved
+ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | CpuChanges | Saved
 Answer = Filled | NotFilled | Sealed | Written | Landed | Located | Populated
 FromStore = Hello | Entered | Answer | Back | Born | Pong | Notice
 ToScheduler = FromStore | Attached | SegmentReady | Staged | Report | WeightsReport

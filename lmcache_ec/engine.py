@@ -15,7 +15,8 @@ class Engine:
     `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
     an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start; with
     `watched` the ranks report what weights they have, and nothing is promised before they have done so. One that
-    `saves` nothing, a consumer, never gives a tier again what that has lost.
+    `saves` nothing, a consumer, never gives a tier again what that has lost. Of several data-parallel engines each
+    publishes at an address of its own, by its `data_parallel_rank`.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Engine:
     largest_entry_bytes: int
     saves: bool = True
     watched: bool = False
+    data_parallel_rank: int = 0
 
     def signing_with(self, key: SigningKey | None) -> Engine:
         """The same, in the namespace of entries that are signed with this key, if there is one."""

@@ -20,12 +20,14 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
     AnyMessage,
     Back,
     Born,
+    CpuChanges,
     Durable,
     Enter,
     Entered,
@@ -49,6 +51,7 @@ from lmcache_ec.channel import (
     Write,
     Written,
 )
+from lmcache_ec.events.endpoints import Publishing
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.locate import Locator
 from lmcache_ec.status_server import Status, StatusServer, tier_statuses
@@ -62,7 +65,12 @@ from lmcache_ec.tiers.opening import Opening, opened
 from lmcache_ec.tiers.stack import Absent, Answer, Elsewhere, Found, Stack, Wanted
 from lmcache_ec.tiers.write_through import Put
 
+if TYPE_CHECKING:
+    from lmcache_ec.events.publisher import Publisher
+
 _DISK_RESCAN_S = 30.0
+_FAREWELL_S = 1.0
+"""Longest that the end of an engine waits for its subscribers to be told: its addresses are free from then on."""
 
 
 class Store:
@@ -82,6 +90,7 @@ class Store:
         self._tally: Tally | None = None
         self._looks: Looks | None = None
         self._locator: Locator | None = None
+        self._publisher: Publisher | None = None
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._seals = 0
         self._outbox: deque[AnyMessage] = deque()
@@ -109,6 +118,8 @@ class Store:
             self._stack.survey_due()
             if self._looks is not None:
                 self._looks.look_due()
+        if self._publisher is not None:
+            self._publisher.close(_FAREWELL_S)
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
@@ -164,6 +175,9 @@ class Store:
                 threading.Thread(target=self._populate, args=(message,), name="populate", daemon=True).start()
             case Ledger(counts=counts):
                 self._ledger = counts
+            case CpuChanges():
+                if self._publisher is not None:
+                    self._publisher.tell(message)
             case Enter(namespace=namespace):
                 self._stack.relist(namespace)
                 self._post(Entered(namespace))
@@ -188,6 +202,8 @@ class Store:
             signing=start.signing,
         )
         stack.follow_neighbours()
+        if start.publishing is not None:
+            self._publish(start.publishing, start.namespace)
         self._locator = Locator(stack, self._post)
         if start.saves:
             self._looks = Looks(
@@ -201,6 +217,15 @@ class Store:
         self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), stack.presence.fd, counts])
         os.close(counts)
         stack.survey_due()
+
+    def _publish(self, publishing: Publishing, namespace: str) -> None:
+        """ZeroMQ is loaded only here: whoever publishes nothing has none of it."""
+        try:
+            from lmcache_ec.events.publisher import Publisher
+        except ImportError as error:
+            self._post(Notice("events", f"no events are published: {error}"))
+            return
+        self._publisher = Publisher(publishing, namespace, lambda kind, text: self._post(Notice(kind, text)))
 
     def _refuse(self, problem: str) -> None:
         """End the engine's start, if it still waits for this; else serve with the other tiers."""
@@ -261,6 +286,7 @@ class Store:
             "jobs": self._jobs,
             "store": {**counts, **{f"{lane.name}_listed": lane.listed for lane in self._stack.lanes}},
             "book": self._ledger,
+            "events": self._publisher.status() if self._publisher is not None else None,
         }
 
     # ---- any thread

@@ -116,6 +116,7 @@ def _scheduler_side(
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
             saves=transfer.is_ec_producer,
             watched=True,
+            data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
         ),
     )
     if cache.inert:

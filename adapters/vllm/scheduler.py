@@ -451,6 +451,7 @@ class SchedulerSide:
         self._allocated.clear()
         self._asked = None
         self._drained = self._questioned = False
+        self.cache.hand_changes()
         self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
         self._take_out(meta)  # `give_up` needs them if anything before this raises
         self._turn.release()

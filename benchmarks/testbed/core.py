@@ -173,6 +173,7 @@ class Scheduler:
 
     def drain(self) -> None:
         self.cache.drain(time.monotonic())
+        self.cache.hand_changes()
         self.cache.hand_ledger({"steps": self.steps})
 
     idle = drain

@@ -21,6 +21,7 @@ from lmcache_ec.cli.status import all_engines, show
 from lmcache_ec.cli.top import top
 from lmcache_ec.cli.verify import verify
 from lmcache_ec.cli.warm import warm
+from lmcache_ec.cli.where import where
 
 
 class Role(enum.StrEnum):
@@ -79,5 +80,6 @@ app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)
 app.command("top")(top)
+app.command("where")(where)
 app.command("plan")(plan)
 app.command("completion")(completion)

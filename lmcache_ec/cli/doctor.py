@@ -29,6 +29,7 @@ from lmcache_ec.config import ConfigError, EncoderCacheConfig, Resolved, Source,
 from lmcache_ec.config.keys import accepts, describe
 from lmcache_ec.config.lmcache_keys import is_off
 from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS, from_file
+from lmcache_ec.events.endpoints import why_unusable
 from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.host_memory import fitting
 from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
@@ -116,6 +117,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec
     if resolved:
         report.notes += surroundings.notes(resolved.config) if resolved.config.enabled else ()
         _signing(report, resolved.config)
+        _events(report, resolved.config)
         _disk(report, resolved.config)
         with _environment_of_a_store_process(resolved.config):
             _remotes(report, resolved.config)
@@ -148,6 +150,18 @@ def _signing(report: Report, config: EncoderCacheConfig) -> None:
         report.prevent_start(*error.args)
     else:
         report.signing = key.id if key is not None else None
+
+
+def _events(report: Report, config: EncoderCacheConfig) -> None:
+    """An engine that cannot publish serves all the same, and tries again: its own port may be in use by itself."""
+    publishing = config.publishing(0)
+    if publishing is None or not config.enabled:
+        return
+    if find_spec("zmq") is None:
+        report.problems.append("events_endpoint: no events are published without pyzmq: pip install 'lmcache-ec[events]'")
+    for endpoint in (publishing.events, publishing.snapshots):
+        if why := why_unusable(endpoint):
+            report.notes.append(f"{endpoint}: {why}; an engine would publish nothing until it can be had")
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from lmcache_ec.config.sources import ConfigError
+from lmcache_ec.events.endpoints import ACCEPTED, Publishing, check_endpoint, of_rank, snapshots_of
 from lmcache_ec.key import MAX_NAMESPACE_CHARS, check_namespace
 from lmcache_ec.mask import HIDDEN, masked, masked_address
 from lmcache_ec.signing import SigningKey, read_key
@@ -94,6 +95,14 @@ def _file(value: object) -> object:
     return path or None
 
 
+def _endpoint(value: object) -> object:
+    """Where an engine can listen; an empty text means nowhere."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    return check_endpoint(text) if text else None
+
+
 def _absolute(path: Path | None) -> Path | None:
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))
@@ -144,6 +153,7 @@ Folder = Annotated[
 KeyFile = Annotated[
     Path | None, BeforeValidator(_file), AfterValidator(_absolute), Accepts("must be a file, /path, or null")
 ]
+Endpoint = Annotated[str | None, BeforeValidator(_endpoint), Accepts(ACCEPTED)]
 Namespace = Annotated[
     str | None,
     AfterValidator(_namespace),
@@ -294,6 +304,17 @@ class EncoderCacheConfig(BaseModel):
     weights_check_s: SecondsFromZero = Field(
         60.0, description="Between two looks at the weights for a change that no call to the workers made; 0: none."
     )
+    events_endpoint: Endpoint = Field(
+        None,
+        description="Where is published what comes into LocalCPU and leaves it, for routers (docs/events.md). Unset: "
+        "nowhere. Data-parallel engines publish at the next ports.",
+    )
+    events_snapshot_endpoint: Endpoint = Field(
+        None,
+        description="Where subscribers get what LocalCPU holds. Unset: 1000 ports above events_endpoint, or at its path "
+        "with `.snapshots`.",
+    )
+    events_topic: Text = Field("", description="First frame of each event, which subscribers can select by.")
 
     @field_validator("max_local_disk_size")
     @classmethod
@@ -309,6 +330,14 @@ class EncoderCacheConfig(BaseModel):
         if lookup == "catalog" and unlisted:
             raise ValueError(f"must be auto or probe with {unlisted[0]}://, which cannot be listed")
         return lookup
+
+    @field_validator("events_snapshot_endpoint")
+    @classmethod
+    def _apart(cls, snapshots: str | None, others: ValidationInfo) -> str | None:
+        events = others.data.get("events_endpoint")
+        if snapshots is not None and snapshots == events:
+            raise ValueError("must be another address than events_endpoint")
+        return snapshots
 
     @field_validator("remotes")
     @classmethod
@@ -338,6 +367,13 @@ class EncoderCacheConfig(BaseModel):
             )
             for url in self.remotes
         ]
+
+    def publishing(self, rank: int) -> Publishing | None:
+        """Where the data-parallel engine of this number publishes; None if none does."""
+        if self.events_endpoint is None:
+            return None
+        snapshots = self.events_snapshot_endpoint or snapshots_of(self.events_endpoint)
+        return Publishing(of_rank(self.events_endpoint, rank), of_rank(snapshots, rank), self.events_topic, rank)
 
     def signing_key(self) -> SigningKey | None:
         """What entries are signed with, read from its file now. ConfigError if that cannot be used."""

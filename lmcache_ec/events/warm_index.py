@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which replicas hold these identifiers? Follows the events of any number of replicas, for a router or a command.
+
+    with WarmIndex(["tcp://10.0.0.7:5757", "tcp://10.0.0.8:5757"]) as index:
+        index.wait(3.0)
+        index.where(["5f2c…"])      # {"5f2c…": ["tcp://10.0.0.7:5757"]}
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import zmq
+
+from lmcache_ec.events.batch import MAX_SNAPSHOT_BYTES
+from lmcache_ec.events.endpoints import Replica
+from lmcache_ec.events.mirror import Mirror
+
+STALE_S = 5.0
+"""What a replica was last known to hold so long ago is not told any more."""
+
+MOST_ENTRIES = 1_000_000
+
+_SILENT_S = 2.5
+"""Of batches: by then two should have come, and the replica is asked."""
+_ASK_AGAIN_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+_MESSAGES_A_TURN = 1000
+_TURN_S = 0.25
+_WAITING = {zmq.SUB: 1000, zmq.DEALER: 4}
+"""Messages that are not yet read, of events and of snapshots."""
+_LONGEST_BYTES = {zmq.SUB: 4 << 20, zmq.DEALER: MAX_SNAPSHOT_BYTES}
+_PEER_SILENT_MS = 6000
+_RECONNECT_MS = (100, 2000)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """What is known of a replica. `age_s`: how long ago that was last known to be what it holds; None: never.
+
+    `state` is "following", "catching up" (a snapshot is awaited; what was known lately is still told), or "silent"
+    (nothing of it is told).
+    """
+
+    replica: str
+    state: str
+    age_s: float | None
+    entries: int
+    entries_left_out: int
+    namespace: str
+    data_parallel_rank: int
+    gaps: int
+    unreadable: int
+
+
+class WarmIndex:
+    """Follows replicas on a thread of its own. Every method may be called from any thread, and none waits but `wait`.
+
+    Nothing is held in the way of a replica: one that cannot be reached, or sends what cannot be read, is silent.
+    Bounded: `most_entries` of each replica (some 200 bytes each), and a thousand batches that are not yet read.
+    """
+
+    def __init__(self, replicas: Iterable[str] = (), *, most_entries: int = MOST_ENTRIES) -> None:
+        """`replicas` as of `add`. ValueError for what is no address."""
+        self._most = most_entries
+        self._followed: dict[str, _Followed] = {}  # replaced as a whole, by the thread
+        self._orders: deque[Callable[[], None]] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._changed = threading.Condition()
+        self._wanted: set[str] = set()
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        for replica in [Replica.parse(text) for text in replicas]:
+            self._add(replica)
+        self._thread = threading.Thread(target=self._run, name="warm-index", daemon=True)
+        self._thread.start()
+
+    def add(self, replica: str) -> str:
+        """Follow one more replica: `tcp://host:5757`, the address of its events; with a comma that of its snapshots,
+        if that is not 1000 ports above. Returns its name, the first of these. ValueError for what is no address."""
+        parsed = Replica.parse(replica)
+        self._add(parsed)
+        return parsed.events
+
+    def remove(self, replica: str) -> None:
+        """Follow it no longer. What is not followed is left alone."""
+        name = replica.partition(",")[0].strip()
+        with self._changed:
+            self._wanted.discard(name)
+        self._order(lambda: self._unfollow(name))
+
+    def where(self, identifiers: Iterable[str], namespace: str | None = None) -> dict[str, list[str]]:
+        """Identifier -> the replicas that hold it, of `namespace` if one is given. Microseconds; nothing is asked.
+
+        It may be wrong at any moment, as an entry may be evicted while a request is on its way: that costs an encode.
+        """
+        held: dict[str, list[str]] = {identifier: [] for identifier in identifiers}
+        now = time.monotonic()
+        for name, followed in self._followed.items():
+            mirror = followed.mirror
+            if now - mirror.confirmed > STALE_S or namespace not in (None, mirror.namespace):
+                continue
+            entries = mirror.entries
+            for identifier, replicas in held.items():
+                if identifier in entries:
+                    replicas.append(name)
+        return held
+
+    def replicas(self) -> Sequence[ReplicaState]:
+        """What is known of each, in the order in which they were added."""
+        now = time.monotonic()
+        return [_state(name, followed.mirror, now) for name, followed in self._followed.items()]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until all replicas are followed in step; False if that takes longer."""
+
+        def following() -> bool:
+            followed = self._followed
+            return followed.keys() == self._wanted and all(_is_following(each.mirror) for each in followed.values())
+
+        with self._changed:
+            return self._changed.wait_for(following, timeout_s)
+
+    def close(self) -> None:
+        """Follow nothing any more; again does nothing."""
+        self._order(self._end)
+        self._thread.join()
+        with self._changed:
+            if self._wake >= 0:
+                os.close(self._wake)
+                self._wake = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, replica: Replica) -> None:
+        with self._changed:
+            self._wanted.add(replica.events)
+        self._order(lambda: self._follow(replica))
+
+    def _order(self, order: Callable[[], None]) -> None:
+        """Have the thread do it, unless it has ended."""
+        with self._changed:
+            if self._wake >= 0:
+                self._orders.append(order)
+                os.eventfd_write(self._wake, 1)
+
+    # ---- its own thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            for followed in self._followed.values():
+                for socket in followed.sockets:
+                    poller.register(socket, zmq.POLLIN)
+            ready = dict(poller.poll(_TURN_S * 1000))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            self._obey()
+            now = time.monotonic()
+            for followed in self._followed.values():
+                followed.turn(now)
+            with self._changed:
+                self._changed.notify_all()
+        self._context.destroy(linger=0)
+
+    def _obey(self) -> None:
+        while self._orders:
+            order = self._orders.popleft()
+            try:
+                order()
+            except zmq.ZMQError:  # no descriptor left: in the next turn there may be
+                self._orders.append(order)
+                return
+
+    def _follow(self, replica: Replica) -> None:
+        if replica.events not in self._followed:
+            self._followed = {**self._followed, replica.events: _Followed(self._context, replica, Mirror(self._most))}
+
+    def _unfollow(self, name: str) -> None:
+        if name in self._followed:
+            self._followed = {**self._followed}
+            self._followed.pop(name).close()
+
+    def _end(self) -> None:
+        self._closing = True
+
+
+class _Followed:
+    """One replica's sockets. Belongs to the index's thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], replica: Replica, mirror: Mirror) -> None:
+        self.mirror = mirror
+        self._began = time.monotonic()
+        self._asked = 0
+        self._ask_at = 0.0
+        self._events = _connected(context, zmq.SUB, replica.events)
+        self._events.subscribe(b"")
+        self._snapshots = _connected(context, zmq.DEALER, replica.snapshots)
+        self.sockets = (self._events, self._snapshots)
+
+    def turn(self, now: float) -> None:
+        """Take in what has come, and ask for a snapshot if one is due."""
+        for frames in _received(self._events):
+            if len(frames) == 3 and len(frames[1]) == 8:
+                self.mirror.take_batch(int.from_bytes(frames[1], "big"), frames[2])
+        for frames in _received(self._snapshots):
+            if len(frames) == 4 and len(frames[2]) == 8 and frames[3]:
+                self.mirror.take_snapshot(int.from_bytes(frames[2], "big"), frames[3])
+        silent = now - max(self.mirror.heard, self.mirror.confirmed, self._began) > _SILENT_S
+        if self.mirror.in_step and not silent:
+            self._asked, self._ask_at = 0, 0.0
+        elif now >= self._ask_at:
+            self._ask(now)
+
+    def _ask(self, now: float) -> None:
+        try:
+            self._snapshots.send_multipart((b"", bytes(8)), zmq.DONTWAIT)
+        except zmq.Again:
+            return  # not connected; it is tried again in the next turn
+        self._ask_at = now + _ASK_AGAIN_S[min(self._asked, len(_ASK_AGAIN_S) - 1)]
+        self._asked += 1
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.close(linger=0)
+
+
+def _received(socket: zmq.Socket[bytes]) -> Iterable[list[bytes]]:
+    try:
+        for _ in range(_MESSAGES_A_TURN):
+            yield socket.recv_multipart(zmq.DONTWAIT)
+    except zmq.Again:
+        return
+
+
+def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    """A socket that connects, and connects again, by itself. A request waits in it only if it is connected."""
+    socket = context.socket(kind)
+    socket.rcvhwm = _WAITING[kind]
+    socket.sndhwm = 1
+    socket.maxmsgsize = _LONGEST_BYTES[kind]
+    socket.immediate = kind == zmq.DEALER
+    socket.ipv6 = True
+    socket.heartbeat_ivl = _PEER_SILENT_MS // 3
+    socket.heartbeat_timeout = _PEER_SILENT_MS
+    socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MS
+    socket.connect(endpoint)
+    return socket
+
+
+def _is_following(mirror: Mirror) -> bool:
+    return mirror.in_step and time.monotonic() - mirror.confirmed <= STALE_S
+
+
+def _state(name: str, mirror: Mirror, now: float) -> ReplicaState:
+    age_s = now - mirror.confirmed if mirror.confirmed > 0 else None
+    stale = age_s is None or age_s > STALE_S
+    state = "silent" if stale else "following" if mirror.in_step else "catching up"
+    return ReplicaState(
+        replica=name,
+        state=state,
+        age_s=age_s,
+        entries=len(mirror.entries),
+        entries_left_out=mirror.left_out,
+        namespace=mirror.namespace,
+        data_parallel_rank=mirror.rank,
+        gaps=mirror.gaps,
+        unreadable=mirror.unreadable,
+    )
