@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a subscriber knows is what the book holds, whatever is lost on the way; and where an engine can publish."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from lmcache_ec.book import Book
+from lmcache_ec.channel import CpuChanges, Outcome, pair
+from lmcache_ec.config import ConfigError, resolve
+from lmcache_ec.entry import TensorSpec
+from lmcache_ec.events.batch import EntriesAdmitted, EventBatch, decode, encode
+from lmcache_ec.events.changes import Changes
+from lmcache_ec.events.endpoints import Replica, of_rank, snapshots_of
+from lmcache_ec.events.mirror import Mirror
+from lmcache_ec.events.source import Numbered, Source
+
+PAGE = 4096
+IDENTIFIERS = st.integers(0, 11).map("picture-{}".format)
+
+
+class Following(RuleBasedStateMachine):
+    """A book, a store process, a subscriber; the link between the first two may be full, the wire may lose anything.
+
+    `history` is what each session held at each of its numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = Book(6 * PAGE, PAGE, 1)
+        self.book.open_all()
+        self.book.changes = self.changes = Changes(self.book.entries)
+        self.changes.begin_anew()
+        self.namespace = "first"
+        self.steps = 0
+        self.history: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
+        self.wire: deque[Numbered] = deque()
+        self.answers: deque[Numbered] = deque()
+        self.mirror = Mirror(most=100)
+        self.source = Source(0, self.namespace)
+        self.copy: dict[str, int] = {}
+        self.remember(self.source.beat())
+
+    def remember(self, batch: Numbered) -> None:
+        self.history[self.source.session, batch.number] = decode(batch.payload).namespace, dict(self.copy)
+        self.wire.append(batch)
+
+    # ---- the engine
+
+    @rule(identifier=IDENTIFIERS, rows=st.integers(1, 3))
+    def save(self, identifier: str, rows: int) -> None:
+        """Into an arena of six pages: others are evicted."""
+        place = self.book.reserve_save(identifier, TensorSpec(rows * 60, 16, "BF16"), persist=False)
+        if place is not None:
+            self.steps += 1
+            self.book.send_save(place, self.steps, 0)
+            self.book.report(0, self.steps, [(place.id, Outcome.COPIED, 1)], frozenset({1}))
+            self.book.sealed(place.id, 1, True)
+
+    @rule(identifier=IDENTIFIERS)
+    def forget(self, identifier: str) -> None:
+        if (place := self.book.live(identifier)) is not None:
+            self.book.forget(place)
+
+    @rule()
+    def change_weights(self) -> None:
+        self.namespace = f"{self.namespace[:8]}-{len(self.history)}"
+        self.book.forget_all()
+        self.changes.begin_anew()
+
+    @rule(room=st.integers(0, 3))
+    def end_pass(self, room: int) -> None:
+        """So many messages find room on the link."""
+        left = iter(range(room))
+        self.changes.hand(self.namespace, lambda changes: next(left, None) is not None and self.tell(changes))
+
+    def tell(self, changes: CpuChanges) -> bool:
+        batch = self.source.take(changes)
+        if changes.anew:
+            self.copy.clear()
+        self.copy |= dict(changes.admitted)
+        for identifier in changes.evicted:
+            self.copy.pop(identifier, None)
+        self.remember(batch)
+        return True
+
+    # ---- the store process
+
+    @rule()
+    def beat(self) -> None:
+        self.remember(self.source.beat())
+
+    @rule()
+    def replace_the_store_process(self) -> None:
+        self.source = Source(0, self.namespace)
+        self.copy = {}
+        self.changes.begin_anew()
+        self.remember(self.source.beat())
+
+    # ---- the wire, and the subscriber
+
+    @rule()
+    def deliver(self) -> None:
+        if self.wire:
+            self.mirror.take_batch(*self.wire.popleft())
+
+    @rule()
+    def lose(self) -> None:
+        if self.wire:
+            self.wire.popleft()
+
+    @rule()
+    def garble(self) -> None:
+        if self.wire:
+            number, payload = self.wire.popleft()
+            self.mirror.take_batch(number, payload[:-1])
+
+    @rule()
+    def ask(self) -> None:
+        self.answers.append(self.source.snapshot())
+
+    @rule()
+    def answer(self) -> None:
+        if self.answers:
+            self.mirror.take_snapshot(*self.answers.popleft())
+
+    @rule()
+    def lose_an_answer(self) -> None:
+        if self.answers:
+            self.answers.popleft()
+
+    @rule()
+    def join_late(self) -> None:
+        self.mirror = Mirror(most=100)
+
+    @invariant()
+    def what_it_knows_was_held_once(self) -> None:
+        if self.mirror.in_step:
+            known = self.mirror.namespace, self.mirror.entries
+            assert known == self.history[self.mirror.session, self.mirror._number]
+
+    def teardown(self) -> None:
+        """The link and the wire are as they should be for a moment."""
+        self.changes.hand(self.namespace, self.tell)
+        self.beat()
+        while self.wire:
+            self.deliver()
+        if not self.mirror.in_step:
+            self.ask()
+            while self.answers:
+                self.answer()
+        if not self.mirror.in_step or self.mirror.session != self.source.session:
+            self.beat()
+            self.deliver()
+            self.ask()
+            self.answer()
+        assert self.mirror.in_step
+        assert self.mirror.namespace == self.namespace
+        assert self.mirror.entries == dict(self.book.entries())
+
+
+TestFollowing = Following.TestCase
+TestFollowing.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+
+
+def test_an_engine_that_publishes_nothing_notes_nothing() -> None:
+    assert Book(PAGE, PAGE, 1).changes is None
+
+
+def test_what_is_noted_while_nobody_takes_it_is_bounded_by_what_is_live() -> None:
+    live = {f"live-{number}": 1 for number in range(1000)}
+    changes = Changes(live.items)
+    for number in range(300_000):
+        changes.evict(f"long-gone-{number}")
+        assert len(changes._noted) <= 70_000
+    told: list[CpuChanges] = []
+    while changes._noted or changes._anew:
+        changes.hand("ns", lambda message: not told.append(message))
+    held: dict[str, int] = {}
+    for message in told:
+        held = {} if message.anew else held
+        held |= dict(message.admitted)
+        for identifier in message.evicted:
+            held.pop(identifier, None)
+    assert told[0].anew
+    assert held == live
+
+
+@pytest.mark.parametrize("letter", ["a", "\N{GREEK SMALL LETTER ALPHA}"])
+def test_the_longest_identifiers_fit_the_link(letter: str) -> None:
+    """4096 bytes each, which is what an entry may have."""
+    ours, theirs = pair()
+    changes = Changes(dict[str, int]().items)
+    for number in range(100):
+        changes.admit(f"{number:04}" + letter * (4092 // len(letter.encode())), 1 << 30)
+    sent: list[CpuChanges] = []
+    changes.hand("ns", lambda message: ours.send(message) and not sent.append(message))
+    assert len(sent) > 1
+    theirs.close()
+
+
+def test_more_than_a_subscriber_keeps_is_counted_and_not_kept() -> None:
+    source, mirror = Source(0, "ns"), Mirror(most=2)
+    source.take(CpuChanges("ns", False, [(name, 7) for name in "abcd"], []))
+    mirror.take_snapshot(*source.snapshot())
+    assert (len(mirror.entries), mirror.left_out, mirror.in_step) == (2, 2, True)
+
+
+@given(st.binary(max_size=200), st.integers(0, 1 << 63))
+@example(encode(EventBatch(0.0, [EntriesAdmitted(["a"], [])], 0, "s", "n")), 1)
+def test_whatever_comes_from_an_address_is_a_gap_at_worst(payload: bytes, number: int) -> None:
+    source, mirror = Source(0, "ns"), Mirror(most=10)
+    source.take(CpuChanges("ns", False, [("a", 7)], []))
+    mirror.take_snapshot(*source.snapshot())
+    mirror.take_batch(number, payload)
+    mirror.take_snapshot(number, payload)
+    assert mirror.unreadable == 2
+    assert not mirror.in_step
+    mirror.take_snapshot(*source.snapshot())
+    assert mirror.entries == {"a": 7}
+
+
+# ---- addresses
+
+
+def keys(**given: Any) -> Any:
+    return resolve(given, environ={}).config
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://*:5757", "tcp://10.0.0.7:5757", "tcp://[::]:5757", "tcp://[fe80::1]:1", "ipc:///run/lmcache-ec/events"],
+)
+def test_addresses_of_this_host_are_accepted(endpoint: str) -> None:
+    assert keys(events_endpoint=endpoint).publishing(0).events == endpoint
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("5757", "*:5757", "tcp://*", "tcp://*:0", "tcp://*:65000", "tcp://*:5757/x", "udp://*:5757", "inproc://x"),
+        *("tcp://replica.example:5757", "tcp://::1:5757", "tcp://user@10.0.0.7:5757", "ipc://relative", 5757),
+        *("tcp://10.0.0.777:5757", "ipc:///" + "x" * 100),
+    ],
+)
+def test_any_other_address_ends_the_start_and_is_told_what_is_accepted(endpoint: object) -> None:
+    with pytest.raises(ConfigError, match="events_endpoint=.*must (be|have)"):
+        keys(events_endpoint=endpoint)
+
+
+def test_events_and_snapshots_need_an_address_each() -> None:
+    with pytest.raises(ConfigError, match="another address than events_endpoint"):
+        keys(events_endpoint="tcp://*:5757", events_snapshot_endpoint="tcp://*:5757")
+
+
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_nothing_is_published_by_default_or_where_the_key_is_emptied(nothing: str | None) -> None:
+    assert keys().publishing(0) is None
+    assert keys(events_endpoint=nothing, events_snapshot_endpoint="tcp://*:5758").publishing(0) is None
+
+
+def test_each_data_parallel_engine_has_addresses_of_its_own_as_vllms_kv_events_do() -> None:
+    config = keys(events_endpoint="tcp://*:5757", events_topic="ec")
+    assert [config.publishing(rank).events for rank in range(3)] == [f"tcp://*:{5757 + rank}" for rank in range(3)]
+    assert config.publishing(2).snapshots == "tcp://*:6759"
+    assert (config.publishing(2).topic, config.publishing(2).rank) == ("ec", 2)
+    assert of_rank("ipc:///run/e", 1) == "ipc:///run/e_dp1"
+    apart = keys(events_endpoint="tcp://*:5757", events_snapshot_endpoint="tcp://127.0.0.1:9000")
+    assert apart.publishing(1).snapshots == "tcp://127.0.0.1:9001"
+
+
+@pytest.mark.parametrize(
+    ("text", "snapshots"),
+    [
+        ("tcp://replica.example:5757", "tcp://replica.example:6757"),
+        ("tcp://[::1]:5757", "tcp://[::1]:6757"),
+        ("ipc:///run/e", "ipc:///run/e.snapshots"),
+        ("tcp://a:5757, tcp://b:80", "tcp://b:80"),
+        ("tcp://a:65535,tcp://a:1", "tcp://a:1"),
+    ],
+)
+def test_a_subscriber_finds_the_snapshots_where_the_engine_has_them(text: str, snapshots: str) -> None:
+    assert Replica.parse(text).snapshots == snapshots
+
+
+@pytest.mark.parametrize("text", ["", "host:5757", "tcp://*:5757", "tcp://a:65535", "tcp://a:1,", "a,b,c", "ipc://x"])
+def test_what_is_no_replica_is_told_what_one_is(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Replica.parse(text)
+
+
+def test_snapshots_are_where_the_table_of_keys_says() -> None:
+    assert snapshots_of("tcp://*:5757") == "tcp://*:6757"
