@@ -47,7 +47,7 @@ _ENCODE_US, _TIER_US = "policy_encode_us_", "policy_us_"
 
 _ABSENT: dict[str, Any] = {
     **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
-    **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}},
+    **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}, "events": None},
 }
 """What stands in an answer that lacks a key: an engine may have been started with another version."""
 
@@ -122,6 +122,9 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
         yield f"  EngineCore     process {pid}" + ("" if engine["state"] == "serving" else ", ended")
     earlier = f", {number - 1} before it ended" if number > 1 else ""
     yield f"  store process  {engine['pid']}{since or ''}{earlier}, {counted(engine['jobs'], 'job')} under way"
+    if events := engine["events"]:
+        state = events["problem"] or f"batch {events['number']:,}, {counted(events['snapshots'], 'snapshot')} asked for"
+        yield f"  events         {events['endpoint']}: {state}"
     if not book:
         yield "  no scheduling pass yet"
         return

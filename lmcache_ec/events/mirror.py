@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from lmcache_ec.events.batch import AllEntriesCleared, EntriesAdmitted, EventBatch, decode
+from lmcache_ec.events.batch import MEDIUM_CPU, AllEntriesCleared, EntriesAdmitted, EventBatch, decode
 
 _EARLY_BATCHES = 1024
 
@@ -80,6 +80,8 @@ class Mirror:
     def _apply(self, batch: EventBatch) -> None:
         self.namespace, self.rank = batch.namespace, batch.data_parallel_rank
         for event in batch.events:
+            if event.medium != MEDIUM_CPU:
+                continue
             if isinstance(event, AllEntriesCleared):
                 self.entries, self.left_out = {}, 0
             elif isinstance(event, EntriesAdmitted):
