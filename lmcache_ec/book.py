@@ -30,8 +30,8 @@ from itertools import islice
 
 from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
-from lmcache_ec.eviction import Uses, worth
 from lmcache_ec.events.changes import Changes
+from lmcache_ec.eviction import Uses, worth
 from lmcache_ec.eviction_order import USES_HALF_LIFE, CostOrder, LruOrder, Order
 from lmcache_ec.histogram import SIZE_BYTES, Histogram
 from lmcache_ec.place import Extent, Place, State, aligned

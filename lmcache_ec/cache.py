@@ -284,7 +284,7 @@ class EncoderCache:
             self._handed = handed
 
     def hand_changes(self) -> None:
-        """Tell the store process, which publishes it, what came into LocalCPU and what left it. At the end of a pass."""
+        """Tell the store process what came into LocalCPU and what left it, for it to publish. At the end of a pass."""
         changes = self.book.changes
         if changes is None:
             return

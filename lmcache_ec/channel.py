@@ -124,8 +124,9 @@ class Ledger(Message, frozen=True):
 
 
 class CpuChanges(Message, frozen=True):
-    """What came into LocalCPU (identifier, length in bytes), and what left it, in any order: each identifier stands here
-    once. Only for an engine that publishes. `anew`: all that was told before is void.
+    """What came into LocalCPU (identifier, length in bytes), and what left it; each identifier stands here once.
+
+    Only for an engine that publishes. `anew`: all that was told before is void.
     """
 
     namespace: str

@@ -158,7 +158,7 @@ def _events(report: Report, config: EncoderCacheConfig) -> None:
     if publishing is None or not config.enabled:
         return
     if find_spec("zmq") is None:
-        report.problems.append("events_endpoint: no events are published without pyzmq: pip install 'lmcache-ec[events]'")
+        report.problems.append("events_endpoint: nothing is published without pyzmq: pip install 'lmcache-ec[events]'")
     for endpoint in (publishing.events, publishing.snapshots):
         if why := why_unusable(endpoint):
             report.notes.append(f"{endpoint}: {why}; an engine would publish nothing until it can be had")

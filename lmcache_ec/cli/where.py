@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def where(
-    identifiers: list[str] = typer.Argument(None, metavar="[IDENTIFIER]...", help="Of the entries; none: replicas alone."),  # noqa: B008
+    identifiers: list[str] = typer.Argument(  # noqa: B008
+        None, metavar="[IDENTIFIER]...", help="Of the entries; none: list the replicas."
+    ),
     replicas: list[str] = typer.Option(  # noqa: B008
         ...,
         "--replica",

@@ -311,7 +311,7 @@ class EncoderCacheConfig(BaseModel):
     )
     events_snapshot_endpoint: Endpoint = Field(
         None,
-        description="Where subscribers get what LocalCPU holds. Unset: 1000 ports above events_endpoint, or at its path "
+        description="Where subscribers get what LocalCPU holds. Unset: 1000 ports above events_endpoint, or its path "
         "with `.snapshots`.",
     )
     events_topic: Text = Field("", description="First frame of each event, which subscribers can select by.")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes over the wire, in the manner of vLLM's KV events (vllm/distributed/kv_events.py).
 
-A message has three frames: the topic, the batch's number (8 bytes, big-endian), and the batch in MessagePack. A snapshot
-is asked for with a number (8 bytes, which is not looked at) from a DEALER or REQ socket, after an empty frame. The answer
-is one message of the same three frames, a batch that clears all and admits what is there, with the number of the last
-batch that it includes; then one with the number -1, which ends it.
+A message has three frames: the topic, the batch's number (8 bytes, big-endian), and the batch in MessagePack. A
+snapshot is asked for from a DEALER or REQ socket, with an empty frame and 8 bytes that are not looked at (vLLM's number
+to start from). The answer is one message of the same three frames, a batch that clears all and admits what is there,
+with the number of the last batch that it includes; then one with the number -1, which ends it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a replica publishes: the addresses of events and of snapshots, and what a data-parallel engine makes of them."""
+"""Where a replica publishes: addresses of events and of snapshots, and what data-parallel engines make of them."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ _EARLY_BATCHES = 1024
 class Mirror:
     """Belongs to the subscriber's thread; others may read `entries`, which is replaced as a whole or changed by one.
 
-    In step after a snapshot, as long as each batch is the next one of its session. What comes while it is out of step is
-    kept for the snapshot to be continued with. More than `most` entries are not kept: an entry too few is a miss.
+    In step after a snapshot, as long as each batch is the next one of its session. What comes while it is out of step
+    is kept, to go on with after the snapshot. More than `most` entries are not kept: an entry too few is a miss.
     """
 
     def __init__(self, most: int) -> None:

@@ -118,7 +118,7 @@ class Publisher:
             poller.register(self._snapshots, zmq.POLLIN)
         else:
             due_at = min(due_at, self._snapshot_at)
-        ready = dict(poller.poll(max(0.0, due_at - now) * 1000 + 1))
+        ready = dict(poller.poll(1 + int(max(0.0, due_at - now) * 1000)))
         if self._wake in ready:
             os.eventfd_read(self._wake)
             self._take_told()
@@ -163,7 +163,7 @@ class Publisher:
         except zmq.ZMQError as error:
             at = where.events if self._events is None else where.snapshots
             self._unbind()
-            self._complain(f"{at}: {error.strerror}")
+            self._complain(f"{at}: {os.strerror(error.errno or errno.EIO)}")
             return
         if self._problem:
             self._problem = ""
@@ -182,9 +182,7 @@ class Publisher:
         self._bind_at = time.monotonic() + _BIND_AGAIN_S
 
 
-def _listening(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, waiting: int
-) -> zmq.Socket[bytes]:
+def _listening(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, waiting: int) -> zmq.Socket[bytes]:
     """A socket at an address; so many messages wait for each peer at most. ZMQError where it cannot be had."""
     if is_answered(endpoint):
         raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take a path away from whoever listens there

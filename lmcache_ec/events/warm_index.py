@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which replicas hold these identifiers? Follows the events of any number of replicas, for a router or a command.
 
-    with WarmIndex(["tcp://10.0.0.7:5757", "tcp://10.0.0.8:5757"]) as index:
-        index.wait(3.0)
-        index.where(["5f2c…"])      # {"5f2c…": ["tcp://10.0.0.7:5757"]}
+with WarmIndex(["tcp://10.0.0.7:5757", "tcp://10.0.0.8:5757"]) as index:
+    index.wait(3.0)
+    index.where(["5f2c…"])      # {"5f2c…": ["tcp://10.0.0.7:5757"]}
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -31,10 +31,9 @@ _SILENT_S = 2.5
 """Of batches: by then two should have come, and the replica is asked."""
 _ASK_AGAIN_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 _MESSAGES_A_TURN = 1000
-_TURN_S = 0.25
-_WAITING = {zmq.SUB: 1000, zmq.DEALER: 4}
-"""Messages that are not yet read, of events and of snapshots."""
-_LONGEST_BYTES = {zmq.SUB: 4 << 20, zmq.DEALER: MAX_SNAPSHOT_BYTES}
+_TURN_MS = 250
+_WAITING_BATCHES, _LONGEST_BATCH_BYTES = 1000, 4 << 20
+_WAITING_SNAPSHOTS = 4
 _PEER_SILENT_MS = 6000
 _RECONNECT_MS = (100, 2000)
 
@@ -59,7 +58,7 @@ class ReplicaState:
 
 
 class WarmIndex:
-    """Follows replicas on a thread of its own. Every method may be called from any thread, and none waits but `wait`.
+    """Follows replicas on a thread of its own. Every method may be called from any thread, and only `wait` waits.
 
     Nothing is held in the way of a replica: one that cannot be reached, or sends what cannot be read, is silent.
     Bounded: `most_entries` of each replica (some 200 bytes each), and a thousand batches that are not yet read.
@@ -68,13 +67,11 @@ class WarmIndex:
     def __init__(self, replicas: Iterable[str] = (), *, most_entries: int = MOST_ENTRIES) -> None:
         """`replicas` as of `add`. ValueError for what is no address."""
         self._most = most_entries
-        self._followed: dict[str, _Followed] = {}  # replaced as a whole, by the thread
-        self._orders: deque[Callable[[], None]] = deque()
+        self._followed: dict[str, _Followed] = {}  # never changed, only replaced
+        self._left: deque[_Followed] = deque()
+        self._changed = threading.Condition()  # of what is known; its lock is held for moments
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._changed = threading.Condition()
-        self._wanted: set[str] = set()
         self._closing = False
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         for replica in [Replica.parse(text) for text in replicas]:
             self._add(replica)
         self._thread = threading.Thread(target=self._run, name="warm-index", daemon=True)
@@ -87,12 +84,21 @@ class WarmIndex:
         self._add(parsed)
         return parsed.events
 
+    def _add(self, replica: Replica) -> None:
+        with self._changed:
+            if replica.events not in self._followed:
+                followed = _Followed(replica, Mirror(self._most))
+                self._followed = {**self._followed, replica.events: followed}
+        self._rouse()
+
     def remove(self, replica: str) -> None:
         """Follow it no longer. What is not followed is left alone."""
         name = replica.partition(",")[0].strip()
         with self._changed:
-            self._wanted.discard(name)
-        self._order(lambda: self._unfollow(name))
+            if name in self._followed:
+                self._left.append(self._followed[name])
+                self._followed = {key: each for key, each in self._followed.items() if key != name}
+        self._rouse()
 
     def where(self, identifiers: Iterable[str], namespace: str | None = None) -> dict[str, list[str]]:
         """Identifier -> the replicas that hold it, of `namespace` if one is given. Microseconds; nothing is asked.
@@ -120,15 +126,15 @@ class WarmIndex:
         """Until all replicas are followed in step; False if that takes longer."""
 
         def following() -> bool:
-            followed = self._followed
-            return followed.keys() == self._wanted and all(_is_following(each.mirror) for each in followed.values())
+            return all(_is_following(followed.mirror) for followed in self._followed.values())
 
         with self._changed:
             return self._changed.wait_for(following, timeout_s)
 
     def close(self) -> None:
         """Follow nothing any more; again does nothing."""
-        self._order(self._end)
+        self._closing = True
+        self._rouse()
         self._thread.join()
         with self._changed:
             if self._wake >= 0:
@@ -141,72 +147,55 @@ class WarmIndex:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _add(self, replica: Replica) -> None:
-        with self._changed:
-            self._wanted.add(replica.events)
-        self._order(lambda: self._follow(replica))
-
-    def _order(self, order: Callable[[], None]) -> None:
-        """Have the thread do it, unless it has ended."""
+    def _rouse(self) -> None:
         with self._changed:
             if self._wake >= 0:
-                self._orders.append(order)
                 os.eventfd_write(self._wake, 1)
 
     # ---- its own thread
 
     def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         while not self._closing:
+            while self._left:
+                self._left.popleft().close()
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             for followed in self._followed.values():
-                for socket in followed.sockets:
+                for socket in followed.opened(context):
                     poller.register(socket, zmq.POLLIN)
-            ready = dict(poller.poll(_TURN_S * 1000))
-            if self._wake in ready:
+            if (self._wake, zmq.POLLIN) in poller.poll(_TURN_MS):
                 os.eventfd_read(self._wake)
-            self._obey()
             now = time.monotonic()
             for followed in self._followed.values():
                 followed.turn(now)
             with self._changed:
                 self._changed.notify_all()
-        self._context.destroy(linger=0)
-
-    def _obey(self) -> None:
-        while self._orders:
-            order = self._orders.popleft()
-            try:
-                order()
-            except zmq.ZMQError:  # no descriptor left: in the next turn there may be
-                self._orders.append(order)
-                return
-
-    def _follow(self, replica: Replica) -> None:
-        if replica.events not in self._followed:
-            self._followed = {**self._followed, replica.events: _Followed(self._context, replica, Mirror(self._most))}
-
-    def _unfollow(self, name: str) -> None:
-        if name in self._followed:
-            self._followed = {**self._followed}
-            self._followed.pop(name).close()
-
-    def _end(self) -> None:
-        self._closing = True
+        context.destroy(linger=0)
 
 
 class _Followed:
-    """One replica's sockets. Belongs to the index's thread."""
+    """One replica. Belongs to the index's thread, once it is made."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], replica: Replica, mirror: Mirror) -> None:
+    def __init__(self, replica: Replica, mirror: Mirror) -> None:
         self.mirror = mirror
+        self._replica = replica
         self._began = time.monotonic()
         self._asked = 0
         self._ask_at = 0.0
-        self._events = _connected(context, zmq.SUB, replica.events)
-        self._events.subscribe(b"")
-        self._snapshots = _connected(context, zmq.DEALER, replica.snapshots)
-        self.sockets = (self._events, self._snapshots)
+        self._events: zmq.Socket[bytes] | None = None
+        self._snapshots: zmq.Socket[bytes] | None = None
+
+    def opened(self, context: zmq.Context[zmq.Socket[bytes]]) -> Sequence[zmq.Socket[bytes]]:
+        """Its sockets; fewer where no more can be had now."""
+        try:
+            if self._events is None:
+                self._events = _connected(context, zmq.SUB, self._replica.events)
+            if self._snapshots is None:
+                self._snapshots = _connected(context, zmq.DEALER, self._replica.snapshots)
+        except zmq.ZMQError:
+            pass  # no descriptor left: in the next turn there may be
+        return [socket for socket in (self._events, self._snapshots) if socket is not None]
 
     def turn(self, now: float) -> None:
         """Take in what has come, and ask for a snapshot if one is due."""
@@ -219,25 +208,27 @@ class _Followed:
         silent = now - max(self.mirror.heard, self.mirror.confirmed, self._began) > _SILENT_S
         if self.mirror.in_step and not silent:
             self._asked, self._ask_at = 0, 0.0
-        elif now >= self._ask_at:
-            self._ask(now)
+        elif now >= self._ask_at and self._snapshots is not None:
+            self._ask(self._snapshots, now)
 
-    def _ask(self, now: float) -> None:
+    def _ask(self, snapshots: zmq.Socket[bytes], now: float) -> None:
         try:
-            self._snapshots.send_multipart((b"", bytes(8)), zmq.DONTWAIT)
+            snapshots.send_multipart((b"", bytes(8)), zmq.DONTWAIT)
         except zmq.Again:
             return  # not connected; it is tried again in the next turn
         self._ask_at = now + _ASK_AGAIN_S[min(self._asked, len(_ASK_AGAIN_S) - 1)]
         self._asked += 1
 
     def close(self) -> None:
-        for socket in self.sockets:
-            socket.close(linger=0)
+        for socket in (self._events, self._snapshots):
+            if socket is not None:
+                socket.close(linger=0)
 
 
-def _received(socket: zmq.Socket[bytes]) -> Iterable[list[bytes]]:
+def _received(socket: zmq.Socket[bytes] | None) -> Iterable[list[bytes]]:
     try:
-        for _ in range(_MESSAGES_A_TURN):
+        for _ in range(_MESSAGES_A_TURN if socket is not None else 0):
+            assert socket is not None
             yield socket.recv_multipart(zmq.DONTWAIT)
     except zmq.Again:
         return
@@ -246,10 +237,14 @@ def _received(socket: zmq.Socket[bytes]) -> Iterable[list[bytes]]:
 def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     """A socket that connects, and connects again, by itself. A request waits in it only if it is connected."""
     socket = context.socket(kind)
-    socket.rcvhwm = _WAITING[kind]
+    events = kind == zmq.SUB
+    socket.rcvhwm = _WAITING_BATCHES if events else _WAITING_SNAPSHOTS
+    socket.maxmsgsize = _LONGEST_BATCH_BYTES if events else MAX_SNAPSHOT_BYTES
     socket.sndhwm = 1
-    socket.maxmsgsize = _LONGEST_BYTES[kind]
-    socket.immediate = kind == zmq.DEALER
+    if events:
+        socket.subscribe(b"")
+    else:
+        socket.immediate = True
     socket.ipv6 = True
     socket.heartbeat_ivl = _PEER_SILENT_MS // 3
     socket.heartbeat_timeout = _PEER_SILENT_MS

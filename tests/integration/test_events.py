@@ -189,23 +189,24 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         assert index.where(["picture"], before) == {"picture": []}
 
 
-def test_an_address_in_use_costs_events_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_address_in_use_costs_events_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One line says so, and once it is free what is held is published."""
     port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
-    with socket.create_server(("127.0.0.1", port + 1000)) as other:
-        with Bench(tmp_path / "disk", events_endpoint=endpoint) as bench, WarmIndex([endpoint]) as index:
-            bench.until("it is logged", lambda: "Address already in use" in caplog.text)
-            bench.encode(["picture"])
-            bench.settle()
-            assert bench.serves("picture")
-            assert bench.status()["events"]["problem"] == f"tcp://127.0.0.1:{port + 1000}: Address already in use"
-            assert index.where(["picture"]) == {"picture": []}
-            other.close()
-            equal(bench, index, endpoint)
-            bench.until("that is logged", lambda: f"events are published at {endpoint} now" in caplog.text)
+    with (
+        socket.create_server(("127.0.0.1", port + 1000)) as other,
+        Bench(tmp_path / "disk", events_endpoint=endpoint) as bench,
+        WarmIndex([endpoint]) as index,
+    ):
+        bench.until("it is logged", lambda: "Address already in use" in caplog.text)
+        bench.encode(["picture"])
+        bench.settle()
+        assert bench.serves("picture")
+        assert bench.status()["events"]["problem"] == f"tcp://127.0.0.1:{port + 1000}: Address already in use"
+        assert index.where(["picture"]) == {"picture": []}
+        other.close()
+        equal(bench, index, endpoint)
+        bench.until("that is logged", lambda: f"events are published at {endpoint} now" in caplog.text)
     assert caplog.text.count("Address already in use") == 1
 
 

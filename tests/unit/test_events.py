@@ -245,12 +245,12 @@ def test_addresses_of_this_host_are_accepted(endpoint: str) -> None:
     "endpoint",
     [
         *("5757", "*:5757", "tcp://*", "tcp://*:0", "tcp://*:65000", "tcp://*:5757/x", "udp://*:5757", "inproc://x"),
-        *("tcp://replica.example:5757", "tcp://::1:5757", "tcp://user@10.0.0.7:5757", "ipc://relative", 5757),
+        *("tcp://replica.example:5757", "tcp://::1:5757", "ipc://relative", 5757),
         *("tcp://10.0.0.777:5757", "ipc:///" + "x" * 100),
     ],
 )
 def test_any_other_address_ends_the_start_and_is_told_what_is_accepted(endpoint: object) -> None:
-    with pytest.raises(ConfigError, match="events_endpoint=.*must (be|have)"):
+    with pytest.raises(ConfigError, match=r"events_endpoint=.*must (be|have)"):
         keys(events_endpoint=endpoint)
 
 
