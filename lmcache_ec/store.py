@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 _DISK_RESCAN_S = 30.0
 _FAREWELL_S = 1.0
-"""Longest that the end of an engine waits for its subscribers to be told: its addresses are free from then on."""
+"""Longest that the end of this process waits for subscribers to be told that their engine has ended."""
 
 
 class Store:
@@ -119,12 +119,14 @@ class Store:
             if self._looks is not None:
                 self._looks.look_due()
         if self._publisher is not None:
-            self._publisher.close(_FAREWELL_S)
+            self._publisher.close()
         deadline = time.monotonic() + (self._start.drain_s if self._start else 0.0)
         while (self._jobs or self._saver in self._links) and (left := deadline - time.monotonic()) > 0:
             self._turn(left)
         if self._start is not None and deadline > time.monotonic():
             self._stack.announce()
+        if self._publisher is not None:
+            self._publisher.wait_closed(_FAREWELL_S)
 
     # ---- the main thread
 

@@ -11,7 +11,7 @@ from lmcache_ec.channel import CpuChanges
 _ENTRIES_A_MESSAGE = 1024
 _MESSAGE_BYTES = 64 << 10
 """Of identifiers. The one that goes beyond goes with it: the longest that is ever stored has 4 KiB."""
-_MESSAGES_A_PASS = 8
+_MESSAGES_A_PASS = 4
 _NOTED = 65536
 """More than this, and more than is live twice over, is not noted: all is told anew."""
 

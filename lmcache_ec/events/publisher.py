@@ -37,7 +37,7 @@ _PEER_SILENT_MS = 10_000
 
 
 class Publisher:
-    """One a store process, on a thread of its own; `tell`, `close` and `status` are for the main thread.
+    """One a store process, on a thread of its own; all public methods are for the main thread.
 
     It goes on whatever the sockets do: an address that is in use is tried again, and the changes made meanwhile are in
     the next snapshot.
@@ -68,11 +68,14 @@ class Publisher:
             self._told.append(changes)
             os.eventfd_write(self._wake, 1)
 
-    def close(self, wait_s: float) -> None:
-        """Say that nothing is held any more, and give the addresses back; wait for that for at most `wait_s`."""
+    def close(self) -> None:
+        """Have it said that nothing is held any more, and the addresses given back."""
         self._closing.set()
         os.eventfd_write(self._wake, 1)
-        self._thread.join(wait_s)
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Until that is done, or as long as it may take."""
+        self._thread.join(timeout_s)
 
     def status(self) -> dict[str, object]:
         """What whoever asks the store process is told."""

@@ -162,8 +162,7 @@ class WarmIndex:
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             for followed in self._followed.values():
-                for socket in followed.opened(context):
-                    poller.register(socket, zmq.POLLIN)
+                followed.register(context, poller, time.monotonic())
             if (self._wake, zmq.POLLIN) in poller.poll(_TURN_MS):
                 os.eventfd_read(self._wake)
             now = time.monotonic()
@@ -186,8 +185,8 @@ class _Followed:
         self._events: zmq.Socket[bytes] | None = None
         self._snapshots: zmq.Socket[bytes] | None = None
 
-    def opened(self, context: zmq.Context[zmq.Socket[bytes]]) -> Sequence[zmq.Socket[bytes]]:
-        """Its sockets; fewer where no more can be had now."""
+    def register(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, now: float) -> None:
+        """What is waited for: anything that comes, and a connection if there is something to ask."""
         try:
             if self._events is None:
                 self._events = _connected(context, zmq.SUB, self._replica.events)
@@ -195,7 +194,10 @@ class _Followed:
                 self._snapshots = _connected(context, zmq.DEALER, self._replica.snapshots)
         except zmq.ZMQError:
             pass  # no descriptor left: in the next turn there may be
-        return [socket for socket in (self._events, self._snapshots) if socket is not None]
+        if self._events is not None:
+            poller.register(self._events, zmq.POLLIN)
+        if self._snapshots is not None:
+            poller.register(self._snapshots, zmq.POLLIN | (zmq.POLLOUT if self._is_asking(now) else 0))
 
     def turn(self, now: float) -> None:
         """Take in what has come, and ask for a snapshot if one is due."""
@@ -205,19 +207,20 @@ class _Followed:
         for frames in _received(self._snapshots):
             if len(frames) == 4 and len(frames[2]) == 8 and frames[3]:
                 self.mirror.take_snapshot(int.from_bytes(frames[2], "big"), frames[3])
-        silent = now - max(self.mirror.heard, self.mirror.confirmed, self._began) > _SILENT_S
-        if self.mirror.in_step and not silent:
+        if not self._wants(now):
             self._asked, self._ask_at = 0, 0.0
-        elif now >= self._ask_at and self._snapshots is not None:
-            self._ask(self._snapshots, now)
+        elif self._is_asking(now) and self._snapshots is not None and self._snapshots.poll(0, zmq.POLLOUT):
+            self._snapshots.send_multipart((b"", bytes(8)), zmq.DONTWAIT)
+            self._ask_at = now + _ASK_AGAIN_S[min(self._asked, len(_ASK_AGAIN_S) - 1)]
+            self._asked += 1
 
-    def _ask(self, snapshots: zmq.Socket[bytes], now: float) -> None:
-        try:
-            snapshots.send_multipart((b"", bytes(8)), zmq.DONTWAIT)
-        except zmq.Again:
-            return  # not connected; it is tried again in the next turn
-        self._ask_at = now + _ASK_AGAIN_S[min(self._asked, len(_ASK_AGAIN_S) - 1)]
-        self._asked += 1
+    def _wants(self, now: float) -> bool:
+        """Whether a snapshot is needed: it is out of step, or nothing comes."""
+        heard = max(self.mirror.heard, self.mirror.confirmed, self._began)
+        return not self.mirror.in_step or now - heard > _SILENT_S
+
+    def _is_asking(self, now: float) -> bool:
+        return now >= self._ask_at and self._wants(now)
 
     def close(self) -> None:
         for socket in (self._events, self._snapshots):

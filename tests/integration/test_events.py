@@ -241,7 +241,8 @@ def publisher(endpoint: str) -> Iterator[Publisher]:
         Publishing(endpoint, f"{endpoint}.snapshots", "ec", 0), "ns", lambda kind, text: lines.append(text)
     )
     yield publisher
-    publisher.close(5)
+    publisher.close()
+    publisher.wait_closed(5)
     assert lines == []
 
 
@@ -274,7 +275,8 @@ def test_a_publisher_that_comes_after_its_subscribers_is_found(endpoint: str) ->
             wait_until("it is followed", lambda: index.where(["picture"])["picture"])
             assert [state.data_parallel_rank for state in index.replicas()] == [3]
         finally:
-            publisher.close(5)
+            publisher.close()
+    publisher.wait_closed(5)
 
 
 def test_replicas_come_and_go_while_others_are_followed(publisher: Publisher, endpoint: str) -> None:
