@@ -116,6 +116,7 @@ def _scheduler_side(
             largest_entry_bytes=min(rows, model.max_model_len) * width * model.dtype.itemsize + (1 << 20),
             saves=transfer.is_ec_producer,
             watched=True,
+            epoch=config.epoch if config.namespace is None else None,
         ),
     )
     if cache.inert:
