@@ -86,7 +86,8 @@ def test_all_engines_of_a_folder_follow_and_go_on_sharing(tmp_path: Path) -> Non
         one.encode(IMAGES)
         one.settle()
         other.until("the neighbour has it", lambda: other.serves(IMAGES[0]))
-        for epoch in (begin(tmp_path), begin(tmp_path, "--to", "7")):
+        for arguments in ((), ("--to", "7")):
+            epoch = begin(tmp_path, *arguments)
             follows(one, epoch)
             follows(other, epoch)
             assert not other.serves(IMAGES[0])
