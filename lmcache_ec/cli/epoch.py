@@ -104,8 +104,8 @@ def _described(error: OSError) -> str:
         )
     if error.errno in _FORBIDDEN:
         return (
-            f"user {os.geteuid()} cannot write there ({error.strerror}): must be a folder that can be written. Run this "
-            f"as the engines' user, or as root"
+            f"user {os.geteuid()} cannot write there ({error.strerror}): must be a folder that can be written. "
+            f"Run this as the engines' user, or as root"
         )
     return str(error.strerror)
 

@@ -42,8 +42,8 @@ def read_epoch(folder: Path) -> int:
 
 
 def present_epoch(folder: Path) -> int:
-    """As `read_epoch`, of a folder that an engine has used: FileNotFoundError for any other, OSError for one that cannot
-    be read."""
+    """As `read_epoch`, of a folder that an engine has used: FileNotFoundError for any other, OSError for one that
+    cannot be read."""
     with Descriptor(open_root(str(folder))) as root:
         return _present(root, folder)
 
