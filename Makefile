@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench bench-engine soak gpu-check fuzz reliability check test test-all lint types env clean
+.PHONY: help demo bench bench-engine soak gpu-check fuzz reliability check test test-all lint types docs env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -71,7 +71,10 @@ lint: types  ## Check style and types
 	@$(BIN)/ruff format --check .
 
 types: $(READY) $(INSTALLED)
-	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests/*.py tests/engine tests/faults tests/fuzz tests/lmcache
+	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests/*.py tests/engine tests/faults tests/fuzz tests/lmcache docs/*.py
+
+docs: $(READY)  ## The documentation as a site: build/site/index.html, which needs no server
+	@$(BIN)/python docs/build_site.py $(ARGS)
 
 env: $(READY) $(INSTALLED)  ## Make or update the environment in .venv
 

@@ -22,6 +22,7 @@ from lmcache_ec.channel import (
     CpuChanges,
     Enter,
     Entered,
+    Epoch,
     Filled,
     Hello,
     Landed,
@@ -89,13 +90,16 @@ class EncoderCache:
         self.weight_changes = 0
         self._signing = config.signing_key()
         engine = engine.signing_with(self._signing)
-        self.weights = Weights(engine.ranks if engine.watched else 0, engine.namespace, config.persist_updated_weights)
+        epoch = engine.epoch or 0
+        self.weights = Weights(
+            engine.ranks if engine.watched else 0, engine.namespace_at(epoch), config.persist_updated_weights, epoch
+        )
         self.held: Held | None = self.weights.held
         """The weights that everything here is of."""
         self.in_doubt = self.held is None
         """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
-        self._home = Home(engine.namespace, True)
-        self._listed = engine.namespace  # what the store process lists
+        self._home = self.weights.home_of_start
+        self._listed = self.namespace  # what the store process lists
         self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
@@ -132,7 +136,7 @@ class EncoderCache:
             complaints=self._complaints,
             follower=self,
         )
-        self._fetches = Fetches(self.book, self._store, engine.namespace, largest, self._candidates, self.policy)
+        self._fetches = Fetches(self.book, self._store, self.namespace, largest, self._candidates, self.policy)
         self._ranks: list[Link] = []
         self.staging = Staging(self._ranks, self._complaints)
         self._rank_takers: list[tuple[Link, _Take]] = []
@@ -140,6 +144,8 @@ class EncoderCache:
             self._connect_ranks()
             self._begin_store()
             self._await_start()
+            if self.weights.epoch > self._home.epoch:
+                self._move(self.weights.home_of_start)
         except BaseException:
             self.close()
             raise
@@ -162,7 +168,8 @@ class EncoderCache:
         return self._home.persists and bool(self._config.local_disk or self._config.remotes)
 
     def follow_weights(self) -> bool:
-        """Act on what the ranks have reported of their weights. Between passes. True if all that was held is forgotten.
+        """Act on what the ranks have reported of their weights, and on a new epoch. Between passes. True if all that
+        was held is forgotten.
 
         What is on its way is finished under the name that it began with, and is nobody's here (see `Book.forget_all`).
         """
@@ -172,21 +179,28 @@ class EncoderCache:
         if held is None:
             return False
         self.held = held
-        home = self.weights.home(held)
-        if home == self._home:
+        before, home = self._home, self.weights.home(held)
+        if home == before:
             return False
+        forgotten = self._move(home)
+        if home.epoch > before.epoch:
+            what = f"{self._config.local_disk} is in epoch {home.epoch} from now on"
+        else:
+            what = "the encoder's weights have changed"
+            self.weight_changes += 1
+        kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
+        self._complaints.warn("weights", f"{what}; {forgotten} entries are forgotten, new ones go to {kept}")
+        return True
+
+    def _move(self, home: Home) -> int:
+        """Forget all that is held, and use what there is of this home. Returns how many entries are forgotten."""
         self._home = home
         self._enters = home.persists and home.namespace != self._listed
         self._enter()
-        forgotten = self.book.forget_all()
         self._fetches.forget(home.namespace)
+        forgotten = self.book.forget_all()
         self._tell_anew()
-        self.weight_changes += 1
-        kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
-        self._complaints.warn(
-            "weights", f"the encoder's weights have changed; {forgotten} entries are forgotten, new ones go to {kept}"
-        )
-        return True
+        return forgotten
 
     def fetch(
         self,
@@ -307,6 +321,7 @@ class EncoderCache:
             "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
             "weight_changes": self.weight_changes,
+            "epoch": self._home.epoch,
         }
 
     def close(self) -> None:
@@ -370,6 +385,8 @@ class EncoderCache:
                 look_s=_LOOK_S,
                 signing=self._signing,
                 publishing=self._publishing,
+                epoch=None if self._engine.epoch is None else self.weights.epoch,
+                base=self._engine.namespace,
             )
         )
         self._tell_anew()
@@ -469,8 +486,12 @@ class EncoderCache:
                 self._store.answered(number, now)
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
+            case Epoch(number=number):
+                self._begin_epoch(number)
             case Hello(problem=problem, tiers=tiers):
                 self._store.introduce(fds[0], now)
+                if self._begin_epoch(message.epoch):
+                    self._listed = self._engine.namespace_at(message.epoch)
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
@@ -490,6 +511,13 @@ class EncoderCache:
         if self._store.number > 1:
             for tier in range(len(tiers)):
                 self._tier_back(tier)
+
+    def _begin_epoch(self, number: int) -> bool:
+        """Whether the folder's epoch is later than ours; `follow_weights` then acts on it."""
+        later = self._engine.epoch is not None and number > self.weights.epoch
+        if later:
+            self.weights.begin_epoch(number, self._engine.namespace_at(number))
+        return later
 
     @property
     def _reached(self) -> int:

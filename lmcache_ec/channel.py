@@ -43,7 +43,9 @@ class Start(Message, frozen=True):
 
     `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials, and `signing` is one: only the
     two ends of a link see what it carries. For an engine that `saves`, the tiers are looked at every `look_s` seconds,
-    to see whether one was emptied. `publishing`: where what LocalCPU holds is published, if it is.
+    to see whether one was emptied. `namespace` is one of `epoch`; where the folder is in a later one, what
+    `namespace_at` makes of `base` is listed in its place. Without an epoch none is followed. `publishing`: where what
+    LocalCPU holds is published, if it is.
     """
 
     incarnation: int
@@ -60,6 +62,8 @@ class Start(Message, frozen=True):
     look_s: float
     signing: SigningKey | None = None
     publishing: Publishing | None = None
+    epoch: int | None = None
+    base: str = ""
 
 
 class Enter(Message, frozen=True):
@@ -142,12 +146,19 @@ class Hello(Message, frozen=True):
     """The store process is there. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
 
     `problem` says which tier could not be opened at an engine's start; it is then done without. `tiers` are those it
-    serves.
+    serves, `epoch` is that of the namespace which it lists.
     """
 
     pid: int
     problem: str
     tiers: list[str]
+    epoch: int = 0
+
+
+class Epoch(Message, frozen=True):
+    """The folder is in this epoch from now on, a later one than before."""
+
+    number: int
 
 
 class Entered(Message, frozen=True):
@@ -372,7 +383,7 @@ class WeightsReport(Message, frozen=True):
 
 ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | CpuChanges | Saved
 Answer = Filled | NotFilled | Sealed | Written | Landed | Located | Populated
-FromStore = Hello | Entered | Answer | Back | Born | Pong | Notice
+FromStore = Hello | Epoch | Entered | Answer | Back | Born | Pong | Notice
 ToScheduler = FromStore | Attached | SegmentReady | Staged | Report | WeightsReport
 ToRank = Attach | StoreLink | Segment | Stage | Unstage | Durable
 AnyMessage = ToStore | ToScheduler | ToRank

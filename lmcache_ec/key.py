@@ -13,8 +13,11 @@ from typing import NamedTuple, Protocol
 
 MAX_IDENTIFIER_BYTES = 4096
 MAX_NAMESPACE_CHARS = 80
+MAX_EPOCH = 1_000_000_000
 
 _SLUG_CHARS = 48
+_DIGEST_CHARS = 16
+_COMPUTED_CHARS = _SLUG_CHARS + 1 + _DIGEST_CHARS
 _NAMESPACE = re.compile(r"[a-z0-9_-][a-z0-9._-]{0,79}")
 _OBJECT_NAME = re.compile(rf"({_NAMESPACE.pattern})/([0-9a-f]{{2}})/(\2[0-9a-f]{{62}})\.safetensors")
 
@@ -87,7 +90,16 @@ def namespace_of(model: str, facts: Mapping[str, object]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"namespace facts must be plain JSON: {error}") from error
     slug = re.sub(r"[^a-z0-9._-]+", "-", model.lower()).strip("-.")[-_SLUG_CHARS:].lstrip("-.") or "model"
-    return f"{slug}-{hashlib.sha256(canonical.encode()).hexdigest()[:16]}"
+    return f"{slug}-{hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_CHARS]}"
+
+
+def at_epoch(namespace: str, epoch: int) -> str:
+    """What a namespace made by `namespace_of` is called in this epoch: the number is appended, but for 0. It never gets
+    longer than the longest of them: of its beginning, the readable part, so much is left out."""
+    if not epoch:
+        return namespace
+    named = f"{namespace}-e{epoch}"
+    return named[max(0, len(named) - _COMPUTED_CHARS) :].lstrip(".")
 
 
 def check_namespace(text: str) -> str:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from lmcache_ec.channel import (
     Durable,
     Enter,
     Entered,
+    Epoch,
     Fill,
     Filled,
     Hello,
@@ -51,6 +53,8 @@ from lmcache_ec.channel import (
     Write,
     Written,
 )
+from lmcache_ec.engine import namespace_at
+from lmcache_ec.epoch_watch import EpochWatch
 from lmcache_ec.events.endpoints import Publishing
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.locate import Locator
@@ -190,22 +194,29 @@ class Store:
 
     def _begin(self, start: Start) -> None:
         self._start = start
+        restarted, epochs = start.incarnation > 1, self._epochs(start)
         openings: list[Opening] = []
         if start.disk:
-            openings.append(Opening.of_disk(Path(start.disk), start.disk_bytes, start.disk_free_bytes, _DISK_RESCAN_S))
+            disk = Opening.of_disk(Path(start.disk), start.disk_bytes, start.disk_free_bytes, _DISK_RESCAN_S)
+            if epochs is not None:
+                disk = replace(disk, open=partial(epochs.opening, disk.open, strict=not restarted))
+            openings.append(disk)
         openings += map(Opening.of_remote, start.remotes)
-        tiers = opened(openings, self._journal.report, self._refuse, restarted=start.incarnation > 1)
+        tiers = opened(openings, self._journal.report, self._refuse, restarted=restarted)
+        epoch, namespace = start.epoch or 0, start.namespace
+        if epochs is not None and (found := epochs.start()) > epoch:
+            epoch, namespace = found, namespace_at(start.base, found, start.signing)
         stack = self._stack = Stack(
             tiers,
             self._journal,
-            start.namespace,
+            namespace,
             wake=self._rouse,
             back=lambda number: self._post(Back(number)),
             signing=start.signing,
         )
         stack.follow_neighbours()
         if start.publishing is not None:
-            self._publish(start.publishing, start.namespace)
+            self._publish(start.publishing, namespace)
         self._locator = Locator(stack, self._post)
         if start.saves:
             self._looks = Looks(
@@ -216,7 +227,7 @@ class Store:
         self._tally = Tally(counts, names, write=True)
         self._journal.share(self._tally)
         self._take_stock()
-        self._link.send(Hello(os.getpid(), "", names), [os.pidfd_open(os.getpid()), stack.presence.fd, counts])
+        self._link.send(Hello(os.getpid(), "", names, epoch), [os.pidfd_open(os.getpid()), stack.presence.fd, counts])
         os.close(counts)
         stack.survey_due()
 
@@ -228,6 +239,12 @@ class Store:
             self._post(Notice("events", f"no events are published: {error}"))
             return
         self._publisher = Publisher(publishing, namespace, lambda kind, text: self._post(Notice(kind, text)))
+
+    def _epochs(self, start: Start) -> EpochWatch | None:
+        """Of the folder, if the engine has one and follows its epochs."""
+        if not start.disk or start.epoch is None:
+            return None
+        return EpochWatch(Path(start.disk), start.epoch, lambda epoch: self._post(Epoch(epoch)), self._journal.report)
 
     def _refuse(self, problem: str) -> None:
         """End the engine's start, if it still waits for this; else serve with the other tiers."""

@@ -10,6 +10,7 @@ What is known, and when:
 3. The scheduler side acts on reports between passes alone. Each step says which weights it was made up for; a rank
    whose own differ copies nothing for it. So it does not matter how fast a report is: at worst a step encodes anew.
 4. The first weights that are known are those of the start. The namespace of the engine is theirs and nobody else's.
+5. A new epoch changes that namespace, and with it every other one, and nothing about the weights.
 """
 
 from __future__ import annotations
@@ -34,19 +35,24 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where the outputs of some weights are kept: a namespace, in memory and, if it `persists`, in the tiers."""
+    """Where the outputs of some weights are kept: a namespace, in memory and, if it `persists`, in the tiers.
+
+    The namespace is one of this epoch."""
 
     namespace: str
     persists: bool
+    epoch: int = 0
 
 
 class Weights:
     """The scheduler side's knowledge of the weights of one engine. Runs on its thread alone; no lock, no I/O."""
 
-    def __init__(self, ranks: int, namespace: str, persist: Persist = False) -> None:
-        """`namespace` is that of the weights of the start. Of 0 `ranks` nothing is expected: weights never change."""
+    def __init__(self, ranks: int, namespace: str, persist: Persist = False, epoch: int = 0) -> None:
+        """`namespace` is that of the weights of the start, in this epoch. Of 0 `ranks` nothing is expected: weights
+        never change."""
         self.moved = False
-        """Whether a report or a version has come that nobody has acted on."""
+        """Whether a report, a version or an epoch has come that nobody has acted on."""
+        self.epoch = epoch
         self._namespace = namespace
         self._persist = persist
         self._reports = [(0, "")] * ranks
@@ -73,6 +79,16 @@ class Weights:
         counts, digests = {calls for calls, _ in self._reports}, tuple(digest for _, digest in self._reports)
         return Held(max(counts, default=0), digests) if len(counts) < 2 and all(digests) else None
 
+    def begin_epoch(self, epoch: int, namespace: str) -> None:
+        """From now on this is the namespace of the weights of the start."""
+        self.epoch, self._namespace = epoch, namespace
+        self.moved = True
+
+    @property
+    def home_of_start(self) -> Home:
+        """Where outputs of the weights of the start are kept, whether these are known yet or not."""
+        return Home(self._namespace, True, self.epoch)
+
     def set_version(self, version: str) -> str:
         """The weights are of this version from now on, until they change. Returns what is wrong with that, or "".
 
@@ -93,12 +109,12 @@ class Weights:
         """Where outputs of these weights are kept."""
         digests = held.digests
         if digests == self._start:
-            return Home(self._namespace, True)
+            return self.home_of_start
         if self._persist is True:
-            return Home(self._derived("digest", *digests), True)
+            return Home(self._derived("digest", *digests), True, self.epoch)
         if self._persist == "by_version" and self._versions.get(self._version) == digests:
-            return Home(self._derived("version", self._version), True)
-        return Home(self._derived("memory", *digests), False)
+            return Home(self._derived("version", self._version), True, self.epoch)
+        return Home(self._derived("memory", *digests), False, self.epoch)
 
     def _derived(self, *what: str) -> str:
         """A namespace of its own beside the start's, and as readable."""

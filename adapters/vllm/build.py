@@ -117,6 +117,7 @@ def _scheduler_side(
             saves=transfer.is_ec_producer,
             watched=True,
             data_parallel_rank=vllm_config.parallel_config.data_parallel_index,
+            epoch=config.epoch if config.namespace is None else None,
         ),
     )
     if cache.inert:

@@ -188,6 +188,7 @@ METRICS = (
     ),
     _gauge("fetches_in_flight", "Entries asked of the tiers and not yet answered", "fetches_under_way"),
     _gauge("store_jobs", "Seals and writes that the store process has to do", "jobs"),
+    _gauge("epoch", "The epoch whose entries are used", "epoch"),
     _gauge("memory_only", "1 while entries stay in memory, because weights have changed", "memory_only"),
     _counter(
         "store_restarts", "Store processes that ended, or were killed because they did not answer", "store_losses"

@@ -88,9 +88,10 @@ class NamespaceUnknown(ValueError):
 def engine_namespace(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> str:
     """The namespace of the engine's entries, the same in every process and on every host that encodes alike.
 
-    `ec.namespace` replaces all of it, salt and epoch included. Otherwise the readable part is the model's type, not
-    its path, so that copies of a checkpoint share wherever they lie. Build the multimodal processor before this: a
-    model from the hub may still be missing files that it fetches. NamespaceUnknown where the weights cannot be seen.
+    That is the one of epoch 0, see `at_epoch`. `ec.namespace` replaces all of it, salt and epoch included. Otherwise
+    the readable part is the model's type, not its path, so that copies of a checkpoint share wherever they lie. Build
+    the multimodal processor before this: a model from the hub may still be missing files that it fetches.
+    NamespaceUnknown where the weights cannot be seen.
     """
     if config.namespace is not None:
         return check_namespace(config.namespace)
@@ -118,7 +119,6 @@ def engine_facts(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> dic
     facts: dict[str, object] = {
         "format": FORMAT,
         "salt": config.salt,
-        "epoch": config.epoch,
         "engine": ".".join(engine_version.split(".")[:2]) if config.key_by_engine_version else None,
         "libraries": _library_versions(),
         "decoders": {name: getattr(envs, name, None) for name in DECODER_VARIABLES},

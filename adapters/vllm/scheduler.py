@@ -194,9 +194,9 @@ class SchedulerSide:
             self._looked = 0.0  # the next step looks
 
     def _start_over(self) -> None:
-        """The ranks have other weights: nothing from before is promised any more. What vLLM takes for loaded already,
-        though no step has loaded it, is encoded. What its own cache holds is no output of these weights: nothing of it
-        is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
+        """The ranks have other weights, or an epoch has begun: nothing from before is promised any more. What vLLM
+        takes for loaded already, though no step has loaded it, is encoded. What its own cache holds is of before:
+        nothing of it is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
         self._mirror.clear()
         for memo in self._memos.values():
             self._release(memo)

@@ -139,7 +139,8 @@ class Scheduler:
         before = own_arenas()
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
-        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST, saves))
+        epoch = config.epoch if config.namespace is None else None
+        self.cache = EncoderCache(config, Engine(engine, NAMESPACE, "bench", ranks, LARGEST, saves, epoch=epoch))
         [self.arena] = own_arenas() - before
         self.steps = 0
 
@@ -173,6 +174,8 @@ class Scheduler:
 
     def drain(self) -> None:
         self.cache.drain(time.monotonic())
+        if self.cache.weights.moved:
+            self.cache.follow_weights()
         self.cache.hand_changes()
         self.cache.hand_ledger({"steps": self.steps})
 
@@ -512,6 +515,7 @@ def payload_of(entry: bytes) -> bytes:
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Files that are neither entries nor the folder's account and news: what a writer left half written."""
+    """Files that are neither entries nor the folder's account, epoch and news: what a writer left half written."""
     found = [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
-    return [path for path in found if path != folder / ".usage" and path.parent != folder / ".news"]
+    known = {folder / ".usage", folder / ".epoch"}
+    return [path for path in found if path not in known and path.parent != folder / ".news"]

@@ -11,6 +11,7 @@ import typer
 from lmcache_ec.cli.clear import clear
 from lmcache_ec.cli.completion import completion
 from lmcache_ec.cli.doctor import examine, render
+from lmcache_ec.cli.epoch import begin_epoch
 from lmcache_ec.cli.inspect import inspect
 from lmcache_ec.cli.keys import list_keys
 from lmcache_ec.cli.lifecycle import check_and_set
@@ -76,6 +77,7 @@ app.command("inspect")(inspect)
 app.command("verify")(verify)
 app.command("warm")(warm)
 app.command("clear")(clear)
+app.command("epoch")(begin_epoch)
 app.command("keys")(list_keys)
 app.command("namespaces")(find_and_remove)
 app.command("lifecycle")(check_and_set)

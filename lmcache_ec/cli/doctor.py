@@ -37,6 +37,7 @@ from lmcache_ec.sizes import GIB, rounded_size
 from lmcache_ec.store_process import environment
 from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
 from lmcache_ec.tiers.disk import DiskTier
+from lmcache_ec.tiers.disk_epoch import EpochError, read_epoch
 from lmcache_ec.tiers.kinds import environment_of
 
 _CONNECTOR = "ECLMCacheConnector"
@@ -390,6 +391,12 @@ def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
             report.notes += filter(None, [tier.look()])
     except (OSError, ValueError) as error:
         report.problems.append(message(error))
+        return
+    if config.namespace is None:
+        try:
+            report.disk["epoch"] = max(config.epoch, read_epoch(folder))
+        except EpochError as error:
+            report.prevent_start(str(error))
 
 
 def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:

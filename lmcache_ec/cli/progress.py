@@ -122,13 +122,14 @@ def results(
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def confirmed(question: str) -> bool:
-    """Ask, and return True for yes. Anything else ends the command: with status 1, after Ctrl-C with that of Ctrl-C."""
+def confirmed(question: str, otherwise: str = "Nothing was removed.") -> bool:
+    """Ask, and return True for yes. Anything else ends the command, with what it says `otherwise`: with status 1, after
+    Ctrl-C with that of Ctrl-C."""
     try:
         yes, interrupted = typer.confirm(question), False
     except typer.Abort as abort:
         yes, interrupted = False, isinstance(abort.__context__, KeyboardInterrupt)
     if not yes:
-        typer.echo("Nothing was removed.", err=True)
+        typer.echo(otherwise, err=True)
         raise typer.Exit(INTERRUPTED if interrupted else 1)
     return True

@@ -207,7 +207,9 @@ class EncoderCacheConfig(BaseModel):
         description="Replaces the computed namespace. Use it only if all engines that share it encode identically.",
     )
     salt: Text = Field("", description="Any text; entries are shared among engines of the same salt only.")
-    epoch: Number = Field(0, description="Raise it to leave all entries so far behind.")
+    epoch: Number = Field(
+        0, description="Raise it to leave all entries so far behind. `lmcache-ec epoch` does it in running engines."
+    )
     key_by_engine_version: Flag = Field(
         True, description="Whether the engine's minor version is part of the namespace, as encoders change with it."
     )

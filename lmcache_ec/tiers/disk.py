@@ -2,6 +2,7 @@
 """LocalDisk: one file an entry, on a file system that may be shared with other engines.
 
     <root>/.usage                                   how much the folder holds (see disk_account.py)
+    <root>/.epoch                                   what its users' namespaces end with (see disk_epoch.py)
     <root>/.news/                                   what was written lately (see disk_news.py)
     <root>/<namespace>/<aa>/<sha256>.safetensors    an entry; its time of modification is that of its last use
     <root>/<namespace>/.tmp/<length>.<random>       an entry being written; its writer holds a lock (flock) on it

@@ -91,7 +91,7 @@ def test_the_dashboard_shows_every_metric_that_is_not_beside_the_point() -> None
             "weight_changes",
         ),
         *("tier_writes", "tier_writes_skipped", "tier_replaced", "evicted_bytes", "encodes_skipped", "encodes_again"),
-        *("saves", "writes", "memory_entries", "memory_only", "tier_queued_bytes"),
+        *("saves", "writes", "memory_entries", "memory_only", "epoch", "tier_queued_bytes"),
     }
     shown = "".join(QUERIES)
     for metric in METRICS:

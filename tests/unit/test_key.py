@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_ec.key import EncoderCacheKey, check_namespace, namespace_of, object_name, parse_object_name
+from lmcache_ec.key import (
+    MAX_EPOCH,
+    EncoderCacheKey,
+    at_epoch,
+    check_namespace,
+    namespace_of,
+    object_name,
+    parse_object_name,
+)
 
 DIGEST = hashlib.sha256(b"picture").hexdigest()
 
@@ -48,6 +56,18 @@ def test_a_namespace_can_be_read_and_any_fact_changes_it() -> None:
     assert name.startswith("qwen-qwen2.5-vl-7b-instruct-")
     changed = [{**facts, "dtype": "float16"}, {**facts, "processor": {"min_pixels": 3137}}, {**facts, "salt": ""}]
     assert len({name, *(namespace_of("Qwen/Qwen2.5-VL-7B-Instruct", other) for other in changed)}) == 4
+
+
+@given(st.text(max_size=200), st.text(), st.integers(0, MAX_EPOCH), st.integers(0, MAX_EPOCH))
+def test_each_epoch_has_a_namespace_that_is_no_longer_and_still_says_all_facts(
+    model: str, salt: str, one: int, other: int
+) -> None:
+    name, longest = namespace_of(model, {"salt": salt}), len(namespace_of("m" * 200, {}))
+    named = check_namespace(at_epoch(name, one))
+    assert len(named) <= longest
+    assert at_epoch(name, 0) == name
+    assert (named == at_epoch(name, other)) == (one == other)
+    assert name[-17:] in named
 
 
 def test_every_process_computes_the_same_namespace() -> None:

@@ -67,6 +67,19 @@ def test_the_namespace_of_the_start_is_for_the_weights_of_the_start_alone(persis
     assert check_namespace(changed.namespace).startswith("model-0123456789abcdef-")
 
 
+@pytest.mark.parametrize("persist", [False, True])
+def test_an_epoch_changes_the_namespace_of_all_weights_and_none_of_what_is_known_of_them(persist: Any) -> None:
+    weights, before = told("a1", "b1", calls=1, persist=persist), told("a1", "b1", calls=1, persist=persist)
+    weights.moved = False
+    weights.begin_epoch(3, "model-0123456789abcdef-e3")
+    assert weights.moved
+    assert weights.held == before.held
+    assert (home(weights).persists, home(weights).epoch) == (persist, 3)
+    assert home(weights).namespace != home(before).namespace
+    weights = told(*START, calls=2, weights=weights)
+    assert home(weights) == weights.home_of_start == Home("model-0123456789abcdef-e3", True, 3)
+
+
 def test_replicas_of_one_layout_meet_in_the_namespace_of_a_digest() -> None:
     one, other = told("a1", "b1", calls=1, persist=True), told("a1", "b1", calls=20, persist=True)
     assert home(one) == home(other)

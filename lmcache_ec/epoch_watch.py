@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follows the epoch of an engine's folder, which an operator may raise while the engine runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lmcache_ec.tiers.base import Tier
+from lmcache_ec.tiers.disk_epoch import EpochError, read_epoch
+from lmcache_ec.tiers.journal import Report
+
+_LOOK_S = 1.0
+
+
+class EpochWatch:
+    """Looks once a second, in the store process, on a thread of its own: a folder that hangs holds up nobody else.
+
+    It never falls: a file that has gone, or holds less, or cannot be read, changes nothing before the next start.
+    """
+
+    def __init__(self, folder: Path, epoch: int, begun: Callable[[int], None], report: Report) -> None:
+        """`epoch` is the one that the engine is in. `begun` is called with each later one, from the thread."""
+        self._epoch = self._told = epoch
+        self._folder = folder
+        self._begun = begun
+        self._report = report
+        self._problem = ""
+
+    def opening(self, tier: Callable[[], Tier], strict: bool) -> Tier:
+        """Open the folder's tier, and look for the first time. ValueError if `strict` and the file holds no epoch."""
+        opened = tier()
+        if strict:
+            self._epoch = max(self._epoch, read_epoch(self._folder))
+        else:
+            self._look()
+        return opened
+
+    def start(self) -> int:
+        """Go on looking from now on. Returns the epoch as it is known by now."""
+        self._told = self._epoch
+        threading.Thread(target=self._watch, name="epoch", daemon=True).start()
+        return self._told
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            self._look()
+            if self._epoch > self._told:
+                self._told = self._epoch
+                self._begun(self._told)
+
+    def _look(self) -> None:
+        problem = ""
+        try:
+            self._epoch = max(self._epoch, read_epoch(self._folder))
+        except EpochError as error:
+            problem = str(error)
+        if problem and problem != self._problem:
+            self._report("epoch", f"{problem}. This engine stays in epoch {self._epoch}")
+        self._problem = problem

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The epoch of a folder: a number that only rises, and is part of the namespace of whoever uses the folder.
+
+    <root>/.epoch    the number in decimal digits and the end of a line; without the file it is 0
+
+Whoever raises it holds a lock (flock) on the folder meanwhile, writes a temporary and renames it: so a reader finds the
+number before or the one after, and two who raise it at once leave the higher one. Both are synced, unlike entries: a
+loss of power must not bring back an epoch that was left. Plain functions, which block as long as the file system does.
+"""
+
+import errno
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lmcache_ec.key import MAX_EPOCH
+from lmcache_ec.tiers.disk_folder import LISTED, Descriptor, create_file, open_below, open_file, open_root, try_lock
+
+EPOCH_FILE = ".epoch"
+_ACCOUNT = ".usage"
+_TEXT = re.compile(rb"[0-9]{1,10}\n?")
+_MOST_BYTES = 16
+_LOCK_TIMEOUT_S = 5.0
+_LOCK_RETRY_S = 0.01
+
+
+class EpochError(ValueError):
+    """The file cannot be read, or holds no epoch. The text names it and says what is accepted."""
+
+
+def read_epoch(folder: Path) -> int:
+    """The folder's epoch: 0 without a file, or without a folder. EpochError for anything else."""
+    try:
+        with Descriptor(open_root(str(folder))) as root:
+            return _read(root, folder)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise EpochError(f"{folder / EPOCH_FILE} cannot be read: {error.strerror}") from error
+
+
+def present_epoch(folder: Path) -> int:
+    """As `read_epoch`, of a folder that an engine has used: FileNotFoundError for any other, OSError for one that
+    cannot be read."""
+    with Descriptor(open_root(str(folder))) as root:
+        return _present(root, folder)
+
+
+def raise_epoch(folder: Path, to: int) -> None:
+    """Have the folder in epoch `to`. ValueError if that is not above the present one; OSError if the file cannot be
+    written, and whatever `present_epoch` raises."""
+    with Descriptor(open_root(str(folder))) as root, Descriptor(open_below(root, ".", LISTED)) as locked:
+        _lock(locked)
+        check_above(to, _present(root, folder))
+        _write(root, to)
+        with suppress(OSError):  # a file system that syncs no folders
+            os.fsync(locked)
+
+
+def check_above(epoch: int, present: int) -> None:
+    """ValueError for what cannot follow the present epoch."""
+    if not present < epoch <= MAX_EPOCH:
+        raise ValueError(
+            f"{epoch} is not above the present epoch: must be a whole number from {present + 1} to {MAX_EPOCH}"
+        )
+
+
+def _present(root: int, folder: Path) -> int:
+    with Descriptor(open_file(root, _ACCOUNT, os.O_RDONLY)):
+        pass  # every engine makes one, at its start
+    return _read(root, folder)
+
+
+def _read(root: int, folder: Path) -> int:
+    try:
+        with Descriptor(open_file(root, EPOCH_FILE, os.O_RDONLY)) as fd:
+            data = os.pread(fd, _MOST_BYTES, 0)
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise EpochError(f"{folder / EPOCH_FILE} cannot be read: {error.strerror}") from error
+    number = int(data) if _TEXT.fullmatch(data) else -1
+    if not 0 <= number <= MAX_EPOCH:
+        raise EpochError(
+            f"{folder / EPOCH_FILE} holds {data.decode(errors='replace')!r}, which is no epoch: must be a whole number "
+            f"from 0 to {MAX_EPOCH}, as `lmcache-ec epoch` writes it; without the file the epoch is the configuration's"
+        )
+    return number
+
+
+def _write(root: int, epoch: int) -> None:
+    temporary = f"{EPOCH_FILE}.{os.urandom(12).hex()}"
+    with Descriptor(create_file(root, temporary, root)) as fd:
+        try:
+            os.write(fd, f"{epoch}\n".encode())
+            owner = os.fstat(root).st_uid
+            if owner != os.fstat(fd).st_uid:
+                with suppress(OSError):  # only root may; the group's rights have to do then
+                    os.fchown(fd, owner, -1)
+            os.fsync(fd)
+            os.rename(temporary, EPOCH_FILE, src_dir_fd=root, dst_dir_fd=root)
+        except BaseException:
+            os.unlink(temporary, dir_fd=root)
+            raise
+
+
+def _lock(folder: int) -> None:
+    """Alone from here on, where there are locks."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while try_lock(folder) is False:
+        if time.monotonic() > deadline:
+            text = f"another process has held its lock for {_LOCK_TIMEOUT_S:g} s; try again"
+            raise TimeoutError(errno.ETIMEDOUT, text)
+        time.sleep(_LOCK_RETRY_S)
