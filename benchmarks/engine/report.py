@@ -170,7 +170,7 @@ def draw_hits(of_model: Sequence[Row], path: Path, title: str) -> None:
         below = [max(0.0, row.first_token_ms - row.quartiles_ms[0]) for row in of_model]
         above = [max(0.0, row.quartiles_ms[1] - row.first_token_ms) for row in of_model]
         bars = axes.barh(names, values, xerr=(below, above), color=colours)
-        axes.bar_label(bars, [f" {value:,.0f} ms" for value in values])
+        axes.bar_label(bars, [f"{value:,.0f} ms" for value in values], padding=4)
         axes.invert_yaxis()
         axes.set_xlabel("ms to the first token: median and quartiles")
         axes.set_title(title)
