@@ -57,6 +57,8 @@ _LMCACHE = "0.5.6"
 _KV_POOL_GIB = 5.0
 """LMCache's default."""
 
+_SMALLEST_ARENA = 1 << 20
+
 _PASSING = {
     "tmpfs": "is memory and lost with the host",
     "ramfs": "is memory and lost with the host",
@@ -334,6 +336,11 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
         fit = fitting(config.max_local_cpu_bytes)
         report.memory["arena_bytes"] = fit.bytes
         report.notes += [fit.message] if fit.message else []
+        if fit.bytes < _SMALLEST_ARENA:
+            report.problems.append(
+                f"max_local_cpu_size={config.max_local_cpu_size:g} GiB: LocalCPU of {rounded_size(fit.bytes)} holds "
+                f"hardly an entry, and nothing is loaded but through it: an image takes 0.5 to 20 MB"
+            )
         warning = memory_warning(fit.bytes, pool)
         report.problems += [warning] if warning else []
 
@@ -376,7 +383,10 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
         "free_bytes": found.free_bytes,
         "local_disk_bytes": config.max_local_disk_bytes,
     }
-    if problem := _no_place(found, folder, config):
+    if problem := _no_place(found, folder):
+        report.prevent_start(f"local_disk={folder}: {problem}")
+        return
+    if problem := _too_small(found, folder, config):
         report.problems.append(f"local_disk={folder}: {problem}")
     elif exists:
         _opened(report, folder, config)
@@ -390,7 +400,7 @@ def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
         with closing(DiskTier(folder, config.max_local_disk_bytes, make=False)) as tier:
             report.notes += filter(None, [tier.look()])
     except (OSError, ValueError) as error:
-        report.problems.append(message(error))
+        report.prevent_start(message(error))
         return
     if config.namespace is None:
         try:
@@ -399,15 +409,20 @@ def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
             report.prevent_start(str(error))
 
 
-def _no_place(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:
-    """Why the folder cannot be what is configured: not there, not for this user, or not so large."""
+def _no_place(found: Disk, folder: Path) -> str | None:
+    """Why there cannot be such a folder. One that is there and that this user may not write is read only."""
     if not found.nearest.is_dir():
         return f"{found.nearest} is a file, name a folder"
     if not found.takes_files:
         return f"{found.nearest} is on {found.kind}, which cannot hold files: name another folder"
-    if not found.writable:
+    if not found.writable and found.nearest != folder:
         return f"{found.nearest} is not writable for user {os.geteuid()}"
-    if found.free_bytes is None:
+    return None
+
+
+def _too_small(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:
+    """Why the folder cannot be as large as is configured; None for one that is only read."""
+    if found.free_bytes is None or not found.writable:
         return None
     room = found.free_bytes - config.min_free_disk_bytes
     if room < config.max_local_disk_bytes and found.nearest == folder:

@@ -179,6 +179,8 @@ class Cache:
         if found is None:
             return None
         room = memoryview(target).cast("B")  # type: ignore[arg-type]
+        if room.readonly:
+            raise TypeError(f"target of type {type(target).__name__}: must be a buffer that can be written")
         if room.nbytes != found.data.nbytes:
             raise ValueError(f"{identifier}: a buffer of {room.nbytes} bytes for a tensor of {found.data.nbytes}")
         room[:] = found.data
@@ -250,8 +252,11 @@ class Cache:
     def _key(self, identifier: str) -> EncoderCacheKey:
         if not isinstance(identifier, str):
             raise TypeError(f"identifier of type {type(identifier).__name__}: must be text")
+        try:
+            size = len(identifier.encode())
+        except UnicodeEncodeError as error:
+            raise ValueError(f"identifier {identifier!r}: must be text that UTF-8 can express") from error
         key = EncoderCacheKey(self.namespace, identifier)
-        size = len(identifier.encode())
         if size > MAX_IDENTIFIER_BYTES:
             raise ValueError(f"identifier of {size} bytes: must be at most {MAX_IDENTIFIER_BYTES}")
         return key

@@ -103,9 +103,12 @@ def _buffer(value: object) -> memoryview:
 
 def _of_torch(tensor: Any) -> tuple[tuple[int, ...], str, numpy.ndarray[Any, Any]]:
     """Shape, name of the type, and the bytes; torch is imported, since somebody made this tensor."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype, torch = str(tensor.dtype).removeprefix("torch."), sys.modules["torch"]
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"a {kind} tensor: must be dense, with its elements in memory")
     plain = tensor.detach().to("cpu").contiguous()
-    return tuple(tensor.shape), dtype, plain.reshape(-1).view(sys.modules["torch"].uint8).numpy()
+    return tuple(tensor.shape), dtype, plain.reshape(-1).view(torch.uint8).numpy()
 
 
 def _numpy_dtype(name: str) -> Any:

@@ -197,6 +197,8 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
             return link.errno, str(link)
         if isinstance(link, MasterNotFoundError):
             return errno.EHOSTDOWN, _explain_service(options.service)
+        if isinstance(link, AuthenticationError) and credentials.none(options):
+            return errno.EACCES, "authentication failed: it wants a password, and none is configured (password_file)"
         for kinds, number, reason in _EXPLANATIONS:
             if isinstance(link, kinds):
                 return number, reason

@@ -217,6 +217,11 @@ def source(options: RedisOptions) -> CommandCredentials | FileCredentials | None
     return None
 
 
+def none(options: RedisOptions) -> bool:
+    """Whether servers are asked without a password."""
+    return not (options.password or options.password_file or options.password_command)
+
+
 def sentinel_source(options: RedisOptions) -> FileCredentials | None:
     """The same for Sentinels."""
     file = options.sentinel_password_file

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where an S3 remote is: its URL, read. Nothing here imports boto3 or obstore, or asks anything."""
 
+import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
+
+from lmcache_ec.mask import masked_name
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9_=-][A-Za-z0-9._=-]*(?:/[A-Za-z0-9_=-][A-Za-z0-9._=-]*)*")
@@ -125,6 +128,12 @@ def _endpoint(text: str, tls: bool, *, contradicts: bool) -> str:
     return f"{scheme or ('https' if tls else 'http')}://{host}"
 
 
+def _unknown(key: str, options: Iterable[str]) -> str:
+    nearest = difflib.get_close_matches(key, options, n=1)
+    advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(options)}"
+    return f"S3 URL: unknown option {masked_name(key)}: {advice}"
+
+
 def _query(text: str) -> dict[str, Any]:
     """The options in a URL; an error names the key, and no value."""
     readers: dict[str, Callable[[str], object]] = {
@@ -136,7 +145,7 @@ def _query(text: str) -> dict[str, Any]:
     for key, value in parse_qsl(text, keep_blank_values=True):
         if key not in readers:
             secret = re.search(r"key|secret|token|password", key, re.IGNORECASE)
-            raise ValueError(_CREDENTIALS if secret else f"S3 URL: unknown option, accepted are {', '.join(readers)}")
+            raise ValueError(_CREDENTIALS if secret else _unknown(key, readers))
         try:
             found[key] = readers[key](value)
         except ValueError:

@@ -96,6 +96,8 @@ def test_buffers_and_arrays_in_any_order_of_memory_are_taken(cache: Cache) -> No
     assert (room == PICTURE).all()
     with pytest.raises(ValueError, match="a buffer of 4 bytes for a tensor of 192"):
         cache.get_into("columns", bytearray(4))
+    with pytest.raises(TypeError, match="target of type bytes: must be a buffer that can be written"):
+        cache.get_into("columns", bytes(192))
 
 
 def test_the_caller_may_change_its_tensor_as_soon_as_put_returns(cache: Cache) -> None:
@@ -255,6 +257,8 @@ def test_what_cannot_be_used_is_named(
         (numpy.zeros(3, complex), "ndarray of complex128: the element type must be one of bfloat16, float16"),
         (numpy.array(["text"]), "ndarray of str"),
         (torch.zeros(3, dtype=torch.complex64), "Tensor of complex64"),
+        (torch.eye(3).to_sparse(), "a sparse_coo tensor: must be dense, with its elements in memory"),
+        (torch.zeros(3, device="meta"), "a meta tensor: must be dense, with its elements in memory"),
     ],
 )
 def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
@@ -264,6 +268,8 @@ def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
         cache.put("cat", value)
     with pytest.raises(ValueError, match="identifier of 5000 bytes: must be at most 4096"):
         cache.put("x" * 5000, PICTURE)
+    with pytest.raises(ValueError, match="must be text that UTF-8 can express"):
+        cache.put("\ud800", PICTURE)
     assert cache.flush()
     assert not list(folder.rglob("*.safetensors"))
 

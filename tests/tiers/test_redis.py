@@ -920,7 +920,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ("store", "says"),
     [
         (_wrong_password, "authentication failed"),
-        (_no_password, "authentication failed"),
+        (_no_password, "authentication failed: it wants a password, and none is configured"),
         (_no_rights, "no right"),
         (_unknown_host, "no-such-host.invalid:6379: a host of this name is not known"),
         (_nobody_listens, "nothing listens there"),

@@ -246,8 +246,12 @@ def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
 
 def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    problems = examine(json.dumps({"local_disk": f"{tmp_path}/file/below"}), {}).problems
-    assert problems == [f"local_disk={tmp_path}/file/below: {tmp_path}/file is a file, name a folder"]
+    report = examine(json.dumps({"local_disk": f"{tmp_path}/file/below"}), {})
+    assert (
+        report.problems
+        == report.prevents_start
+        == [f"local_disk={tmp_path}/file/below: {tmp_path}/file is a file, name a folder"]
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         report = examine(json.dumps({"local_disk": folder, "max_local_disk_size": 0.001}), {})
         assert report.disk["file_system"] == "tmpfs"
@@ -319,6 +323,12 @@ def locked() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o555)
         yield Path(name)
+
+
+def test_a_memory_too_small_for_any_entry_is_a_problem() -> None:
+    (problem,) = examine('{"max_local_cpu_size": 0.000001}', {}).problems
+    assert "LocalCPU of 1 KiB holds hardly an entry" in problem
+    assert examine('{"max_local_cpu_size": 0.01}', {}).problems == []
 
 
 def test_a_folder_that_this_user_cannot_write_is_a_problem(locked: Path) -> None:
