@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .identifiers import client_uuid
+from .versions import item_metadata
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -23,19 +24,10 @@ NAMESPACE = "namespace"
 
 
 class Announcer:
-    """A producer's side. Runs on the scheduler's thread; before vLLM 0.32 there is nothing that could be announced."""
+    """A producer's side. Runs on the scheduler's thread."""
 
     def __init__(self, model_config: ModelConfig) -> None:
-        try:
-            from vllm.distributed.ec_transfer.ec_connector.utils import (
-                PlaceholderMetadataResolver,
-                collect_ec_item_metadata,
-            )
-        except ImportError:
-            self._collect: Callable[[Request], dict[str, dict[str, Any]]] = lambda request: {}
-        else:
-            resolver = PlaceholderMetadataResolver(model_config)
-            self._collect = lambda request: collect_ec_item_metadata(request.mm_features, resolver)
+        self._collect = item_metadata(model_config)
 
     def announce(self, request: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, Any] | None:
         """What the answer to `request` says of entries in `namespace`. An item that is not `stored` is announced
