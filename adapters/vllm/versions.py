@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between the versions of vLLM that are supported, and how each difference is met.
 
-Nowhere else in this adapter is vLLM's version asked for, or whether it has something: what is missing in one version has
-one function here, which says since when it is there. Importing this module does not import vLLM.
+What one version has and another lacks has one function here, which says since when it is there. Importing this module
+does not import vLLM.
 `tests/unit/test_vllm_interface.py` compares all else that the adapter uses with vLLM's sources.
 """
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
