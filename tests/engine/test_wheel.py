@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel, as a user installs it beside a vLLM that is there."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from benchmarks.testbed.models import ROOT
+from lmcache_ec.version import __version__
+
+FOUND = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+import lmcache_ec
+print(ECConnectorFactory._registry["ECLMCacheConnector"]().__name__, lmcache_ec.__version__, lmcache_ec.__file__)
+"""
+
+
+def run(*command: str, folder: Path) -> str:
+    """Away from the clone, and with nothing of it on the path."""
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
+    done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_path: Path) -> None:
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT), folder=tmp_path)
+    [wheel] = tmp_path.glob("lmcache_ec-*.whl")
+    assert wheel.name.startswith(f"lmcache_ec-{__version__}-py3-none-any")
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", str(venv), folder=tmp_path)
+    python = venv / "bin" / "python"
+    run(*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel), folder=tmp_path)
+    [site] = venv.glob("lib/python*/site-packages")
+    # Behind the wheel on the path. Only the path: the .pth files there, the editable install's among them, are not read.
+    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    name, version, file = run(str(python), "-c", FOUND, folder=tmp_path).splitlines()[-1].split()
+    assert (name, version) == ("ECLMCacheConnector", __version__)
+    assert Path(file).is_relative_to(site)
+    said = run(str(venv / "bin" / "lmcache-ec"), "doctor", folder=tmp_path)
+    assert "lmcache_ec.adapters.vllm.plugin:register" in said
+    assert __version__ in said
