@@ -50,7 +50,7 @@ fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten m
 reliability: $(READY)  ## Bring about all faults, in tests and a soak, and write the table of docs/reliability.md (20 minutes)
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
-versions: $(READY)  ## Engine tests on each version of vLLM, and the table of docs/support.md (an hour; ARGS="--only 0.31.0")
+versions: $(READY)  ## Engine tests on each version of vLLM, and the table of docs/support.md (ARGS="--only 0.31.0")
 	@$(BIN)/python -m tests.versions $(ARGS)
 
 check: $(READY)  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
