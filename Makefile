@@ -51,7 +51,7 @@ reliability: $(READY)  ## Bring about all faults, in tests and a soak, and write
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
 versions: $(READY)  ## Engine tests on each version of vLLM, and the table of docs/support.md (ARGS="--only 0.31.0")
-	@$(BIN)/python -m tests.versions $(ARGS)
+	@$(BIN)/python -m tests.versions $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
 check: $(READY)  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
 	@found=$$(mktemp); $(MAKE) lint >"$$found" 2>&1 & passed=0; \

