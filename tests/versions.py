@@ -3,8 +3,8 @@
 what came of it into benchmarks/results/versions.json and the table of docs/support.md.
 
 Each version gets an environment and a copy of this tree under build/versions, both removed afterwards; the log stays. A
-version that cannot be installed, or whose tests fail, is a row of the table and does not end the run. Arguments that are
-not known here go to pytest, in place of the engine tests, and the page says what they were.
+version that cannot be installed, or whose tests fail, is a row of the table and does not end the run. Arguments that
+are not known here go to pytest, in place of the engine tests, and the page says what they were.
 """
 
 from __future__ import annotations
@@ -190,12 +190,12 @@ def write(rows: Sequence[Row]) -> None:
 def main() -> int:
     """0 if each version that was asked for has run and nothing failed."""
     parser = argparse.ArgumentParser(prog="make versions", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=(*VERSIONS, SOURCES), default=(*VERSIONS, SOURCES))
+    parser.add_argument("--only", action="append", choices=(*VERSIONS, SOURCES), help="may be given again")
     parser.add_argument("--torch-index", help="where pip finds torch's CPU build, if it is not set up for that")
     options, part = parser.parse_known_args()
     index = ("--extra-index-url", options.torch_index) if options.torch_index else ()
     good = True
-    for version in options.only:
+    for version in options.only or (*VERSIONS, SOURCES):
         row = run_interface() if version == SOURCES else run_engines(version, part, index)
         write([row if each.vllm == version else each for each in known()])  # now: what is done survives what is not
         print(f"{version}: {row.result}", flush=True)

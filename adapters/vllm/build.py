@@ -127,7 +127,7 @@ def _scheduler_side(
     policy = Policy(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
-        window=scheduler.max_num_batched_tokens + getattr(vllm_config, "num_lookahead_tokens", 0),
+        window=scheduler.max_num_batched_tokens + vllm_config.num_lookahead_tokens,
         dtype=dtype_name(model.dtype),
         widths=widths,
         deadline_s=config.load_deadline_ms / 1000,

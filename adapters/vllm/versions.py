@@ -9,13 +9,12 @@ does not import vLLM.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.request import Request
 
 OLDEST, NEWEST = "0.30", "0.33"
 """Of the versions that are supported; `docs/support.md` says which of them have run."""
@@ -23,31 +22,25 @@ OLDEST, NEWEST = "0.30", "0.33"
 
 def supported(version: str) -> bool:
     """Whether a version of vLLM, such as "0.33.2+cu129", is one of those."""
-    return _minor(OLDEST) <= _minor(version) <= _minor(NEWEST)
+    return minor(OLDEST) <= minor(version) <= minor(NEWEST)
 
 
-def _minor(version: str) -> tuple[int, int]:
+def minor(version: str) -> tuple[int, int]:
+    """ "0.33.2+cu129" is (0, 33); what is no version comes before all."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+
+def shows_metrics(version: str) -> bool:
+    """Whether vLLM asks a connector for what it has counted, and shows it in /metrics and its log: since 0.31. Before
+    that nothing imports `metrics`, which stands on classes of vLLM's that are not there."""
+    return minor(version) >= (0, 31)
 
 
 def output_widths(vllm_config: VllmConfig) -> dict[str, int]:
     """Modality to the width of an encoder output, which producers measure at their start since 0.32; before that, as
     with consumers, nothing: widths are learned from what is encoded."""
     return dict(getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}))
-
-
-def item_metadata(model_config: ModelConfig) -> Callable[[Request], dict[str, dict[str, Any]]]:
-    """What a producer's answer says of each item of a request: since 0.32; before that nothing is announced."""
-    try:
-        from vllm.distributed.ec_transfer.ec_connector.utils import (
-            PlaceholderMetadataResolver,
-            collect_ec_item_metadata,
-        )
-    except ImportError:
-        return lambda request: {}
-    resolver = PlaceholderMetadataResolver(model_config)
-    return lambda request: collect_ec_item_metadata(request.mm_features, resolver)
 
 
 def payload_updates(scheduler_output: SchedulerOutput) -> Mapping[str, Mapping[int, object]] | None:

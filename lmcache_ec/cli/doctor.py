@@ -269,7 +269,7 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
 
 
 def _versions(report: Report) -> None:
-    from lmcache_ec.adapters.vllm.versions import NEWEST, OLDEST, supported
+    from lmcache_ec.adapters.vllm.versions import NEWEST, OLDEST, shows_metrics, supported
 
     report.versions = {name: _version(names) for name, names in _DISTRIBUTIONS.items()}
     report.versions["python"] = platform.python_version()
@@ -278,6 +278,8 @@ def _versions(report: Report) -> None:
         report.prevent_start("vLLM is not installed beside lmcache-ec: install lmcache-ec where vLLM is")
     elif not supported(vllm):
         report.problems.append(f"vLLM {vllm} is installed: {OLDEST} to {NEWEST} are supported")
+    elif not shows_metrics(vllm):
+        report.notes.append(f"vLLM {vllm} shows no metrics of connectors: lmcache-ec status shows what they count")
     if lmcache is not None and lmcache != _LMCACHE:
         report.notes.append(f"LMCache {lmcache} is installed: its file and keys are read as {_LMCACHE} reads them")
 

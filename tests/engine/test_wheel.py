@@ -49,7 +49,7 @@ def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_pat
     python = venv / "bin" / "python"
     run(*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel), folder=tmp_path)
     [site] = venv.glob("lib/python*/site-packages")
-    # Behind the wheel on the path. Only the path: the .pth files there, the editable install's among them, are not read.
+    # Behind the wheel on the path. Only the path: .pth files there, the editable install's among them, are not read.
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
     name, version, file = run(str(python), "-c", FOUND, folder=tmp_path).splitlines()[-1].split()
     assert (name, version) == ("ECLMCacheConnector", __version__)

@@ -6,23 +6,26 @@ from __future__ import annotations
 
 import ast
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from benchmarks.testbed.engine_env import vllm_version
 from benchmarks.testbed.models import ROOT
 from benchmarks.testbed.vllm_sources import NotFetched, source_archive
 from lmcache_ec.adapters.vllm.front_end import differs_in
+from lmcache_ec.adapters.vllm.versions import minor
 
-NEWEST = "0.33.0"
+VERSIONS = ("0.30.0", "0.31.0", "0.33.0")
 ADAPTER = sorted((ROOT / "adapters" / "vllm").glob("*.py"))
 BASE = "vllm.distributed.ec_transfer.ec_connector.base"
-OPTIONAL = {
-    ("vllm.distributed.ec_transfer.ec_connector.utils", "PlaceholderMetadataResolver"),  # see `versions.item_metadata`
-    ("vllm.distributed.ec_transfer.ec_connector.utils", "collect_ec_item_metadata"),
-}
+METRICS = "vllm.distributed.ec_transfer.ec_connector.metrics"
+LATER = {"0.31": {f"{METRICS}.ECConnectorStats", f"{METRICS}.ECConnectorPromMetrics"}}
+"""Names that the adapter imports only where they are, by the version that brought them: see `versions`."""
+LATER_HOOKS = {"0.31": {"get_ec_connector_stats", "build_ec_connector_stats", "build_prom_metrics"}}
 INHERITED = {
     *("role", "is_producer", "is_consumer", "clear_connector_metadata", "_get_connector_metadata", "register_caches"),
     *("build_connector_worker_meta", "update_state_after_free", "update_connector_output", "has_pending_push_work"),
@@ -43,37 +46,57 @@ WRAPPED = {
 }
 
 
+class Sources(NamedTuple):
+    """`folder` is that of the package."""
+
+    version: str
+    folder: Path
+
+
 @pytest.fixture(
-    scope="module", params=["installed", pytest.param(NEWEST, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    scope="module",
+    params=[
+        "installed",
+        *(pytest.param(version, marks=[pytest.mark.slow, pytest.mark.timeout(600)]) for version in VERSIONS),
+    ],
 )
-def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Sources:
     if request.param == "installed":
         spec = find_spec("vllm")
         assert spec is not None
         assert spec.submodule_search_locations
-        return Path(spec.submodule_search_locations[0])
+        return Sources(vllm_version(), Path(spec.submodule_search_locations[0]))
     try:
-        archive = source_archive(NEWEST)
+        archive = source_archive(request.param)
     except NotFetched as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("sources")
     with tarfile.open(archive) as members:
         members.extractall(
             folder,
-            [each for each in members if each.name.startswith(f"vllm-{NEWEST}/vllm/") and each.name.endswith(".py")],
+            [
+                each
+                for each in members
+                if each.name.startswith(f"vllm-{request.param}/vllm/") and each.name.endswith(".py")
+            ],
             filter="data",
         )
-    return folder / f"vllm-{NEWEST}" / "vllm"
+    return Sources(request.param, folder / f"vllm-{request.param}" / "vllm")
 
 
-def body_of(sources: Path, module: str) -> list[ast.stmt]:
-    path = sources.joinpath(*module.split(".")[1:])
+def not_yet(later: Mapping[str, set[str]], sources: Sources) -> set[str]:
+    """What the version with these sources lacks."""
+    return {name for since, names in later.items() if minor(since) > minor(sources.version) for name in names}
+
+
+def body_of(folder: Path, module: str) -> list[ast.stmt]:
+    path = folder.joinpath(*module.split(".")[1:])
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(file.read_bytes()).body
 
 
-def methods(sources: Path, module: str, owner: str) -> dict[str, list[str]]:
-    [found] = [node for node in body_of(sources, module) if isinstance(node, ast.ClassDef) and node.name == owner]
+def methods(folder: Path, module: str, owner: str) -> dict[str, list[str]]:
+    [found] = [node for node in body_of(folder, module) if isinstance(node, ast.ClassDef) and node.name == owner]
     return {
         node.name: [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         for node in found.body
@@ -88,21 +111,21 @@ def imported() -> Iterator[tuple[str, str]]:
                 yield from ((node.module or "", each.name) for each in node.names)
 
 
-def test_every_name_that_the_adapter_imports_is_there(sources: Path) -> None:
-    wanted = set(imported()) - OPTIONAL
+def test_every_name_that_the_adapter_imports_is_there(sources: Sources) -> None:
+    wanted = set(imported())
     assert len(wanted) > 20
-    missing = []
+    missing = set()
     for module, name in wanted:
-        beside = sources.joinpath(*module.split(".")[1:], name)
+        beside = sources.folder.joinpath(*module.split(".")[1:], name)
         if beside.is_dir() or beside.with_suffix(".py").exists():
             continue
         try:
-            text = "\n".join(map(ast.unparse, body_of(sources, module)))
+            text = "\n".join(map(ast.unparse, body_of(sources.folder, module)))
         except OSError:
             text = ""
         if name not in {word for node in ast.walk(ast.parse(text)) for word in names(node)}:
-            missing.append(f"{module}.{name}")
-    assert not missing
+            missing.add(f"{module}.{name}")
+    assert missing == not_yet(LATER, sources)
 
 
 def names(node: ast.AST) -> Iterator[str]:
@@ -118,22 +141,23 @@ def names(node: ast.AST) -> Iterator[str]:
             yield str(node.value)
 
 
-def test_every_hook_is_ours_or_known_and_takes_what_vllm_passes(sources: Path) -> None:
+def test_every_hook_is_ours_or_known_and_takes_what_vllm_passes(sources: Sources) -> None:
     """A hook that a new version brings is looked at before the version is called supported."""
-    theirs = methods(sources, BASE, "ECConnectorBase")
+    theirs = methods(sources.folder, BASE, "ECConnectorBase")
     ours = methods(ROOT, "lmcache_ec.adapters.vllm.connector", "ECLMCacheConnector")
     assert theirs.keys() <= ours.keys() | INHERITED
-    assert ours.keys() - OF_OURS <= theirs.keys()
-    for name in ours.keys() - OF_OURS:
+    hooks = ours.keys() - OF_OURS
+    assert hooks - theirs.keys() == not_yet(LATER_HOOKS, sources)
+    for name in hooks & theirs.keys():
         assert ours[name] == theirs[name], name
 
 
-def test_what_is_wrapped_takes_what_it_took(sources: Path) -> None:
+def test_what_is_wrapped_takes_what_it_took(sources: Sources) -> None:
     for (module, owner), wanted in WRAPPED.items():
-        found = methods(sources, module, owner)
+        found = methods(sources.folder, module, owner)
         assert {name: found.get(name) for name in wanted} == wanted
-    assert "create_engine_config" in methods(sources, "vllm.engine.arg_utils", "EngineArgs")
+    assert "create_engine_config" in methods(sources.folder, "vllm.engine.arg_utils", "EngineArgs")
 
 
-def test_the_front_end_is_one_that_is_supported(sources: Path) -> None:
-    assert differs_in(sources) == ""
+def test_the_front_end_is_one_that_is_supported(sources: Sources) -> None:
+    assert differs_in(sources.folder) == ""

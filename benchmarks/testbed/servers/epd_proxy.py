@@ -68,4 +68,3 @@ class Proxy:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-
