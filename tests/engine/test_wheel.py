@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.testbed.models import ROOT
@@ -49,8 +50,10 @@ def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_pat
     python = venv / "bin" / "python"
     run(*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel), folder=tmp_path)
     [site] = venv.glob("lib/python*/site-packages")
-    # Behind the wheel on the path. Only the path: .pth files there, the editable install's among them, are not read.
-    (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Behind the wheel on the path. Only the path: .pth files there, the editable install's among them, are not read,
+    # but that of `tests.cpu_torch` has to be.
+    shim = "import torchvision_ops\n" if find_spec("torchvision_ops") else ""
+    (site / "beneath.pth").write_text(f"{sysconfig.get_path('purelib')}\n{shim}")
     name, version, file = run(str(python), "-c", FOUND, folder=tmp_path).splitlines()[-1].split()
     assert (name, version) == ("ECLMCacheConnector", __version__)
     assert Path(file).is_relative_to(site)
