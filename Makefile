@@ -28,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
 INSTALLED := build/installed/lmcache_ec
 
-.PHONY: help demo bench bench-engine soak gpu-check fuzz reliability check test test-all lint types docs env clean
+.PHONY: help demo bench bench-engine soak gpu-check fuzz reliability versions check test test-all lint types docs env clean
 help:  ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
 
@@ -49,6 +49,9 @@ fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten m
 
 reliability: $(READY)  ## Bring about all faults, in tests and a soak, and write the table of docs/reliability.md (20 minutes)
 	@$(BIN)/python -m tests.reliability $(ARGS)
+
+versions: $(READY)  ## Engine tests on each version of vLLM, and the table of docs/support.md (ARGS="--only 0.31.0")
+	@$(BIN)/python -m tests.versions $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
 check: $(READY)  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
 	@found=$$(mktemp); $(MAKE) lint >"$$found" 2>&1 & passed=0; \

@@ -11,10 +11,7 @@ def agree(failed: list[bool]) -> list[bool]:
     from vllm.distributed import parallel_state
 
     votes = torch.tensor(failed, dtype=torch.int32)
-    groups = [parallel_state.get_tp_group()]
-    if hasattr(parallel_state, "get_pcp_group"):
-        groups.append(parallel_state.get_pcp_group())
-    for group in groups:
+    for group in (parallel_state.get_tp_group(), parallel_state.get_pcp_group()):
         if group.world_size > 1:
             torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group.cpu_group)
     return [bool(vote) for vote in votes.tolist()]

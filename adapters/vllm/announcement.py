@@ -23,26 +23,21 @@ NAMESPACE = "namespace"
 
 
 class Announcer:
-    """A producer's side. Runs on the scheduler's thread; before vLLM 0.32 there is nothing that could be announced."""
+    """A producer's side. Runs on the scheduler's thread."""
 
     def __init__(self, model_config: ModelConfig) -> None:
-        try:
-            from vllm.distributed.ec_transfer.ec_connector.utils import (
-                PlaceholderMetadataResolver,
-                collect_ec_item_metadata,
-            )
-        except ImportError:
-            self._collect: Callable[[Request], dict[str, dict[str, Any]]] = lambda request: {}
-        else:
-            resolver = PlaceholderMetadataResolver(model_config)
-            self._collect = lambda request: collect_ec_item_metadata(request.mm_features, resolver)
+        from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
+
+        self._resolver = PlaceholderMetadataResolver(model_config)
 
     def announce(self, request: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, Any] | None:
         """What the answer to `request` says of entries in `namespace`. An item that is not `stored` is announced
         without metadata: its media has to stay with the request, or the consumer had nothing to encode."""
+        from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
+
         items = {}
         mixed = {"audio", "video"} <= {feature.modality for feature in request.mm_features}
-        for identifier, item in self._collect(request).items():
+        for identifier, item in collect_ec_item_metadata(request.mm_features, self._resolver).items():
             if not stored(identifier):
                 item["metadata"] = {}
             elif not mixed:  # vLLM's proxy recognises the sound of a video by maps that hold what vLLM puts in alone

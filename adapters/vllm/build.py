@@ -17,6 +17,7 @@ from .front_end import problem
 from .identifiers import Naming
 from .ours import watched
 from .topology import counts_items, engine_name, engines_on_host, loading_ranks, why_inert
+from .versions import output_widths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,7 +103,7 @@ def _scheduler_side(
         namespace = "unknown-" + hashlib.sha256(engine_name(vllm_config).encode()).hexdigest()[:16]
         config = config.model_copy(update={"local_disk": None, "remotes": ()})
     transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config
-    widths = dict(getattr(transfer, "mm_encoder_output_widths", {}))
+    widths = output_widths(vllm_config)
     model = vllm_config.model_config
     rows = max(_PLAUSIBLE_ROWS, scheduler.max_num_batched_tokens)
     width = max(widths.values(), default=_PLAUSIBLE_WIDTH_FACTOR * model.get_hidden_size())
@@ -126,7 +127,7 @@ def _scheduler_side(
     policy = Policy(
         producer=transfer.is_ec_producer,
         consumer=transfer.is_ec_consumer,
-        window=scheduler.max_num_batched_tokens + getattr(vllm_config, "num_lookahead_tokens", 0),
+        window=scheduler.max_num_batched_tokens + vllm_config.num_lookahead_tokens,
         dtype=dtype_name(model.dtype),
         widths=widths,
         deadline_s=config.load_deadline_ms / 1000,

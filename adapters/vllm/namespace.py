@@ -193,7 +193,7 @@ def _multimodal(config: "MultiModalConfig | None") -> dict[str, object]:
     kept["mm_processor_kwargs"] = _without_device(config.mm_processor_kwargs or {})
     media_io = {modality: _without_device(kwargs) for modality, kwargs in config.media_io_kwargs.items()}
     kept["media_io_kwargs"] = {modality: kwargs for modality, kwargs in media_io.items() if kwargs}
-    if (scales := getattr(config, "mm_encoder_fp8_scale_path", None)) is not None:
+    if (scales := config.mm_encoder_fp8_scale_path) is not None:
         kept["mm_encoder_fp8_scale_path"] = file_fingerprint(Path(scales))
     return kept
 

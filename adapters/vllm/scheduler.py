@@ -33,6 +33,7 @@ from .metadata import Load, Save, StepMetadata
 from .policy import Policy
 from .producer import Producer
 from .topology import SAVING_RANK
+from .versions import payload_updates
 
 if TYPE_CHECKING:
     import logging
@@ -516,7 +517,7 @@ class SchedulerSide:
         """0.33's V2 runner lets go of what an item is encoded from once it is computed, and gets it again with the
         request, or with an encode that vLLM schedules (`encoder_input_updates`). After a rollback a load of such an
         item could not be made up for: it is not promised."""
-        updates = getattr(scheduler_output, "encoder_input_updates", None)
+        updates = payload_updates(scheduler_output)
         if updates is None:
             return
         for new in scheduler_output.scheduled_new_reqs:

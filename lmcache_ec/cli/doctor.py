@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -52,7 +51,6 @@ _DISTRIBUTIONS = {
     "lmcache": ("lmcache",),
     "torch": ("torch",),
 }
-_OLDEST_VLLM, _NEWEST_VLLM = (0, 30), (0, 33)
 _LMCACHE = "0.5.6"
 _KV_POOL_GIB = 5.0
 """LMCache's default."""
@@ -273,14 +271,17 @@ def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Re
 
 
 def _versions(report: Report) -> None:
+    from lmcache_ec.adapters.vllm.versions import NEWEST, OLDEST, shows_metrics, supported
+
     report.versions = {name: _version(names) for name, names in _DISTRIBUTIONS.items()}
     report.versions["python"] = platform.python_version()
     vllm, lmcache = report.versions["vllm"], report.versions["lmcache"]
-    numbers = re.match(r"(\d+)\.(\d+)", vllm or "")
     if vllm is None:
         report.prevent_start("vLLM is not installed beside lmcache-ec: install lmcache-ec where vLLM is")
-    elif numbers is None or not _OLDEST_VLLM <= (int(numbers[1]), int(numbers[2])) <= _NEWEST_VLLM:
-        report.problems.append(f"vLLM {vllm} is installed: 0.30 to 0.33 are supported")
+    elif not supported(vllm):
+        report.problems.append(f"vLLM {vllm} is installed: {OLDEST} to {NEWEST} are supported")
+    elif not shows_metrics(vllm):
+        report.notes.append(f"vLLM {vllm} shows no metrics of connectors: lmcache-ec status shows what they count")
     if lmcache is not None and lmcache != _LMCACHE:
         report.notes.append(f"LMCache {lmcache} is installed: its file and keys are read as {_LMCACHE} reads them")
 

@@ -26,7 +26,7 @@ Produce = Callable[..., Served]
 
 
 class Items:
-    """Stands in for vLLM's function that collects the items' metadata (0.32 and later)."""
+    """Stands in for vLLM's function that collects the items' metadata."""
 
     def announce(self, asked: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, bool]:
         return {feature.identifier: stored(feature.identifier) for feature in asked.mm_features}
