@@ -14,7 +14,7 @@ from pathlib import Path
 import typer
 
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
-from lmcache_ec.mask import masked_url
+from lmcache_ec.mask import masked_name, masked_url
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.kinds import kind_of, open_remote
@@ -79,7 +79,9 @@ def wanted_tiers(extra: str, only: str = "", hint: str = "--tier") -> list[Named
     tiers = named_tiers(configured(extra))
     if only and only not in [tier.name for tier in tiers]:
         names = ", ".join(tier.name for tier in tiers) or "none, as the configuration names no tier"
-        raise typer.BadParameter(f"accepted here: {names}", param_hint=hint)
+        raise typer.BadParameter(
+            f"{masked_name(only)} is not one of the tiers of this configuration: {names}", param_hint=hint
+        )
     if not tiers:
         typer.echo("no disk and no remote is configured here: is LMCACHE_CONFIG_FILE set?", err=True)
         raise typer.Exit(1)

@@ -184,7 +184,7 @@ def _sampling(text: str) -> _Sampling:
     match = _SAMPLE.fullmatch(text)
     if match is None or not 0 < float(match[1] or match[2]) <= (100 if match[2] else math.inf):
         raise typer.BadParameter(
-            f"must be a number of entries or a percentage above 0, for example 1000 or 5%, not {text!r}",
+            f"must be a number of entries or a percentage above 0 and up to 100, like 1000 or 5%, not {text!r}",
             param_hint="--sample",
         )
     return _Sampling(int(match[1]), 0.0) if match[1] else _Sampling(None, float(match[2]) / 100)
