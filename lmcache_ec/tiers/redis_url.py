@@ -205,7 +205,10 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
     if parts.scheme not in SCHEMES:
         raise ValueError(f"URL of a Redis tier: must begin with one of {', '.join(SCHEMES)}")
     if "@" in parts.path + parts.query + parts.fragment or parts.fragment:
-        raise ValueError("URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @")
+        raise ValueError(
+            "URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @; or ${NAME}, "
+            "and the environment variable NAME holds them as they are"
+        )
     deployment, tls = SCHEMES[parts.scheme]
     credentials, _, hosts = parts.netloc.rpartition("@")
     found: dict[str, Any] = {}
