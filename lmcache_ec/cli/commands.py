@@ -23,6 +23,7 @@ from lmcache_ec.cli.top import top
 from lmcache_ec.cli.verify import verify
 from lmcache_ec.cli.warm import warm
 from lmcache_ec.cli.where import where
+from lmcache_ec.version import __version__
 
 
 class Role(enum.StrEnum):
@@ -42,8 +43,18 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lmcache-ec {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
     pass
 
 

@@ -82,6 +82,7 @@ class Report:
     copied_bytes: int = 0
     seen_bytes: int = 0
     problem: str = ""
+    note: str = ""
     full: str = ""
     interrupted: bool = False
     began: float = 0.0
@@ -106,6 +107,7 @@ class Report:
             "copied_bytes": self.copied_bytes,
             "full": self.full,
             "problem": self.problem,
+            "note": self.note,
             "problems": self.problems,
             "interrupted": self.interrupted,
         }
@@ -140,6 +142,9 @@ def warm(
             report.namespace = namespace or _only_namespace(tier, remote.name)
             wanted = _listed_in(identifiers, report.namespace) if identifiers else _newest(tier, report)
             chosen = _chosen(wanted, count, min(most_bytes, disk.max_bytes))
+            if not chosen and identifiers is None:
+                there = ", ".join(sorted(tier.namespace_names())) or "none"
+                report.note = f"{remote.name} has no entry of {report.namespace}; namespaces that it has: {there}"
             report.chosen, report.chosen_bytes = len(chosen), sum(one.length or 0 for one in chosen)
             signing = config.signing_key()
             if signing is not None and not signing.signs(report.namespace):
@@ -339,6 +344,8 @@ def _print(report: Report, source: str) -> None:
         typer.echo(f"{report.namespace}: {counted(report.chosen, 'entry')} of {source}: {', '.join(parts)}; {copied}")
     for problem in report.problems:
         typer.echo(f"  {problem}", err=True)
+    if report.note:
+        typer.echo(report.note, err=True)
     if report.full:
         typer.echo(f"the disk is full: {report.full} (--evict makes room)", err=True)
     if report.problem:

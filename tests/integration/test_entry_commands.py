@@ -391,6 +391,13 @@ def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(st
     }
 
 
+def test_a_namespace_that_the_remote_lacks_is_noted_and_ends_no_start_of_a_new_fleet(stores: Stores) -> None:
+    put(stores.redis, "one", namespace="other")
+    result = run("warm", "ns", "--from", "redis")
+    assert (result.exit_code, "redis has no entry of ns; namespaces that it has: other" in result.stderr) == (0, True)
+    assert answered("warm", "other", "--from", "redis")["note"] == ""
+
+
 def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
