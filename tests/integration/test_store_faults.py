@@ -414,6 +414,7 @@ def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_lo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
+    monkeypatch.setattr("lmcache_ec.supervisor._PING_INTERVAL_S", 3600.0)  # on a busy host it would answer one
     with Bench(tmp_path) as bench:
         for losses in range(3):
             os.kill(bench.serving(), signal.SIGKILL)
