@@ -25,7 +25,7 @@ def clear(
     """
     check_namespaces([namespace] if namespace else [])
     if as_json and not yes:
-        raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
+        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
     tiers = wanted_tiers(extra, tier, "TIER")
     for one in tiers:
         if one.kind is not None and one.unlisted:

@@ -45,7 +45,7 @@ def begin_epoch(
     The number is kept in the folder; the higher of it and ec.epoch holds. The exit status is 1 if none was begun.
     """
     if as_json and not yes:
-        raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
+        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
     config, report = configured(extra), Report()
     try:
         _begin(config, to, yes, report)

@@ -130,7 +130,7 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
     if remove_unused and not unused_for:
         raise typer.BadParameter("say for how many days, more than 0, with --unused-for", param_hint="--remove-unused")
     if needs_yes:
-        raise typer.BadParameter("nobody can be asked: say --yes", param_hint="--json")
+        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
 
 
 def _in_use() -> tuple[dict[str, list[int]], list[int]]:

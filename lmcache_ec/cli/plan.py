@@ -67,7 +67,10 @@ def plan(
         for batch in batches if keep is None else write(batches, keep):
             for simulation in simulations:
                 simulation.replay(batch)
-    except (TraceError, OSError) as error:
+    except OSError as error:
+        typer.echo(f"{error.filename or trace}: {error.strerror}", err=True)
+        raise typer.Exit(2) from None
+    except TraceError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     outcomes = [simulation.outcome for simulation in simulations]
@@ -95,13 +98,12 @@ def _sizes(text: str) -> dict[str, float]:
     """Name -> bytes."""
     sizes: dict[str, float] = {}
     for part in text.split(","):
-        found = re.fullmatch(r"(\w+)=([0-9.]+|inf)", part.strip())
-        if found is None or found[1] not in MEDIA:
-            raise TraceError(f"--tiers {text}: must be NAME=GIB, … with {', '.join(MEDIA)}, not {part!r}")
-        try:
-            sizes[found[1]] = float(found[2]) * GIB
-        except ValueError:
-            raise TraceError(f"--tiers {text}: {found[2]!r} is no number of GiB") from None
+        name, _, size = part.strip().partition("=")
+        if name not in MEDIA:
+            raise TraceError(f"--tiers {text}: no tier is called {name!r}: must be one of {', '.join(MEDIA)}")
+        if not re.fullmatch(r"\d+\.?\d*|\.\d+|inf", size):
+            raise TraceError(f"--tiers {text}: {name}={size}: must be a number of GiB from 0, or inf")
+        sizes[name] = float(size) * GIB
     return sizes
 
 
@@ -138,7 +140,10 @@ def _record(outcome: Outcome, prices: Prices, share: float) -> dict[str, object]
         "saved_share": outcome.saved_share,
         "read_s": sum(served.read_s for served in outcome.by_tier.values()) / share,
         "network_bytes": round(outcome.network_bytes / share),
-        "cost_per_month": costs | {"total": sum(costs.values())},
+        "cost_per_month": {
+            name: cost if math.isfinite(cost) else None
+            for name, cost in (costs | {"total": sum(costs.values())}).items()
+        },
     }
 
 
@@ -151,7 +156,7 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
     used = [name for name in MEDIA if any(name in outcome.by_tier for outcome in outcomes)]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("tiers", no_wrap=True)
-    for column in (*used, "encoded", "encoder h", "saved", "network", "a month"):
+    for column in (*used, "encoded", "encoder h", "saved", "network", "cost a month"):
         table.add_column(column, justify="right", no_wrap=True)
     for label, outcome in zip(labels, outcomes, strict=True):
         hits = [
@@ -165,7 +170,7 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
             f"{outcome.encoder.encode_s / share / 3600:,.2f}",
             f"{100 * outcome.saved_share:.1f} %",
             precise_size(round(outcome.network_bytes / share)),
-            f"{sum(monthly(outcome, prices, share).values()):,.0f}",
+            f"{total:,.0f}" if math.isfinite(total := sum(monthly(outcome, prices, share).values())) else "-",
         )
     console.print(table)
     for name in used:

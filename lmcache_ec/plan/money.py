@@ -15,7 +15,7 @@ _HOURS_A_MONTH = 730
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """In one currency."""
+    """In one currency; the defaults are US dollars."""
 
     gpu_hour: float = 2.5
     cpu_gib_month: float = 3.0
@@ -36,7 +36,7 @@ def parse_prices(texts: list[str]) -> Prices:
         try:
             values[name] = float(value)
         except ValueError:
-            raise TraceError(f"--price {text}: must be NAME=NUMBER") from None
+            raise TraceError(f"--price {text}: must be NAME=NUMBER, such as gpu_hour=3") from None
         if name not in known or not 0 <= values[name] < math.inf:
             raise TraceError(f"--price {text}: must be a number from 0 for one of {', '.join(known)}")
     return Prices(**values)

@@ -7,7 +7,6 @@ same trace every time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -61,23 +60,26 @@ class Synthetic:
     seed: int = 1
 
     def __post_init__(self) -> None:
-        sound = {
-            "requests": self.requests >= 1,
-            "hours": 0 < self.hours < math.inf,
-            "pictures": 1 <= self.pictures <= 1 << 40,
-            "exponent": 0 <= self.exponent <= 4,
-            "lifetime_h": 0 <= self.lifetime_h < math.inf,
-            "scan": 0 <= self.scan <= 1,
-            "conversations": 0 <= self.conversations <= 1,
-            "scan + conversations": self.scan + self.conversations <= 1,
-            "turns": 1 <= self.turns < 1e6,
-            "gap_s": 0 < self.gap_s < math.inf,
-            "seed": self.seed >= 0,
-        }
-        for name, right in sound.items():
-            if not right:
-                raise TraceError(f"{name} of a synthetic trace is out of range")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise TraceError(f"{name}={value:g} of a synthetic trace: must be {least:g} to {most:g}")
+        if self.scan + self.conversations > 1:
+            raise TraceError(f"scan={self.scan:g} and conversations={self.conversations:g}: together at most 1")
 
+
+_RANGES = {
+    "requests": (1, 1e12),
+    "hours": (1e-3, 1e6),
+    "pictures": (1, 1e12),
+    "exponent": (0, 4),
+    "lifetime_h": (0, 1e6),
+    "scan": (0, 1),
+    "conversations": (0, 1),
+    "turns": (1, 1e6),
+    "gap_s": (1e-3, 1e6),
+    "seed": (0, 1e12),
+}
 
 NAMED = {
     "zipf": Synthetic(),
