@@ -101,6 +101,7 @@ class Store:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ledger: dict[str, int] = {}
+        self._ledger_at = 0.0
         self._asked: list[Wanted] = []  # since this turn began: what belongs to one request comes together
         self._sought: list[Locate] = []  # ... likewise
         self._engine_pid = _creator(link)
@@ -180,7 +181,7 @@ class Store:
             case Populate() if self._owns(message.offset, message.length):
                 threading.Thread(target=self._populate, args=(message,), name="populate", daemon=True).start()
             case Ledger(counts=counts):
-                self._ledger = counts
+                self._ledger, self._ledger_at = counts, time.monotonic()
             case CpuChanges():
                 if self._publisher is not None:
                     self._publisher.tell(message)
@@ -305,6 +306,7 @@ class Store:
             "jobs": self._jobs,
             "store": {**counts, **{f"{lane.name}_listed": lane.listed for lane in self._stack.lanes}},
             "book": self._ledger,
+            "book_age_s": round(time.monotonic() - self._ledger_at, 1) if self._ledger else None,
             "events": self._publisher.status() if self._publisher is not None else None,
         }
 

@@ -34,6 +34,7 @@ _COLUMNS = (
     *("listed", "held", "limit", "hits", "misses", "rate", "errors", "writes"),
     *("read", "ms", "written", "ms", "unsaved"),
 )
+_IDLE_S = 5.0
 _FIRST_RANK = re.compile(r"lmcache-ec-[0-9a-f]{32}-0")
 _LISTENS = 0x10000
 _SILENT = {
@@ -48,6 +49,7 @@ _ENCODE_US, _TIER_US = "policy_encode_us_", "policy_us_"
 _ABSENT: dict[str, Any] = {
     **{"pid": None, "engine": "", "namespace": "", "incarnation": 0, "engine_pid": None, "since": None},
     **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}, "events": None},
+    "book_age_s": None,
 }
 """What stands in an answer that lacks a key: an engine may have been started with another version."""
 
@@ -56,7 +58,7 @@ def engines() -> list[dict[str, Any]]:
     """One object for each engine that answers: `pid` of its store process, `engine`, `namespace`, and more.
 
     `store` and `tiers` are counts of the store process, since it was started; `book` is what the scheduler side handed
-    over at the end of its last pass in which anything changed. A tier's `entries` are those of this namespace at its
+    over at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those of this namespace at its
     last listing, of the disk also what was written since by any engine (None if it is asked instead), its `bytes`
     those of all engines on the folder (None where nobody counts). `engine_pid` is the process that the scheduler runs
     in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
@@ -136,6 +138,8 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
         if forged := tier.get("forged"):
             yield f"  not believed   {counted(forged, 'read')} of {tier['name']}: unsigned, or signed with another key"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
+    if (age_s := engine["book_age_s"] or 0.0) > _IDLE_S:
+        yield f"  idle           no scheduling pass for {span(age_s)}: loads, saves and the row cpu are as of then"
     if waits := book["policy_waits"] + book["policy_encodes_instead"]:
         yield f"  load policy    {waits:,} weighed: {book['policy_encodes_instead']:,} encoded instead{_figures(book)}"
     for tier in engine["tiers"]:
