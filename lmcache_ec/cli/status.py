@@ -58,8 +58,8 @@ def engines() -> list[dict[str, Any]]:
     """One object for each engine that answers: `pid` of its store process, `engine`, `namespace`, and more.
 
     `store` and `tiers` are counts of the store process, since it was started; `book` is what the scheduler side handed
-    over at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those of this namespace at its
-    last listing, of the disk also what was written since by any engine (None if it is asked instead), its `bytes`
+    over at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those
+    of this namespace at its last listing, of the disk also what was written since by any engine (None if it is asked instead), its `bytes`
     those of all engines on the folder (None where nobody counts). `engine_pid` is the process that the scheduler runs
     in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
     """
