@@ -59,9 +59,9 @@ def engines() -> list[dict[str, Any]]:
 
     `store` and `tiers` are counts of the store process, since it was started; `book` is what the scheduler side handed
     over at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those
-    of this namespace at its last listing, of the disk also what was written since by any engine (None if it is asked instead), its `bytes`
-    those of all engines on the folder (None where nobody counts). `engine_pid` is the process that the scheduler runs
-    in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
+    of this namespace at its last listing, of the disk also what was written since by any engine (None if it is asked
+    instead), its `bytes` those of all engines on the folder (None where nobody counts). `engine_pid` is the process
+    that the scheduler runs in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
     """
     names = sorted({each.name for each in _sockets() if each.name.startswith(STATUS_PREFIX)})
     return [answer for name in names if (answer := _ask(name)) is not None]
