@@ -183,6 +183,11 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         cache.weights.report(0, 0, "of the start")
         cache.weights.report(0, 1, "others")
         assert cache.follow_weights()
+        told: list[CpuChanges] = []
+        assert cache.book.changes is not None
+        cache.book.changes.hand(cache.namespace, lambda message: not told.append(message))
+        assert told == [CpuChanges(cache.namespace, True, [], [])]
+        cache.book.changes.begin_anew()
         bench.until("it is cleared", lambda: index.where(["picture"]) == {"picture": []})
         bench.encode(["picture"])
         bench.until("it is warm", lambda: index.where(["picture"], cache.namespace) == {"picture": [endpoint]})
