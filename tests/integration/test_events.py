@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from benchmarks.testbed.core import Bench, Remote, Scheduler, Worker, length, names, stopped, wait_until
 from lmcache_ec.channel import CpuChanges
 from lmcache_ec.cli.commands import app
+from lmcache_ec.cli.doctor import examine
 from lmcache_ec.events.batch import END, decode
 from lmcache_ec.events.endpoints import Publishing, why_unusable
 from lmcache_ec.events.publisher import Publisher
@@ -209,6 +210,12 @@ def test_an_address_in_use_costs_events_and_nothing_else(tmp_path: Path, caplog:
         assert bench.serves("picture")
         assert bench.status()["events"]["problem"] == f"tcp://127.0.0.1:{port + 1000}: Address already in use"
         assert index.where(["picture"]) == {"picture": []}
+        shown = CliRunner().invoke(app, ["status"]).stdout
+        assert f"  events         {endpoint}: tcp://127.0.0.1:{port + 1000}: Address already in use" in shown
+        notes = examine(json.dumps({"events_endpoint": endpoint}), environ={}).notes
+        assert any(
+            note.startswith(f"tcp://127.0.0.1:{port + 1000}: Address already in use; an engine") for note in notes
+        )
         other.close()
         equal(bench, index, endpoint)
         bench.until("that is logged", lambda: f"events are published at {endpoint} now" in caplog.text)
