@@ -213,9 +213,8 @@ def test_an_address_in_use_costs_events_and_nothing_else(tmp_path: Path, caplog:
         shown = CliRunner().invoke(app, ["status"]).stdout
         assert f"  events         {endpoint}: tcp://127.0.0.1:{port + 1000}: Address already in use" in shown
         notes = examine(json.dumps({"events_endpoint": endpoint}), environ={}).notes
-        assert any(
-            note.startswith(f"tcp://127.0.0.1:{port + 1000}: Address already in use; an engine") for note in notes
-        )
+        busy = f"tcp://127.0.0.1:{port + 1000}: Address already in use; an engine would"
+        assert any(note.startswith(busy) for note in notes)
         other.close()
         equal(bench, index, endpoint)
         bench.until("that is logged", lambda: f"events are published at {endpoint} now" in caplog.text)
