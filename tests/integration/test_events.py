@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -43,8 +44,10 @@ for _ in sys.stdin:
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/events"
+def endpoint() -> Iterator[str]:
+    """The kernel takes no long path."""
+    with tempfile.TemporaryDirectory(prefix="ec-") as folder:
+        yield f"ipc://{folder}/events"
 
 
 def free_port() -> int:
@@ -152,6 +155,7 @@ def test_a_store_process_that_was_killed_is_a_new_session_with_the_same_entries(
         equal(bench, index, endpoint)
         assert all(held == [endpoint] for held in index.where(names("kept", 3)).values())
         bench.encode(["new"])
+        bench.settle()
         equal(bench, index, endpoint)
 
 
@@ -178,6 +182,7 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         cache = bench.cache
         before = cache.namespace
         bench.encode(["picture"])
+        bench.settle()
         equal(bench, index, endpoint)
         assert index.where(["picture"], before) == {"picture": [endpoint]}
         cache.weights = Weights(1, before, False)
@@ -361,11 +366,9 @@ def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, fra
             assert index.where(["picture"]) == {"picture": [endpoint]}
 
 
-def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(
-    publisher: Publisher, endpoint: str, tmp_path: Path
-) -> None:
+def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(publisher: Publisher, endpoint: str) -> None:
     publisher.tell(admit("picture"))
-    other = f"ipc://{tmp_path}/other"
+    other = f"{endpoint}-other"
     with zmq.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as snapshots:
         for each, at in ((events, other), (snapshots, f"{other}.snapshots")):
             each.setsockopt(zmq.LINGER, 0)
@@ -393,7 +396,7 @@ def asked(*arguments: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str, tmp_path: Path) -> None:
+def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
     publisher.tell(admit("picture"))
     status, found = asked("picture", "--replica", endpoint)
     assert (status, found["identifiers"]) == (0, {"picture": [endpoint]})
@@ -401,7 +404,7 @@ def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, end
     assert asked("picture", "other", "--replica", endpoint)[0] == 1
     assert asked("picture", "--replica", endpoint, "--namespace", "others")[1]["identifiers"] == {"picture": []}
     assert asked("--replica", endpoint)[0] == 0
-    dead = f"ipc://{tmp_path}/nobody"
+    dead = f"{endpoint}-nobody"
     status, found = asked("picture", "--replica", dead, "--replica", endpoint, "--timeout", "0.3")
     assert (status, found["identifiers"]) == (1, {"picture": [endpoint]})
     assert [each["state"] for each in found["replicas"]] == ["silent", "following"]
