@@ -172,6 +172,9 @@ def test_an_engine_that_was_killed_is_known_to_hold_nothing(tmp_path: Path, endp
             scheduler.kill()
             wait_until("it is not", lambda: known(index, endpoint) == {})
             wait_until("the address is free", lambda: why_unusable(endpoint) == "")
+            wait_until(
+                "nothing is left of it", lambda: not list(Path(endpoint.removeprefix("ipc://")).parent.iterdir())
+            )
     finally:
         scheduler.kill()
         worker.close()
