@@ -105,6 +105,12 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     return {name: name[:length] for name in names}
 
 
+def tier_state(tier: Mapping[str, Any]) -> str:
+    """As the metrics name it, in words. An engine of an earlier version does not tell, and says less."""
+    plain = "unreachable" if tier["rests"] else "read_only" if tier.get("read_only") else "serving"
+    return str(tier.get("state", plain)).replace("_", " ")
+
+
 def hit_rate(tier: Mapping[str, Any]) -> str:
     """Of the questions that a tier answered, those for what it had."""
     asked = tier["hits"] + tier["misses"]
@@ -172,8 +178,7 @@ def _table(engine: dict[str, Any]) -> Table:
         sizes = ["" if size is None else rounded_size(size) for size in (tier["bytes"], tier["limit_bytes"])]
         counts = [f"{tier['hits']:,}", f"{tier['misses']:,}", hit_rate(tier), f"{tier['errors']:,}"]
         counts += [f"{tier['writes']:,}", *_moved(tier)]
-        state = " (resting)" if tier["rests"] else " (read only)" if tier.get("read_only") else ""
-        name = tier["name"] + state
+        name = tier["name"] if (state := tier_state(tier)) == "serving" else f"{tier['name']} ({state})"
         listed = "" if tier["entries"] is None else f"{tier['entries']:,}"
         table.add_row(name, listed, *sizes, *counts)
     return table
