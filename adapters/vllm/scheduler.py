@@ -592,7 +592,7 @@ class SchedulerSide:
         bearers = self._bearers(scheduler_output.num_scheduled_tokens) if self._loads else {}
         copies = bool(bearers or self._saves or retries)
         look, encodes = self._looks(copies), scheduler_output.scheduled_encoder_inputs
-        timed = bool(encodes) and self._policy.consumer and not self.cache.policy.always
+        timed = bool(encodes) and self._policy.consumer
         if not (copies or look or timed or book.outstanding()):
             return StepMetadata()
         self._step += 1
