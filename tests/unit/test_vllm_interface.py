@@ -40,7 +40,7 @@ LEFT = {
     *("get_cached_num_encoder_embeds", "get_cached_input_ids", "free_encoder_input", "free"),
     *("get_freed_mm_hashes", "get_manager_metadata"),
 }
-"""Methods of vLLM's encoder-cache manager that ours leaves as they are: all but those that use an entry or evict one."""
+"""Methods of vLLM's encoder-cache manager that ours leaves as they are: none uses an entry or evicts one."""
 WRAPPED = {
     ("vllm.v1.engine.core", "EngineCore"): {
         "preprocess_add_request": ["self", "request"],
