@@ -25,7 +25,7 @@ _MOST_ASKED = 32
 """Of so many entries the cost is asked to make room for one item, ten microseconds each: three, as a rule."""
 
 _ROW_BYTES = 4096
-"""A guess: it only has to be little what memory is thought to take."""
+"""A guess: what an entry is thought to cost before anybody is asked may be too little, and not too much."""
 
 _POLICIES = ("cost", "lru")
 
