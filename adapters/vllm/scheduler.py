@@ -9,6 +9,7 @@ from collections.abc import Container
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from lmcache_ec.accesses import Accesses
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import TensorSpec, room
@@ -276,6 +277,8 @@ class SchedulerSide:
             return False
         end = memo.computed + self._policy.window
         wanted = [item for item in memo.items if item.start < end and item.end > memo.computed]
+        if self.cache.accesses is not None:
+            self._record(wanted, self.cache.accesses)
         standings = [self._standing(memo, item, wanted) for item in wanted]
         if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
             standings = [self._standing(memo, item, wanted) for item in wanted]
@@ -298,6 +301,13 @@ class SchedulerSide:
             return False
         self._end_wait(memo)
         return True
+
+    def _record(self, wanted: list[Item], accesses: Accesses) -> None:
+        """Once for each request. What is never cached is no encoder output that could be."""
+        for item in wanted:
+            if item.names and not item.recorded:
+                item.recorded = True
+                self._look_ups.access(item, accesses)
 
     def _end_wait(self, memo: Memo) -> None:
         if memo.waiting_since is not None:
@@ -454,6 +464,8 @@ class SchedulerSide:
         self._drained = self._questioned = False
         self.cache.hand_changes()
         self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
+        if self.cache.accesses is not None:
+            self.cache.accesses.hand_over()
         self._take_out(meta)  # `give_up` needs them if anything before this raises
         self._turn.release()
         return meta
@@ -580,7 +592,7 @@ class SchedulerSide:
         bearers = self._bearers(scheduler_output.num_scheduled_tokens) if self._loads else {}
         copies = bool(bearers or self._saves or retries)
         look, encodes = self._looks(copies), scheduler_output.scheduled_encoder_inputs
-        timed = bool(encodes) and self._policy.consumer and not self.cache.policy.always
+        timed = bool(encodes) and self._policy.consumer
         if not (copies or look or timed or book.outstanding()):
             return StepMetadata()
         self._step += 1
@@ -747,6 +759,13 @@ class SchedulerSide:
             problem = self.cache.weights.set_version(version)
         if problem:
             self._complaints.warn("version", f"{problem}: entries are kept in memory only")
+
+    # ---- what vLLM's own cache may drop, see `encoder_cache_manager`
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        """See `LowerTiers`."""
+        with self._turn:
+            return self._look_ups.restore_s(identifier, modality, rows)
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
