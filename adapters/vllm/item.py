@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmcache_ec.fetches import Probe
@@ -97,3 +98,9 @@ class Memo:
 
     def __post_init__(self) -> None:
         self.count = len(self.items)
+
+
+def items_of(memos: Mapping[str, Memo], request_id: str) -> list[Item]:
+    """The items of a request; none if it is not remembered."""
+    memo = memos.get(request_id)
+    return [] if memo is None else memo.items

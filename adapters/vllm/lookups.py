@@ -124,3 +124,17 @@ class LookUps:
     def misfit(self, item: Item) -> bool:
         """Whether what has its name is another item's entry, as was found lately."""
         return bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+
+    def why_encoded(self, item: Item) -> str:
+        """Why vLLM encodes the item: one of `decisions.MISS_REASONS`."""
+        if not item.names:
+            return "not_cacheable"
+        if not self.in_use:
+            return "off"
+        if item.late:
+            return "deadline"
+        if item.refused:
+            return "policy"
+        if self.misfit(item):
+            return "misfit"
+        return "not_found" if item.awaited else "new"

@@ -367,12 +367,12 @@ def test_a_load_that_waits_is_given_up_when_vllm_empties_its_cache(serve: Serve)
     assert served.vllm.offer(preempted) == "load"
     served.vllm.preempt(preempted)
     served.step(held)
-    assert set(served.side._loads) == {X}
+    assert set(served.side._loads.waiting) == {X}
     served.vllm.cached.clear()
     again = request("again", Y)
     assert served.vllm.offer(again) == "load"
     served.step(again)
-    assert not served.side._loads
+    assert not served.side._loads.waiting
     finish(served, preempted, held, again)
 
 
