@@ -85,7 +85,7 @@ class SchedulerSide:
         self._start_deadline: float | None = None
         self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the weights that the ranks have
+        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the ranks' weights; one set for good
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
         self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
