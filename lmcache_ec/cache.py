@@ -459,7 +459,8 @@ class EncoderCache:
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
             case Filled():
-                spec, tier = TensorSpec(message.rows, message.width, message.dtype), self._below.names.index(message.tier)
+                spec = TensorSpec(message.rows, message.width, message.dtype)
+                tier = self._below.names.index(message.tier)
                 place = self.book.filled(message.place, spec, message.tier, tier)
                 if place is not None:
                     self._fetches.filled(place.identifier, tier, message.seconds, now)

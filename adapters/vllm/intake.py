@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request brings: its items, which of their names a front end of this engine signed, what a producer announced."""
+"""What a request brings: its items, the names that a front end of this engine signed, what a producer announced."""
 
 from __future__ import annotations
 

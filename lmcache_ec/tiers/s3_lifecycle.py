@@ -16,7 +16,7 @@ _DAY_S = 86_400
 
 
 def set_rule(access: S3Access, ttl_s: float) -> None:
-    """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up. Replaces our own rule."""
+    """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up, in place of our rule."""
     rule = {
         "ID": _rule_id(access),
         "Status": "Enabled",
