@@ -123,7 +123,7 @@ class EncoderCache:
         self.copies = CopyTimes()
         self.tallies = Tallies()
         """What the store processes have counted."""
-        self._below = TiersBelow(self.book, self._complaints, config, engine)
+        self.below = TiersBelow(self.book, self._complaints, config, engine)
         self._handed = (-1, -1)  # revision of the book, and ping, of the last ledger
         self._closed = False
         self._arena_fd = arena.create(capacity)
@@ -228,8 +228,8 @@ class EncoderCache:
         """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
         it could not be). What is known at once, or cannot be found out, is answered at once."""
         if spec is None or not self._asks_tiers(now):
-            return self._fetches.in_none(identifier, self._below.reached, now)
-        return self._fetches.probe(identifier, entry_length(identifier, spec), self._below.reached, now)
+            return self._fetches.in_none(identifier, self.below.reached, now)
+        return self._fetches.probe(identifier, entry_length(identifier, spec), self.below.reached, now)
 
     def _asks_tiers(self, now: float) -> bool:
         """Whether there are tiers to ask, and somebody who does."""
@@ -238,15 +238,11 @@ class EncoderCache:
     def _candidates(self, digest: bytes) -> Sequence[int]:
         """The tiers that may have the entry of this key, as far as each is known, in their order."""
         presence = None if self._enters else self._presence
-        return range(len(self._below.names)) if presence is None else presence.candidates(digest)
-
-    def covers(self, tiers: int) -> bool:
-        """See `TiersBelow.covers`."""
-        return self._below.covers(tiers)
+        return range(len(self.below.names)) if presence is None else presence.candidates(digest)
 
     def rewrite(self, place: Place) -> None:
         """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""
-        self.book.rewrite(place, self._below.reached & ~place.tiers)
+        self.book.rewrite(place, self.below.reached & ~place.tiers)
 
     def is_writing(self, place: Place, now: float) -> bool:
         """Whether a live entry is being written to the tiers, or soon will be."""
@@ -315,7 +311,7 @@ class EncoderCache:
         return {
             **self.book.snapshot(),
             **self._fetches.counts,
-            **self.policy.snapshot(self._below.names),
+            **self.policy.snapshot(self.below.names),
             "fetches_under_way": len(self._fetches),
             "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
@@ -460,7 +456,7 @@ class EncoderCache:
         match message:
             case Filled():
                 spec = TensorSpec(message.rows, message.width, message.dtype)
-                tier = self._below.names.index(message.tier)
+                tier = self.below.names.index(message.tier)
                 place = self.book.filled(message.place, spec, message.tier, tier)
                 if place is not None:
                     self._fetches.filled(place.identifier, tier, message.seconds, now)
@@ -475,9 +471,9 @@ class EncoderCache:
             case Located(number=number, held=held):
                 self._fetches.located(number, held)
             case Back(tier=tier):
-                self._below.back(tier)
+                self.below.back(tier)
             case Born(tier=tier, name=name):
-                self._below.born(tier, name)
+                self.below.born(tier, name)
             case Entered(namespace=namespace) if namespace == self.namespace:
                 self._enters = False
             case Populated(offset=offset):
@@ -497,7 +493,7 @@ class EncoderCache:
                 if len(fds) > 1:
                     self._adopt_presence(fds[1], tiers)
                     self.tallies.adopt(self._store.number, fds[2], tiers)
-                    self._below.adopt(tiers, replaced=self._store.number > 1)
+                    self.below.adopt(tiers, replaced=self._store.number > 1)
 
     def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:

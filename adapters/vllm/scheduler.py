@@ -17,7 +17,7 @@ from .announcement import Announcer
 from .decisions import Decisions
 from .identifiers import names_of
 from .intake import Intake, stays_in_memory
-from .item import Item, Memo, Standing, items_of
+from .item import Memo, Standing, items_of
 from .loads import Loads
 from .lookups import LookUps
 from .metadata import StepMetadata
@@ -309,7 +309,7 @@ class SchedulerSide:
 
     def _count_encodes(self, encodes: dict[str, list[int]]) -> None:
         for request_id, indices in encodes.items():
-            items = self._items(request_id)
+            items = items_of(self._memos, request_id)
             for index in indices:
                 if index < len(items):
                     self.decisions.encoded(items[index].modality, self._look_ups.why_encoded(items[index]))
@@ -342,10 +342,10 @@ class SchedulerSide:
         if updates is None:
             return
         for new in scheduler_output.scheduled_new_reqs:
-            for item in self._items(new.req_id):
+            for item in items_of(self._memos, new.req_id):
                 item.dropped = False
         for request_id, changes in updates.items():
-            items = self._items(request_id)
+            items = items_of(self._memos, request_id)
             for index, payload in changes.items():
                 if index < len(items):
                     items[index].dropped = payload is None
@@ -354,7 +354,7 @@ class SchedulerSide:
         book = self.cache.book
         owed = book.unsaved and self._look_ups.in_use
         retries = self._saves.retries(self._mirror, self._allocated) if owed else []
-        again = self._saves.reserve_again(scheduler_output, self._memos) if self._producer is not None else set()
+        again = self._saves.reserve_again(scheduler_output, self._memos)
         bearers = self._loads.bearers(scheduler_output.num_scheduled_tokens) if self._loads.waiting else {}
         copies = bool(bearers or self._saves.reserved or retries)
         look, encodes = self._looks(copies), scheduler_output.scheduled_encoder_inputs
@@ -364,7 +364,7 @@ class SchedulerSide:
         meta = self._next_step(encodes)
         meta.look = look
         if timed:
-            encoded = [self._items(request_id)[index] for request_id, indices in encodes.items() for index in indices]
+            encoded = [items_of(self._memos, name)[index] for name, indices in encodes.items() for index in indices]
             self.cache.policy.begin_encodes(self._step, [(item.modality, item.rows) for item in encoded])
         self._saves.send(meta, again, retries)
         meta.loads = self._loads.send(self._step, bearers)
@@ -375,9 +375,6 @@ class SchedulerSide:
         meta = StepMetadata(self.cache.arena_id, self._step, encoder_inputs=encodes)
         meta.namespace, meta.weights = self.cache.namespace, self.cache.held
         return meta
-
-    def _items(self, request_id: str) -> list[Item]:
-        return items_of(self._memos, request_id)
 
     def _looks(self, copies: bool) -> bool:
         """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a

@@ -47,7 +47,7 @@ from lmcache_ec.tiers.s3_catalog import CatalogFolder
 from lmcache_ec.tiers.s3_catalog_tier import Cataloged
 from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_faults import Fault, OfAnotherKey, reported
-from lmcache_ec.tiers.s3_lifecycle import rule_s, set_rule
+from lmcache_ec.tiers.s3_lifecycle import lifecycle_ttl_s, set_lifecycle_ttl
 from lmcache_ec.tiers.s3_listing import pages
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
@@ -361,12 +361,12 @@ class S3Tier(Tier):
         if not self._access.prefix:
             raise ValueError("S3 lifecycle rule: the remote has no prefix, and the rule would be for the whole bucket")
         with reported("set the lifecycle rule"):
-            set_rule(self._access, ttl_s)
+            set_lifecycle_ttl(self._access, ttl_s)
 
     def lifecycle_s(self) -> float | None:
         """The age in seconds at which the store deletes entries by our rule; None if that is not in force."""
         with reported("read the lifecycle rules"):
-            return rule_s(self._access)
+            return lifecycle_ttl_s(self._access)
 
     def _use(self, namespace: str) -> NamespaceUse:
         entries, length, written = 0, 0, 0.0

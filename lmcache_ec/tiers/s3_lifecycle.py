@@ -15,7 +15,7 @@ from lmcache_ec.tiers.s3_access import S3Access
 _DAY_S = 86_400
 
 
-def set_rule(access: S3Access, ttl_s: float) -> None:
+def set_lifecycle_ttl(access: S3Access, ttl_s: float) -> None:
     """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up, in place of our rule."""
     rule = {
         "ID": _rule_id(access),
@@ -29,7 +29,7 @@ def set_rule(access: S3Access, ttl_s: float) -> None:
     )
 
 
-def rule_s(access: S3Access) -> float | None:
+def lifecycle_ttl_s(access: S3Access) -> float | None:
     """The age in seconds at which the store deletes entries by our rule; None if that is not in force."""
     for rule in _rules(access):
         ours = rule.get("ID") == _rule_id(access) and rule.get("Filter") == {"Prefix": f"{access.prefix}/"}

@@ -330,7 +330,7 @@ def test_what_a_producer_waited_for_is_known_to_the_scheduler_side_when_the_step
             bench.drain()
             place = bench.cache.book.live(identifier)
             assert place is not None, number
-            assert bench.cache.covers(place.tiers), number
+            assert bench.cache.below.covers(place.tiers), number
 
 
 def test_a_producer_is_told_of_writes_that_fail_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:
