@@ -530,7 +530,7 @@ class EncoderCache:
         self.tallies.ended(number)
 
     def store_started(self) -> None:
-        """Another one is there."""
+        """Another one has started."""
         self._begin_store()
         self._growth.store_replaced()
 

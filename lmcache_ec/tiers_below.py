@@ -22,7 +22,7 @@ class TiersBelow:
         self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
 
     def adopt(self, names: list[str], replaced: bool) -> None:
-        """A store process has opened them. What one that it `replaced` had yet to write to any is written by this."""
+        """A store process has opened them. What one that it `replaced` had yet to write, this one writes."""
         self.names = names
         self._book.tiers = (1 << len(names)) - 1
         if replaced:

@@ -184,7 +184,7 @@ class Naming:
 
     def _durability(self, identifier: str, is_signed: bool) -> Durability:
         """With tower LoRA vLLM puts the adapter's name in front (`v1/engine/input_processor.py`, `_get_mm_identifier`).
-        That does not tell its weights, so such an identifier is never signed."""
+        That does not identify its weights, so such an identifier is never signed."""
         mark = mark_of(identifier)
         if mark == COUNTER or not _storable(identifier):
             return Durability.REFUSED

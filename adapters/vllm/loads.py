@@ -67,15 +67,16 @@ class Loads:
 
     def bearers(self, scheduled: Container[str]) -> dict[str, tuple[str, int]]:
         """The loads that can go out with this step, and who has each encoded if it fails: an item of a request that the
-        step schedules. Of a load that nobody there bears nothing could be made any more, and vLLM takes the item for
-        cached; so it waits for the step of one who does (its own request was preempted, or the step had no tokens)."""
+        step schedules. A load that fails without a bearer could not be made up for, since vLLM takes the item for
+        cached; so it waits for the step of one who bears it (its own request was preempted, or the step had no
+        tokens)."""
         bearers = (
             (identifier, self._bearer(identifier, load.item, scheduled)) for identifier, load in self.waiting.items()
         )
         return {identifier: bearer for identifier, bearer in bearers if bearer is not None}
 
     def _bearer(self, identifier: str, own: tuple[str, int], scheduled: Container[str]) -> tuple[str, int] | None:
-        """Rather one that carries what can be encoded."""
+        """Preferably one that carries something to encode."""
         if own[0] in scheduled and self._encodes(own):
             return own
         others = [

@@ -21,7 +21,7 @@ class LookUps:
 
     def __init__(self, cache: EncoderCache, policy: Policy) -> None:
         self.misfits = 0
-        """Live entries that another item of their name needs, each counted once a minute."""
+        """Live entries that do not fit the item that has their name, each counted once a minute."""
         self._cache = cache
         self._policy = policy
         self._widths = dict(policy.widths)
@@ -30,7 +30,7 @@ class LookUps:
         self._in_use = False
 
     def begin(self, now: float) -> None:
-        """What follows is of this moment (monotonic seconds), up to the next one."""
+        """All that follows, up to the next call, is of this moment (monotonic seconds)."""
         self._now = now
         self._in_use = self.in_use
 
@@ -61,7 +61,7 @@ class LookUps:
         return None
 
     def held(self, item: Item) -> Place | None:
-        """The same, and nothing is counted or remembered."""
+        """The same, without counting or remembering anything."""
         places = (self._cache.book.live(name.text) for name in item.names)
         return next((place for place in places if place is not None and self.fits(place, item)), None)
 

@@ -79,7 +79,7 @@ class Producer:
         return Standing.SETTLED if item.encodable or self._in_tiers(item.probe) else Standing.MISSED
 
     def refresh(self, item: Item, spec: TensorSpec | None, now: float) -> None:
-        """Ask again about an item of a request that runs on: the answer to the request will tell what is there then."""
+        """Ask again about an item of a request that runs on: the answer to the request will say what is there then."""
         if item.probe is not None and item.probe.held is not None and now - item.probe.asked_at > _FRESH_S:
             item.probe = self._cache.probe(item.name, spec, now)
 

@@ -85,10 +85,10 @@ class SchedulerSide:
         self._start_deadline: float | None = None
         self._looked = time.monotonic()  # when a step was last asked to look at the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own encoder cache holds, of the ranks' weights; one set for good
+        self._mirror: set[str] = set()  # what vLLM's own cache holds, of the ranks' weights; `Waits` shares it
         self._allocated: set[str] = set()  # ... of it, since this pass
         self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
-        self._questioned = False  # in this pass: an item may be gone, and come back untold, for what was asked about
+        self._questioned = False  # in this pass: vLLM may have evicted an item for what it asked about, without telling
         self._promises: dict[str, Place] = {}
         self._loads = Loads(cache, self._memos, self.decisions)
         self._saves = Saves(cache, policy, self._look_ups, self._producer)
@@ -142,7 +142,7 @@ class SchedulerSide:
         return self._prepare(memo)
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests with an item that carries nothing to encode and that the cache does not hold. Told once."""
+        """Requests with an item that carries nothing to encode and that the cache does not hold. Each once."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -378,7 +378,7 @@ class SchedulerSide:
 
     def _looks(self, copies: bool) -> bool:
         """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
-        step that copies, for those who write past all calls."""
+        step that copies, for writers that bypass all calls."""
         due_s = _LOOK_AGAIN_S if self.cache.in_doubt else self._policy.weights_check_s if copies else 0.0
         if not due_s or not self.cache.weights.started or self.cache.inert or self._now - self._looked < due_s:
             return False

@@ -134,7 +134,7 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
 
 
 def _in_use() -> tuple[dict[str, list[int]], list[int]]:
-    """Of the engines on this host: namespace to store processes; and the store processes that do not tell theirs."""
+    """Of the engines on this host: namespace to store processes; and the store processes that do not report theirs."""
     using: dict[str, list[int]] = {}
     for engine in engines():
         using.setdefault(engine["namespace"], []).append(engine["pid"])

@@ -72,7 +72,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What `born` found: the name that the store bears, the one that was told, and what the servers counted."""
+    """What `born` found: the name that the store bears, the one that was reported, and what the servers counted."""
 
     marker: bytes
     reported: bytes
