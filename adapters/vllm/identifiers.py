@@ -53,8 +53,8 @@ class Durability(enum.Enum):
     """How far an entry may travel, judged by who named it."""
 
     PERSISTENT = "any tier"
-    LOCAL = "LocalCPU only: the name does not tell the content, or not beyond this engine's life"
-    REFUSED = "never cached: the name tells nothing about the media, or cannot be stored"
+    LOCAL = "LocalCPU only: the name does not identify the content, or not beyond this engine's life"
+    REFUSED = "never cached: the name says nothing about the media, or cannot be stored"
 
 
 def client_name(uuid: str, cache_salt: str | None = None) -> str:

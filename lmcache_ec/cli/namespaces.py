@@ -188,7 +188,7 @@ def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence
     if silent:
         pids = ", ".join(map(str, silent))
         return (
-            f"nothing is removed: store process {pids} on this host does not tell its namespace (it may be another "
+            f"nothing is removed: store process {pids} on this host does not report its namespace (it may be another "
             f"user's); --force removes all the same"
         )
     for row in report.rows:

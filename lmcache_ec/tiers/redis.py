@@ -263,7 +263,8 @@ class RedisTier(Tier):
         longest_s = 2 * self.options.timeout_s
         with until(time.monotonic() + longest_s):
             if not self._slots.acquire(timeout=longest_s):
-                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {self.options.connections} calls go on")
+                busy = f"all {self.options.connections} connections are busy"
+                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {busy}")
             try:
                 yield
             except TierError:

@@ -333,7 +333,7 @@ def test_what_a_producer_waited_for_is_known_to_the_scheduler_side_when_the_step
             assert bench.cache.below.covers(place.tiers), number
 
 
-def test_a_producer_is_told_of_writes_that_fail_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+def test_a_producer_learns_of_failed_writes_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     with Bench(Path("/proc")) as bench:  # a folder that refuses every write
         assert flushed(bench, bench.save(IMAGES)) == set()
         bench.settle()

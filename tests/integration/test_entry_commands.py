@@ -190,7 +190,7 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
 
 
 @pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
-def test_what_does_not_verify_in_one_tier_is_said_of_that_tier(stores: Stores, how: str) -> None:
+def test_what_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stores, how: str) -> None:
     data = spoiled("picture") if how == "spoiled" else memoryview(of_another_version(bytes(sealed("picture")), how))
     put(stores.disk, "picture")
     stores.redis.put(EncoderCacheKey("ns", "picture"), data)
@@ -428,7 +428,7 @@ def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: St
     assert [found.digest for found in stores.disk.list("ns")] == [EncoderCacheKey("ns", "good").digest]
 
 
-def test_warm_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warm_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "no Redis and no S3 remote is configured" in run("warm").stderr
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
     monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", f"redis://user:{CANARY}@127.0.0.1:{free_port()}")

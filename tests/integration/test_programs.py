@@ -288,7 +288,7 @@ def test_the_public_names_are_those_that_are_listed() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
-def test_the_programs_that_are_shown_run(page: str, tmp_path: Path) -> None:
+def test_the_programs_in_the_documentation_run(page: str, tmp_path: Path) -> None:
     """Each block in a folder of its own, with the configuration that the page writes, if it does."""
     text = (ROOT / page).read_text()
     programs = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "lmcache_ec" in block]

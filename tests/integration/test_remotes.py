@@ -337,7 +337,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
 
 
 @pytest.mark.fault("away at the start", "Valkey", "the engine starts without it", recovery="it is asked")
-def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
+def test_a_remote_that_is_unreachable_at_the_start_is_used_once_it_is_up(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()
         with Bench(tmp_path / "disk", remotes=[server.url]) as bench:
@@ -349,7 +349,7 @@ def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path
             bench.until("it is asked", lambda: asks(bench, f"newer-{time.monotonic()}"), 20.0)
 
 
-def test_what_cannot_be_meant_is_said_at_the_start_and_leaves_nothing(
+def test_a_remote_that_is_misconfigured_is_reported_at_the_start_and_leaves_nothing(
     tmp_path: Path, s3: Seaweed, in_s3: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
@@ -371,7 +371,7 @@ def test_what_cannot_be_meant_is_said_at_the_start_and_leaves_nothing(
         assert "canary" not in str(raised.value)
 
 
-def test_doctor_says_before_a_start_what_the_start_would_say_of_a_remote(tmp_path: Path) -> None:
+def test_doctor_reports_before_a_start_what_the_start_would_report_of_a_remote(tmp_path: Path) -> None:
     def found(password: str) -> Report:
         return examine("{}", {"LMCACHE_EC_REMOTE_URL": f"redis://:{password}@127.0.0.1:{server.port}"})
 

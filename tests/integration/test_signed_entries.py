@@ -153,7 +153,7 @@ def test_a_program_signs_and_believes_as_an_engine_does(folder: Path, key_file: 
             (folder / EncoderCacheKey(namespace, "dog").object_name).unlink()
 
 
-def test_inspect_says_of_a_forgery_that_it_is_not_signed(folder: Path, key_file: Path) -> None:
+def test_inspect_reports_a_forgery_as_unsigned(folder: Path, key_file: Path) -> None:
     extra = json.dumps({"local_disk": str(folder), "signing_key_file": str(key_file)})
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])

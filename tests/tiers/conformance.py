@@ -68,7 +68,7 @@ class TierConformance:
         tier.delete(key)
 
     @pytest.mark.parametrize("asked", [0, 1, 9_999, 10_001, 300_000])
-    def test_a_buffer_of_another_length_is_told_the_length(self, tier: Tier, asked: int) -> None:
+    def test_a_buffer_of_another_length_is_answered_with_the_length(self, tier: Tier, asked: int) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         tier.put(key, value("a", 10_000))
         around = bytearray(b"\xaa") * (asked + 8192)
@@ -87,7 +87,7 @@ class TierConformance:
         tier.delete(ObjectName(key.namespace, key.digest))
         assert tier.peek(key, 10) is None
 
-    def test_asked_for_together_each_is_told_what_it_is_told_alone(self, tier: Tier) -> None:
+    def test_asked_for_together_each_entry_has_the_answer_that_it_has_alone(self, tier: Tier) -> None:
         namespace = new_namespace()
         there = [EncoderCacheKey(namespace, f"picture {number}") for number in range(5)]
         absent = EncoderCacheKey(namespace, "another")
@@ -135,7 +135,7 @@ class TierConformance:
         assert tier.replace(key, value("new", 10), held) is True
         assert fetch(tier, key) == value("new", 10)
 
-    def test_deleted_is_gone_and_can_be_put_again(self, tier: Tier) -> None:
+    def test_what_was_deleted_is_absent_and_can_be_put_again(self, tier: Tier) -> None:
         key, other = (EncoderCacheKey(new_namespace(), "picture") for _ in range(2))
         tier.put(key, value("a", 10))
         tier.put(other, value("b", 10))

@@ -481,7 +481,7 @@ def test_a_handle_that_becomes_stale_while_it_is_read_is_a_miss(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT, errno.ENOTDIR])
-def test_a_file_that_is_gone_when_it_is_opened_is_a_miss(
+def test_a_file_that_disappears_before_it_is_opened_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     tier = DiskTier(tmp_path, 1000)

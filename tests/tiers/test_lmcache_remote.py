@@ -126,7 +126,7 @@ def test_a_server_cannot_list_and_says_so(server: LMCacheServer) -> None:
         assert "cannot be listed" in tier.notice
 
 
-def test_what_a_server_cannot_delete_is_gone_for_this_tier_and_replaced_for_all(server: LMCacheServer) -> None:
+def test_what_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_all(server: LMCacheServer) -> None:
     key = new_key()
     with opened(server.url) as tier, opened(server.url) as neighbour:
         tier.put(key, value("bad", 100))

@@ -206,7 +206,9 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 
 @pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
 @pytest.mark.parametrize("asked", [0, 11, 71_000])
-def test_a_wrong_length_is_told_and_what_comes_after_it_is_right(server: RedisServer, stored: int, asked: int) -> None:
+def test_a_wrong_length_is_reported_and_what_comes_after_it_is_right(
+    server: RedisServer, stored: int, asked: int
+) -> None:
     """Whether the connection goes on, or is closed because the value is too long to be read for nothing."""
     wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
@@ -348,7 +350,7 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_touches_nothing(answer: b
 
 
 @pytest.mark.parametrize("length", [10**9, 10**30])
-def test_a_length_beyond_all_reason_is_told_and_not_waited_for(length: int) -> None:
+def test_a_length_beyond_all_reason_is_reported_and_not_waited_for(length: int) -> None:
     with answering_gets_with(b"$%d\r\n" % length) as tier:
         assert tier.get_into(new_key(), memoryview(bytearray(100))) == length
         assert tier.contains(new_key()) is None
@@ -944,7 +946,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ],
     ids=lambda given: given.__name__ if callable(given) else "",
 )
-def test_what_is_wrong_is_said_at_the_opening_in_one_line_without_credentials(
+def test_what_is_wrong_is_reported_at_the_opening_in_one_line_without_credentials(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, says: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -1037,7 +1039,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
         ("unix://u:canary@h/run/socket", "unix:///path"),
     ],
 )
-def test_urls_that_are_refused_say_why_and_show_nothing_of_themselves(url: str, says: str) -> None:
+def test_a_refused_url_is_explained_and_not_quoted(url: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         parse_redis_url(url, RedisOptions())
     assert "canary" not in "".join(traceback.format_exception(caught.value)).replace(url, "")

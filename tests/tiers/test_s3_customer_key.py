@@ -122,7 +122,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
         ("sse_c_key=abc", None, "with credentials"),
     ],
 )
-def test_a_key_that_cannot_be_meant_is_refused_before_anything_is_asked_and_not_shown(
+def test_a_key_that_cannot_be_meant_is_refused_before_any_request_and_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, said: str
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)

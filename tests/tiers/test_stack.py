@@ -228,7 +228,7 @@ def test_who_asks_with_no_buffer_or_one_of_another_length_hears_the_length_and_n
     assert here.fetched(None) == Absent()
 
 
-def test_what_one_tier_cannot_say_the_next_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_of_one_tier_the_next_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     here, data = Setting(None), sealed()
 
     def broken(*_: object) -> int:

@@ -158,7 +158,7 @@ def names(model: torch.nn.Module) -> set[str]:
     return {name.partition(".")[0] for name, _ in encoder_tensors(model).parameters}
 
 
-def test_all_but_the_language_model_counts_unless_that_cannot_be_told_apart() -> None:
+def test_all_but_the_language_model_counts_unless_that_cannot_be_distinguished() -> None:
     encoder = {"vision", "projector", "newline"}
     assert names(Tower()) == encoder
     assert names(Reader()) == names(Untold()) == {*encoder, "language_model"}
@@ -166,7 +166,7 @@ def test_all_but_the_language_model_counts_unless_that_cannot_be_told_apart() ->
     assert [name for name, _ in encoder_tensors(Tower()).buffers] == ["table"]
 
 
-def test_vllms_models_whose_encoders_read_the_language_model_are_told_from_others() -> None:
+def test_vllms_models_whose_encoders_read_the_language_model_are_recognized() -> None:
     from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
     from vllm.model_executor.models.molmo2 import Molmo2ForConditionalGeneration
     from vllm.model_executor.models.moondream3 import Moondream3ForCausalLM
@@ -214,7 +214,7 @@ def scale(parameter: torch.Tensor, factor: float = 2.0) -> None:
     parameter.data.mul_(factor)
 
 
-def test_a_call_is_told_before_it_begins_and_its_outcome_once_it_is_over(watched: Watched) -> None:
+def test_a_call_is_reported_before_it_begins_and_its_outcome_once_it_is_over(watched: Watched) -> None:
     [(calls, start)] = watched.told
     assert calls == 0
     with watched.call("reload_weights"):
@@ -290,7 +290,7 @@ def test_rubbish_after_deep_sleep_is_in_doubt_until_something_is_written(watched
     assert watched.digest == start
 
 
-def test_while_a_layerwise_reload_has_taken_weights_away_they_are_in_doubt(watched: Watched) -> None:
+def test_weights_are_in_doubt_during_a_layerwise_reload(watched: Watched) -> None:
     start, weight = watched.digest, watched.model.vision.weight
     with watched.call("start_weight_update"):
         watched.model.vision.weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))

@@ -235,7 +235,7 @@ def test_any_answer_ends_the_rest_of_reads(monkeypatch: pytest.MonkeyPatch) -> N
     assert here.asks() == (True, True)
 
 
-def test_what_a_tier_says_of_one_entry_is_that_entrys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_one_entry_does_not_count_against_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     for _ in range(100):
         here.lane.read_failed(TierError(None, "unreadable"))
@@ -298,7 +298,7 @@ def test_a_store_that_refuses_writes_is_read_only_until_it_takes_some_and_is_rea
     assert (here.lane.read_only, here.takes_writes()) == (False, True)
 
 
-def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_told_once(
+def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)

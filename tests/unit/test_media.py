@@ -94,7 +94,7 @@ def test_it_answers_whatever_it_is_asked(media: EncodableMedia) -> None:
     assert not media.encodable(SimpleNamespace())  # type: ignore[arg-type]
 
 
-def test_a_processor_that_fails_is_said_once(model_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_processor_that_fails_is_reported_once(model_config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Everything that holds data then counts as media: the cache works on, without this protection."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 

@@ -168,7 +168,7 @@ def test_what_leaves_the_arena_is_due_no_more() -> None:
     assert book.snapshot()["rewrites_owed"] == 0
 
 
-def test_the_answer_about_a_place_that_is_gone_changes_nothing() -> None:
+def test_the_answer_about_a_place_that_was_freed_changes_nothing() -> None:
     book = a_book()
     first = saved(book, "a", answers={NEAR: Landing.FAILED})
     book.forget(first)

@@ -523,7 +523,7 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
     [{"modality": "prompt_embeds"}, {"identifier": counter_name("renderer0-mm-1-image-0")}],
     ids=["prompt_embeds", "counter"],
 )
-def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
+def test_an_item_whose_name_says_nothing_about_its_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
     served = serve()
     identifier = kind.pop("identifier", X)
     for name in ("first", "second"):
