@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from benchmarks.testbed import core
 from benchmarks.testbed.core import (
-    DEADLINE_S,
     LARGEST,
     MIB,
     NAMESPACE,
@@ -32,6 +31,7 @@ from benchmarks.testbed.core import (
     stuck,
     temporaries,
 )
+from benchmarks.testbed.waiting import DEADLINE_S
 from lmcache_ec.config import ConfigError
 
 IMAGES = names("image", 8)

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload, wait_until
+from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload
 from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey, EntryName

@@ -18,8 +18,8 @@ from benchmarks.testbed.core import (
     names,
     own_arenas,
     store_processes,
-    wait_until,
 )
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import rank_address
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,13 +25,13 @@ from benchmarks.testbed.core import (
     stopped,
     store_processes,
     stored,
-    wait_until,
 )
 from benchmarks.testbed.servers.authority import Authority
 from benchmarks.testbed.servers.lmcache_server import lmcache_server
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.relay import relay
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.cli.doctor import Report, examine, render
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
 from lmcache_ec.key import EncoderCacheKey
@@ -62,7 +63,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
 
 
 def entries_in(server: RedisServer) -> int:
-    return len(server.client().keys("*.safetensors"))  # type: ignore[arg-type]
+    return len(server.client().keys("*.safetensors"))
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def in_redis(redis: RedisServer) -> Remote:
 
     def edit(identifier: str, change: Callable[[bytes], bytes]) -> bytes:
         name = f"lmcache-ec/{object_name(identifier)}"
-        data = change(redis.client().get(name))  # type: ignore[arg-type]
+        data = change(redis.client().get(name))
         redis.client().set(name, data)
         return data
 
@@ -107,13 +108,17 @@ def object_name(identifier: str) -> str:
     return EncoderCacheKey(NAMESPACE, identifier).object_name
 
 
+def holds_all(remote: Remote) -> bool:
+    return remote.held() == len(IMAGES)
+
+
 def filled(folder: Path | None, *remotes: Remote) -> None:
     """A host that encoded, stored and went."""
     with Bench(folder, remotes=[remote.url for remote in remotes]) as bench:
         bench.encode(IMAGES)
         bench.settle()
         for remote in remotes:
-            wait_until(f"all is in {remote.name}", lambda remote=remote: remote.held() == len(IMAGES))
+            wait_until(f"all is in {remote.name}", partial(holds_all, remote))
 
 
 def test_another_host_is_warm_and_keeps_what_it_fetched(tmp_path: Path, remote: Remote) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -42,7 +43,7 @@ class Store:
     tier: Tier
     empty: Callable[[], object]
 
-    def bench(self, **keys: object) -> Bench:
+    def bench(self, **keys: Any) -> Bench:
         return Bench(self.folder, **{"remotes": self.remotes, **QUICK, **keys})
 
     def held(self) -> set[bytes]:

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.live import Live
 from typer.testing import CliRunner
 
-from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck, wait_until
+from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.top import EngineRates, TierRates, look, rates, view
@@ -141,7 +142,8 @@ def test_what_is_written_in_the_place_of_a_corrupt_entry_is_counted_once(tmp_pat
 
 
 def test_no_heading_of_the_live_view_is_cut_in_eighty_columns() -> None:
-    tier = TierRates("redis", "read only", 999 << 20, *[1234.5] * 6, backlog=12, backlog_bytes=33 << 20)
+    rate_s = 1234.5
+    tier = TierRates("redis", "read only", 999 << 20, rate_s, rate_s, rate_s, rate_s, rate_s, rate_s, 12, 33 << 20)
     rate = EngineRates("engine", "ns", "serving", 1.0, 1.0, 1 << 30, 2 << 30, [tier])
     console = Console(width=80, file=io.StringIO())
     console.print(view([rate]))

@@ -17,7 +17,6 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.testbed.core import (
-    DEADLINE_S,
     MIB,
     NAMESPACE,
     Bench,
@@ -32,9 +31,9 @@ from benchmarks.testbed.core import (
     stored,
     stuck,
     temporaries,
-    wait_until,
 )
 from benchmarks.testbed.engine_env import PLUGIN
+from benchmarks.testbed.waiting import DEADLINE_S, wait_until
 from lmcache_ec.channel import AnyMessage, Link, StoreLink
 
 

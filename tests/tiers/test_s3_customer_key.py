@@ -4,7 +4,7 @@
 import base64
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,7 +96,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
     tier.put(KEY, value("secret", 5000))
     key_file.write_bytes(os.urandom(32))
     other = opened(url, f"&sse_c_key_file={key_file}")
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: other.get_into(KEY, memoryview(bytearray(5000))),
         lambda: other.contains(KEY),
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.tiers.base import Landing, Listed, Tier, TierError
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.journal import Journal
@@ -40,7 +40,7 @@ class Memory(Tier):
         self.free = threading.Event()
         self.free.set()
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         found = self.entries.get(key.digest)
         if found is not None and len(found) == len(buffer):
             buffer[:] = found
@@ -52,11 +52,11 @@ class Memory(Tier):
         self.entries.setdefault(key.digest, bytes(data))
         return new
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         found = self.entries.get(key.digest)
         return None if found is None else len(found)
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         self.entries.pop(key.digest, None)
 
     def list(self, namespace: str) -> Iterator[Listed]:
@@ -71,7 +71,7 @@ class CountedDisk(DiskTier):
 
     reads = 0
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         self.reads += 1
         return super().get_into(key, buffer)
 

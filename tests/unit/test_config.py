@@ -425,7 +425,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_each_mistake_is_one_error_that_says_how_to_fix_it(mistake: Mistake, file: File) -> None:
-    environ = file(mistake.text) | mistake.environ
+    environ = {**file(mistake.text), **mistake.environ}
     with pytest.raises(ConfigError) as caught:
         load_config(mistake.extra, environ)
     assert len(caught.value.args) == 1
@@ -598,7 +598,7 @@ def test_no_error_shows_what_is_in_a_variable(file: File) -> None:
 
 def test_the_class_itself_does_not_quote_what_it_refuses() -> None:
     with pytest.raises(ValidationError) as caught:
-        EncoderCacheConfig(drain_s=CANARY, nonsense=CANARY)  # type: ignore[arg-type, call-arg]
+        EncoderCacheConfig(drain_s=CANARY, nonsense=CANARY)  # type: ignore[call-arg]
     assert CANARY not in f"{caught.value} {caught.value!r}"
 
 

@@ -231,8 +231,12 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 def errors() -> Iterator[list[logging.LogRecord]]:
     """What the connector has logged as errors; vLLM's loggers do not pass records on."""
     said: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = said.append  # type: ignore[method-assign]
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record)
+
+    handler = Recorder(logging.ERROR)
     logger = logging.getLogger("vllm.lmcache_ec")
     logger.addHandler(handler)
     yield said

@@ -237,7 +237,9 @@ def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "small").write_bytes(b"12345")
     assert stored_bytes(tmp_path) == 5
-    size = disk(tmp_path).free_bytes + 64 * GIB
+    free = disk(tmp_path).free_bytes
+    assert free is not None
+    size = free + 64 * GIB
     with (tmp_path / "a" / "b" / "sparse").open("wb") as sparse:
         sparse.truncate(size)
     extra = {"local_disk": str(tmp_path), "max_local_disk_size": size / GIB}

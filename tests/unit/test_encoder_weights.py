@@ -2,6 +2,7 @@
 """What a rank sees of its encoder's weights: which tensors, which bytes, and when."""
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() ->
 class Tower(torch.nn.Module):
     """A multimodal model as vLLM's are: tower, projector, something beside them, and a language model that is named."""
 
-    _language_model_names = ("language_model",)
+    _language_model_names: tuple[str, ...] = ("language_model",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class Reader(Tower):
 
 
 class Untold(Tower):
-    _language_model_names = ()
+    _language_model_names: tuple[str, ...] = ()
 
 
 class TextOnly(torch.nn.Module):
@@ -192,7 +193,7 @@ class Watched:
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.model = model or Tower()
         self.told: list[tuple[int, str]] = []
-        self.weights = EncoderWeights(self.model, lambda *report: self.told.append(report), SILENT)  # type: ignore[arg-type]
+        self.weights = EncoderWeights(self.model, lambda *report: self.told.append(report), SILENT)
 
     @property
     def digest(self) -> str:
@@ -264,7 +265,7 @@ def test_what_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
 ) -> None:
     allocation = SimpleNamespace(tag="weights", is_asleep=True)
     kind = SimpleNamespace(instance=SimpleNamespace(pointer_to_data={1: allocation}))
-    monkeypatch.setitem(module.sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=kind))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=kind))
     start = watched.digest
     with watched.call():
         pass

@@ -40,7 +40,7 @@ def answered(book: Book, place: Place, tiers: int, answers: dict[int, Landing] |
 
 def written_again(book: Book, number: int = 100) -> list[tuple[str, int]]:
     """Identifiers and tiers of what is ordered now, one after another, each answered at once."""
-    done = []
+    done: list[tuple[str, int]] = []
     while len(done) < number and (place := book.owed_rewrite()) is not None:
         tiers = place.owed
         book.begin_rewrite(place, 1)
