@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
 
 class Reserved(NamedTuple):
-    """A place for the output of one item of a request."""
+    """A place for the output of an item, (request, index)."""
 
     place: Place
-    request_id: str
-    index: int
+    item: tuple[str, int]
 
 
 class Saves:
@@ -55,7 +54,7 @@ class Saves:
         place = self._cache.book.reserve_save(name.text, spec, self._persists(name.durability))
         if place is not None:
             place.modality = item.modality
-            self.reserved[item.identifier] = Reserved(place, request_id, index)
+            self.reserved[item.identifier] = Reserved(place, (request_id, index))
 
     def reserve_again(self, scheduler_output: SchedulerOutput, memos: Mapping[str, Memo]) -> set[str]:
         """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
@@ -92,7 +91,7 @@ class Saves:
     def send(self, orders: Orders, again: Container[str], retries: Sequence[Place]) -> None:
         """Put all of the pass into a step's orders. `again` are those of `reserve_again`."""
         encodes = orders.encoder_inputs or {}
-        for identifier, (place, request_id, index) in self.reserved.items():
+        for identifier, (place, (request_id, index)) in self.reserved.items():
             if identifier in again and self._producer is not None:
                 self._producer.encoded_again(identifier)
                 orders.encodes.append((request_id, index))
