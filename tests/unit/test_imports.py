@@ -71,7 +71,7 @@ def test_imports_go_one_way_adapters_to_cache_to_tiers() -> None:
             continue
         reached = reach(edges, name)
         assert not any(each.startswith("lmcache_ec.adapters") for each in reached), name
-        if name.startswith("lmcache_ec.tiers"):
+        if name.startswith("lmcache_ec.tiers."):
             upper = {"lmcache_ec.cache", "lmcache_ec.store", "lmcache_ec.channel", "lmcache_ec.config"}
             assert not upper & reached, name
 
