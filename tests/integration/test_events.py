@@ -20,7 +20,8 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from benchmarks.testbed.core import Bench, Remote, Scheduler, Worker, length, names, stopped, wait_until
+from benchmarks.testbed.core import Bench, Remote, Scheduler, Worker, length, names, stopped
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import CpuChanges
 from lmcache_ec.cli.commands import app
 from lmcache_ec.events.batch import END, decode
@@ -305,10 +306,10 @@ def test_a_client_of_vllms_kv_events_reads_a_snapshot_as_it_reads_a_replay(publi
         answered = []
         while True:
             assert replay.poll(8000)
-            _, topic, number, payload = replay.recv_multipart()
-            if number == END:
+            _, topic, place, payload = replay.recv_multipart()
+            if place == END:
                 break
-            answered.append((topic, int.from_bytes(number, "big"), decode(payload)))
+            answered.append((topic, int.from_bytes(place, "big"), decode(payload)))
     [(topic, number, batch)] = answered
     assert (topic, number > 0, batch.namespace) == (b"ec", True, "ns")
     assert [type(event).__name__ for event in batch.events] == ["AllEntriesCleared", "EntriesAdmitted"]
