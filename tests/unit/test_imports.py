@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def imported(name: str, file: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Module to those of ours that it imports: the module that an import names, or the one that has the name."""
     files = modules()
