@@ -46,7 +46,8 @@ def attach(fd: int) -> mmap.mmap:
 
 
 def populate(memory: mmap.mmap, offset: int, length: int) -> None:
-    """Have the pages of a range made (Linux 5.14 and later); their bytes stay as they are. Other threads run meanwhile.
+    """Have the kernel make the pages of a range (Linux 5.14 and later); their bytes stay as they are. Other threads run
+    meanwhile.
 
     Raises OSError where that cannot be done; then the pages are made by whoever touches them first.
     """

@@ -19,6 +19,9 @@ Who owns what, and when it may be freed:
    that process has ended; then the bytes are free, and the writes are owed again.
 9. No abort, preemption, deadline or timeout frees a place.
 10. Identities of places are never reused, so a late answer about a freed place names nothing.
+
+It is one state machine: index, pins, budgets and what is owed change together at each transition, so they stay in one
+file. What stands apart from it has its own: `place.py`, `space.py` (which bytes), `rewrites.py` (what tiers lost).
 """
 
 from __future__ import annotations

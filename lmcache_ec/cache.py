@@ -67,6 +67,7 @@ from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tally import Tallies
 from lmcache_ec.tiers.kinds import environment_of
+from lmcache_ec.tiers_below import TiersBelow
 from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
@@ -128,9 +129,7 @@ class EncoderCache:
         """While somebody records what requests need."""
         self.tallies = Tallies()
         """What the store processes have counted."""
-        self._tiers: list[str] = []
-        self._read_only = config.read_only_tiers
-        self._born: dict[int, str] = {}  # tier -> what it was called when it was last looked at
+        self.below = TiersBelow(self.book, self._complaints, config, engine)
         self._handed = (-1, -1)  # revision of the book, and ping, of the last ledger
         self._closed = False
         self._arena_fd = arena.create(capacity)
@@ -235,8 +234,8 @@ class EncoderCache:
         """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
         it could not be). What is known at once, or cannot be found out, is answered at once."""
         if spec is None or not self._asks_tiers(now):
-            return self._fetches.in_none(identifier, self._reached, now)
-        return self._fetches.probe(identifier, entry_length(identifier, spec), self._reached, now)
+            return self._fetches.in_none(identifier, self.below.reached, now)
+        return self._fetches.probe(identifier, entry_length(identifier, spec), self.below.reached, now)
 
     def _asks_tiers(self, now: float) -> bool:
         """Whether there are tiers to ask, and somebody who does."""
@@ -245,7 +244,7 @@ class EncoderCache:
     def _candidates(self, digest: bytes) -> Sequence[int]:
         """The tiers that may have the entry of this key, as far as each is known, in their order."""
         presence = None if self._enters else self._presence
-        return range(len(self._tiers)) if presence is None else presence.candidates(digest)
+        return range(len(self.below.names)) if presence is None else presence.candidates(digest)
 
     def restore_s(self, names: Sequence[str], length: int, modality: str, rows: int) -> float:
         """What having an item back costs, in seconds, that has `length` bytes and may be stored under each of `names`:
@@ -256,17 +255,13 @@ class EncoderCache:
         if self._presence is None or self._enters or not self._asks_tiers(time.monotonic()):
             return encode_s
         held, digests = 0, [EncoderCacheKey(self.namespace, name).digest for name in names]
-        for number, tier in enumerate(self._tiers):
+        for number, tier in enumerate(self.below.names):
             held |= any(self._presence.may_contain(digest, tier) for digest in digests) << number
         return self.policy.restore_s(held, length, modality, rows)
 
-    def covers(self, tiers: int) -> bool:
-        """Whether a consumer finds what these tiers have: the remotes, all that are written; without any, the disk."""
-        return bool(self._reached) and tiers & self._reached == self._reached
-
     def rewrite(self, place: Place) -> None:
         """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""
-        self.book.rewrite(place, self._reached & ~place.tiers)
+        self.book.rewrite(place, self.below.reached & ~place.tiers)
 
     def is_writing(self, place: Place, now: float) -> bool:
         """Whether a live entry is being written to the tiers, or soon will be."""
@@ -335,7 +330,7 @@ class EncoderCache:
         return {
             **self.book.snapshot(),
             **self._fetches.counts,
-            **self.policy.snapshot(self._tiers),
+            **self.policy.snapshot(self.below.names),
             "fetches_under_way": len(self._fetches),
             "staged": len(self.staging),
             "memory_only": int(not self._home.persists),
@@ -479,7 +474,8 @@ class EncoderCache:
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
             case Filled():
-                spec, tier = TensorSpec(message.rows, message.width, message.dtype), self._tiers.index(message.tier)
+                spec = TensorSpec(message.rows, message.width, message.dtype)
+                tier = self.below.names.index(message.tier)
                 place = self.book.filled(message.place, spec, message.tier, tier)
                 if place is not None:
                     self._fetches.filled(place.identifier, tier, message.seconds, now)
@@ -494,9 +490,9 @@ class EncoderCache:
             case Located(number=number, held=held):
                 self._fetches.located(number, held)
             case Back(tier=tier):
-                self._tier_back(tier)
+                self.below.back(tier)
             case Born(tier=tier, name=name):
-                self._tier_born(tier, name)
+                self.below.born(tier, name)
             case Entered(namespace=namespace) if namespace == self.namespace:
                 self._enters = False
             case Populated(offset=offset):
@@ -518,20 +514,12 @@ class EncoderCache:
                 if len(fds) > 1:
                     self._adopt_presence(fds[1], tiers)
                     self.tallies.adopt(self._store.number, fds[2], tiers)
-                    self._adopt_tiers(tiers)
+                    self.below.adopt(tiers, replaced=self._store.number > 1)
 
     def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
         if self._presence is not None:
             self._presence.close()
         self._presence = PresenceFilter.attach(fd, tiers)
-
-    def _adopt_tiers(self, tiers: list[str]) -> None:
-        """What a store process that was lost had yet to write to any of them is written by this one."""
-        self._tiers = tiers
-        self.book.tiers = (1 << len(tiers)) - 1
-        if self._store.number > 1:
-            for tier in range(len(tiers)):
-                self._tier_back(tier)
 
     def _begin_epoch(self, number: int) -> bool:
         """Whether the folder's epoch is later than ours; `follow_weights` then acts on it."""
@@ -539,26 +527,6 @@ class EncoderCache:
         if later:
             self.weights.begin_epoch(number, self._engine.namespace_at(number))
         return later
-
-    @property
-    def _reached(self) -> int:
-        """The tiers that consumers reach, a bit each. A disk is shared with them if nothing else is; what is configured
-        never to be written counts only where nothing else is reached: it never has what is new."""
-        private = 1 if self._config.local_disk and self._config.remotes else 0
-        reached = self.book.tiers & ~private
-        return reached & ~self._read_only or reached
-
-    def _tier_back(self, tier: int) -> None:
-        if self._engine.saves:
-            self.book.tier_back(tier)
-
-    def _tier_born(self, tier: int, name: str) -> None:
-        known, self._born[tier] = self._born.get(tier), name
-        if known not in (None, name) and self._engine.saves:
-            self._complaints.warn(
-                f"emptied-{tier}", f"{self._tiers[tier]} was emptied; what memory still holds is written to it again"
-            )
-            self.book.tier_emptied(tier)
 
     def _send(self, message: ToStore) -> bool:
         return self._store.send(message)
@@ -584,7 +552,7 @@ class EncoderCache:
         self.tallies.ended(number)
 
     def store_started(self) -> None:
-        """Another one is there."""
+        """Another one has started."""
         self._begin_store()
         self._growth.store_replaced()
 

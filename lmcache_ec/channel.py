@@ -174,7 +174,7 @@ class Record(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The store process is there. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
+    """The store process is up. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
 
     `problem` says which tier could not be opened at an engine's start; it is then done without. `tiers` are those it
     serves, `epoch` is that of the namespace which it lists.
@@ -344,7 +344,7 @@ class Stage(Message, frozen=True):
 
 
 class Unstage(Message, frozen=True):
-    """Let go of what was staged under this number: no step will load it."""
+    """Release what was staged under this number: no step will load it."""
 
     number: int
 
@@ -461,7 +461,7 @@ class Link:
         except (BlockingIOError, InterruptedError):
             return None
         except ConnectionResetError:
-            return self.receive()  # it went without reading all: told once, and before what it had sent
+            return self.receive()  # it closed with messages unread: reported once, ahead of what it had sent
         except OSError as error:
             raise LinkClosed(str(error)) from None
         fds: list[int] = []

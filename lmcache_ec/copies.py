@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies between the arena and a rank's device have taken of its forward passes."""
+"""How much of a rank's forward passes copies between the arena and its device have taken."""
 
 from __future__ import annotations
 

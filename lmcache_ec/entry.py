@@ -118,7 +118,7 @@ class OtherVersion(EntryError):
 class TensorSpec:
     """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError for what cannot be.
 
-    `layout` is for a payload that is something else in truth; whoever writes it knows how to read it. At most
+    `layout` is for a payload that is really something else; whoever writes it knows how to read it. At most
     MAX_LAYOUT_CHARS letters, digits, spaces and _.,:=+[]-
     """
 

@@ -78,7 +78,7 @@ class Place:
     priority: float = 0.0
     """Of keeping it, as of when it was last given back: what has the least is evicted first."""
     modality: str = ""
-    """What its item is; empty as long as no item has asked for it."""
+    """That of its item; empty as long as no item has asked for it."""
 
     @property
     def offset(self) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's end of the links: waits for the scheduler side, maps the arena, hands saves over and reports steps.
 
-Who owns the mapping, and when it goes: this end maps the arena once, and unmaps it once, when the device has let go of
+Who owns the mapping, and when it goes: this end maps the arena once, and unmaps it once, when the device has released
 it. That is at `close`, or a while after the rank has left the engine (its link has ended, or `leave`): until then steps
-that are under way still load what they were promised, whose bytes nobody changes any more. A device that does not let
-go keeps the mapping for as long as the process lives.
+that are under way still load what they were promised, whose bytes nobody changes any more. A device that does not
+release it keeps the mapping for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Device(Protocol):
         """
 
     def unstage(self, number: int) -> None:
-        """Let go of it, if it is still there."""
+        """Release it, if it is still there."""
 
     def release(self) -> bool:
-        """Queue no more copies, wait for those that are queued, then unregister all. Bounded; again does nothing more.
+        """Queue no more copies, wait for those that are queued, then unregister all. Bounded; idempotent.
 
-        False if the device does not get there: then the memory has to stay mapped.
+        False if the device does not finish: then the memory has to stay mapped.
         """
 
 

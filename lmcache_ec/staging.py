@@ -12,7 +12,7 @@ vllm/v1/core/sched/scheduler.py), and the step ends the engine where an encoder 
 3. If one could not, that request fails, as it does for an entry that nobody has. Nothing was promised.
 4. If all could, the load that a step orders is a dictionary's: each rank hands what it has staged to vLLM.
 
-What is staged is spent by one load, or let go of with the last request that waits for it.
+What is staged is spent by one load, or released with the last request that waits for it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lmcache_ec.entry import room
 from lmcache_ec.place import Place
 
 STAGED_BYTES = 256 << 20
-"""Of one device, at most; one entry always. It is memory beside what vLLM has measured for itself. An engine whose
-waiting requests need more loads the rest within their steps."""
+"""Of one device, at most; one entry always. It is memory beside what vLLM has measured for itself. Where waiting
+requests need more than that, the rest is loaded within their steps."""
 
 
 class Readiness(enum.Enum):
@@ -109,7 +109,7 @@ class Staging:
             self._send(Unstage(number))
 
     def release(self, place: Place, request_id: str) -> None:
-        """The request waits for the entry no more."""
+        """The request no longer waits for the entry."""
         order = self._orders.get(place.id)
         if order is None:
             return

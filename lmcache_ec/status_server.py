@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store process tells of itself and its engine, as JSON, to whoever of this user connects to its socket."""
+"""What a store process reports about itself and its engine, as JSON, to this user's processes."""
 
 from __future__ import annotations
 

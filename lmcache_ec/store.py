@@ -284,7 +284,7 @@ class Store:
             return True  # nobody is there to hear it
 
     def _take_stock(self) -> None:
-        """Have the tally say how things stand: with each ping, once a second while the engine works."""
+        """Bring the tally's gauges up to date: with each ping, once a second while the engine works."""
         tally, start = self._tally, self._start
         if tally is None or start is None:
             return
@@ -442,7 +442,7 @@ def main() -> None:
     try:
         store = Store(arena_fd, link, saver)
     except OSError as error:
-        sys.exit(error.strerror)  # these are its last words, which the engine logs
+        sys.exit(error.strerror)  # the end of its standard error, which the engine logs
     store.run()
     os._exit(0)  # a thread may still be stuck in a tier
 

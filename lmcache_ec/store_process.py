@@ -108,7 +108,7 @@ class StoreProcess:
         self._starter.poll()
 
     def close(self) -> None:
-        """Close the link and the descriptors; again does nothing. The process drains and ends by itself."""
+        """Close the link and the descriptors. Idempotent. The process drains and ends by itself."""
         self.link.close()
         self.saver_socket.close()
         for fd in (self._errors, self._pidfd):

@@ -119,7 +119,7 @@ class Supervisor:
     def answered(self, ping: int, now: float) -> None:
         if ping == self._ping:
             self._ping_answered = now
-            self._failures = 0  # not at its first message already: one that ends right after it is to be let rest
+            self._failures = 0  # not yet at its first message: one that ends right after that is not replaced at once
 
     def responsive(self, now: float) -> bool:
         """Whether it is worth asking it something."""
@@ -180,7 +180,7 @@ class Supervisor:
         self._follower.store_started()
 
     def close(self) -> None:
-        """Close what leads to them; again does nothing. Each drains and ends by itself."""
+        """Close what leads to them. Idempotent. Each drains and ends by itself."""
         for process in (self._process, *self._old):
             process.close()
         self._old = []

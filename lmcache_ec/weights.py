@@ -7,7 +7,7 @@ What is known, and when:
    digest of its weights once it is over. All ranks get the same calls in the same order, between the same steps.
 2. The weights are known while the last report of every rank has a digest and all are about the same number of calls.
    Otherwise they are in doubt: nothing is promised, nothing is reserved, and nothing is lost.
-3. The scheduler side acts on reports between passes alone. Each step says which weights it was made up for; a rank
+3. The scheduler side acts on reports between passes alone. Each step says which weights it was prepared for; a rank
    whose own differ copies nothing for it. So it does not matter how fast a report is: at worst a step encodes anew.
 4. The first weights that are known are those of the start. The namespace of the engine is theirs and nobody else's.
 5. A new epoch changes that namespace, and with it every other one, and nothing about the weights.

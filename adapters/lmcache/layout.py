@@ -5,8 +5,8 @@
     KV_2LTD bfloat16[2,30,256,1024] float8_e4m3fn[2,2,256,1024]
 
 The memory format, then dtype and shape of each tensor; their bytes follow each other in the payload. A single tensor of
-a dtype that the entry format knows is its rows there, too (all dimensions but the last, multiplied); what else there is
-is one row of bytes.
+a dtype that the entry format knows is its rows there, too (all dimensions but the last, multiplied); everything else is
+one row of bytes.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ OnComplete = Callable[[CacheEngineKey], None]
 
 _READERS = 16
 _WINDOW = 32
-"""Keys that are asked about at once, at most; the first time it is one, then twice as many each time."""
+"""The most keys that are asked about at once: one the first time, then twice as many each time."""
 
 _PRODUCER = f"lmcache-ec {__version__}, lmcache plugin"
 _logger = init_logger(__name__)
@@ -110,14 +110,14 @@ class ShapeAgnosticBackend(StoragePluginInterface):
 
     @property
     def counts(self) -> Counter[str]:
-        """Hits, writes, drops and faults so far, of each tier."""
+        """Hits, writes, drops and faults of each tier so far."""
         return self._tiers.journal.counts
 
     def get_allocator_backend(self) -> LocalCPUBackend:
         return self.local_cpu_backend
 
     def close(self) -> None:
-        """Refuse what is new, give what is being written `drain_s`, let go of the tiers. A second call does nothing."""
+        """Refuse new objects, give those being written `drain_s` to finish, release the tiers. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -237,7 +237,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     ) -> list[MemoryObj]:
         """As many of `keys`, from the first on, as could be read: LMCache pairs keys and answers in order.
 
-        Nobody else lets go of the pins of the look-up before it.
+        Nothing else releases the pins of the look-up before it.
         """
         objects = await asyncio.to_thread(self.batched_get_blocking, keys)
         for key in keys:
@@ -283,7 +283,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return memory_object
 
     def _name(self, key: CacheEngineKey) -> EncoderCacheKey:
-        """A tag may hold what UTF-8 cannot say."""
+        """A tag may hold text that UTF-8 cannot encode."""
         return EncoderCacheKey(self.namespace, key.to_string().encode(errors="backslashreplace").decode())
 
 

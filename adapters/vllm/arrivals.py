@@ -27,7 +27,7 @@ from typing import Any
 
 
 def follow() -> None:
-    """Have the scheduler side of every engine in this process hear of requests as they arrive. Again does nothing."""
+    """Have the scheduler side of every engine in this process hear of requests as they arrive. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     from .connector import ECLMCacheConnector

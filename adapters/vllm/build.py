@@ -36,8 +36,8 @@ _PLAUSIBLE_WIDTH_FACTOR = 16
 def build_scheduler_side(
     vllm_config: VllmConfig, logger: logging.Logger
 ) -> tuple[SchedulerSide | None, Callable[[Request, int], bool]]:
-    """The scheduler side, or None where this engine is served without; and whether all is encodable of a request that
-    its computed tokens do not cover.
+    """The scheduler side, or None where this engine is served without; and a function that says whether every item of a
+    request that its computed tokens do not cover can be encoded.
 
     Raises ConfigError for a configuration that cannot be meant.
     """

@@ -2,7 +2,7 @@
 """Whether the files of a checkpoint stayed the same from before an engine loaded its weights until they were
 fingerprinted: what was read in between is otherwise not what the fingerprint is of.
 
-Both looks are in the process of EngineCore, on its main thread. What is fetched from a hub meanwhile is no change.
+Both checks run in EngineCore's process, on its main thread. What is fetched from a hub meanwhile is no change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def note(model: str, folders: Sequence[Path]) -> None:
 
 
 def replaced(model: str, folders: Sequence[Path]) -> Path | None:
-    """A file that was there at `note` and is now another one, or none; None if there is no such file."""
+    """A file that was there at `note` and has been replaced or removed since; None if there is no such file."""
     now = dict(_states(folders))
     return next((path for path, state in _before.get(model, {}).items() if now.get(path) != state), None)
 

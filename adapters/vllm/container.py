@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a container: what was handed to a store process arrives, though the end of its PID 1 would kill it.
+"""The end of a container: what was handed to a store process is still written, though the end of PID 1 would kill it.
 
 vLLM's front end kills its processes without waiting for them (`shutdown_timeout` is 0), so no connector can wait in its
 `shutdown`. The front end itself can, after all else: `atexit` runs what was registered first last, and this is

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the arena and a device, and when a step's copies are over. The one place that knows of streams.
+"""Copies between the arena and a device, and when a step's copies are done. The only place that knows about streams.
 
 Who owns what, and when it may go (`DeviceCopier`):
 
 1. The rank maps the arena and unmaps it; this registers it with the device, granule by granule, and unregisters it.
-2. A copy is queued only between `register` and `release`. `release` first has no more queued, then waits for those that
-   are, then unregisters; the rank unmaps after that. So nothing is ever unmapped that is registered, or copied.
+2. A copy is queued only between `register` and `release`. `release` first stops queueing, then waits for the copies
+   that are queued, then unregisters; the rank unmaps after that. So nothing is ever unmapped that is registered, or
+   copied.
 3. A tensor or place under a copy is held, or recorded on the copies' stream, until the step's event has passed.
 4. The model may overwrite an encoder output in a later step than the one that saved it: that step's work follows the
    copies of the steps before (`begin_step`). In its own step vLLM itself still reads it.
-5. A device that does not get to the end of its copies in time is given up: nothing of it is unregistered or unmapped.
+5. A device that does not finish its copies in time is given up: nothing of it is unregistered or unmapped.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _END_S = 3.0
 
 _POLL_S = 0.001
 _NEEDED = ("Stream", "Event", "current_stream", "stream", "device")
-"""What a device's module (`torch.cuda`, `torch.xpu`) has to offer."""
+"""What is needed of a device's module (`torch.cuda`, `torch.xpu`)."""
 
 _given_up: list[object] = []
-"""Memory that a device which hangs may still use: it stays mapped for as long as this process lives."""
+"""Memory that a hung device may still use: it stays mapped for as long as this process lives."""
 
 
 class Copier(Device, Protocol):
@@ -64,14 +65,14 @@ class Copier(Device, Protocol):
         """Copy an encoder output into the arena, at the latest by the time the step's `done` is called."""
 
     def finish(self, done: Done) -> None:
-        """Call `done` once every copy of the step is over. Steps finish in order."""
+        """Call `done` once every copy of the step is done. Steps finish in order."""
 
     def close(self) -> None:
         """Finish what is under way. Bounded."""
 
 
 class HostCopier(StagedTensors, HostMemory):
-    """Encoder outputs live in host memory: every copy is over when it returns."""
+    """Encoder outputs live in host memory: every copy is done when it returns."""
 
     def begin_step(self) -> None:
         pass
@@ -114,9 +115,9 @@ class DeviceCopier(StagedTensors):
         self._released = self._stuck = False
         self._granules: list[tuple[mmap.mmap, int]] = []  # what is registered: memory and address
         self._borders: list[int] = []  # the addresses at which one registration may meet another, sorted
-        self._sleeps = device.type == "cuda"  # whoever waits for an event of this device, if told to
+        self._sleeps = device.type == "cuda"  # whether a wait for one of its events can sleep
         self._held: list[torch.Tensor] = []
-        self._unwaited: Any = None  # the event of saves that the model's stream has not been told to wait for
+        self._unwaited: Any = None  # the event of saves that the model's stream does not wait for yet
         self._saves = False
         self._error: Exception | None = None
         self._steps: queue.SimpleQueue[tuple[Any, list[torch.Tensor], Done] | None] = queue.SimpleQueue()
@@ -155,7 +156,7 @@ class DeviceCopier(StagedTensors):
         return not self._stuck
 
     def _is_quiet(self) -> bool:
-        """Wait until every copy that was queued is over. False if that takes too long, or the device has failed."""
+        """Wait until every queued copy is done. False if that takes too long, or the device has failed."""
         deadline = time.monotonic() + _END_S
         try:
             last = self.stream.record_event()
@@ -251,9 +252,9 @@ class DeviceCopier(StagedTensors):
             return tensor
 
     def _pieces(self, stored: torch.Tensor) -> list[tuple[int, int]]:
-        """The elements of a place from one border of two registrations to the next: a copy across one is an error.
+        """The elements of a place, split where two registrations meet: a copy across such a border is an error.
 
-        Borders are at whole pages of the arena, as payloads begin at them: so none lies within an element.
+        Borders lie on whole pages of the arena, and so do the beginnings of payloads: none lies within an element.
         """
         start, size = stored.data_ptr(), stored.element_size()
         first = bisect_right(self._borders, start)
@@ -284,15 +285,15 @@ class DeviceCopier(StagedTensors):
         self._steps.put((over, held, done))
 
     def _sleeping_event(self) -> Any:
-        """An event that a thread waits for asleep: on CUDA the default burns a core until it has passed.
+        """An event that a thread can wait for asleep: on CUDA the default burns a core until it has passed.
 
-        Of the device's own module: `torch.Event` takes `blocking`, too, and ignores it (torch 2.13, its documentation
+        From the device's own module: `torch.Event` takes `blocking`, too, and ignores it (torch 2.13, its documentation
         and torch/csrc/Event.cpp).
         """
         return self._accelerator.Event(blocking=True) if self._sleeps else self._accelerator.Event()
 
     def _wait(self, event: Any) -> None:
-        """Asleep, on any device: XPU's events have no such choice, and are looked at now and then."""
+        """Sleeps on any device: XPU's events have no such option, and are polled."""
         while not (self._sleeps or event.query()):
             time.sleep(_POLL_S)
         event.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the encoder takes in a step, from the last load to its first output."""
+"""How long the encoder takes in a step, from the last load to its first output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EncodeClock:
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        """`event` makes one of the device's that notes the time; without, the host's clock serves."""
+        """`event` makes a device event that records the time; without it, the host's clock is used."""
         self._event = event
         self._began: Any = None
         self._ended: Any = None
@@ -37,7 +37,7 @@ class EncodeClock:
             self._ended = self._now()
 
     def take(self) -> _Reading:
-        """How many seconds it was, to be asked when the step's copies are over; 0 if nothing was encoded. It may wait
+        """How many seconds it took, to be asked when the step's copies are done; 0 if nothing was encoded. It may wait
         for the device."""
         self.end()
         began, ended = self._began, self._ended
@@ -58,11 +58,11 @@ class EncodeClock:
 
 def _between(began: Any, ended: Any) -> float:
     ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3  # it says milliseconds
+    return float(began.elapsed_time(ended)) / 1e3  # in milliseconds
 
 
 def clock_for(kind: str) -> EncodeClock:
-    """Of the devices of a type that this process uses (`torch.device.type`)."""
+    """For the type of device that this process uses (`torch.device.type`)."""
     if kind == "cpu":
         return EncodeClock()
     import torch

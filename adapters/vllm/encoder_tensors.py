@@ -32,8 +32,8 @@ class Tensors(NamedTuple):
 
 
 def encoder_tensors(model: torch.nn.Module) -> Tensors:
-    """All but the language model's, each once. Where the model does not tell which those are, or its encoder uses
-    them, or nothing else is there, all of the model's."""
+    """All but the language model's, each once. Where the model does not say which those are, or its encoder uses them,
+    or there are no others, all of the model's."""
     language = frozenset[str](getattr(model, "_language_model_names", ()))
     unused = frozenset[str]() if getattr(model, "is_multimodal_pruning_enabled", True) else _PRUNING
     kind: object = type(model)

@@ -110,7 +110,7 @@ def _parameters(given: ast.arguments) -> tuple[str, ...]:
 
 
 def install() -> None:
-    """Wrap vLLM's front end in this process; again does nothing. Nothing is wrapped if it differs, see `problem`."""
+    """Wrap vLLM's front end in this process. Idempotent. Nothing is wrapped if it differs, see `problem`."""
     ensure_key()
     try:
         _install()

@@ -53,8 +53,8 @@ class Durability(enum.Enum):
     """How far an entry may travel, judged by who named it."""
 
     PERSISTENT = "any tier"
-    LOCAL = "LocalCPU only: the name does not tell the content, or not beyond this engine's life"
-    REFUSED = "never cached: the name tells nothing about the media, or cannot be stored"
+    LOCAL = "LocalCPU only: the name does not identify the content, or not beyond this engine's life"
+    REFUSED = "never cached: the name says nothing about the media, or cannot be stored"
 
 
 def client_name(uuid: str, cache_salt: str | None = None) -> str:
@@ -184,7 +184,7 @@ class Naming:
 
     def _durability(self, identifier: str, is_signed: bool) -> Durability:
         """With tower LoRA vLLM puts the adapter's name in front (`v1/engine/input_processor.py`, `_get_mm_identifier`).
-        That does not tell its weights, so such an identifier is never signed."""
+        That does not identify its weights, so such an identifier is never signed."""
         mark = mark_of(identifier)
         if mark == COUNTER or not storable(identifier):
             return Durability.REFUSED

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lmcache_ec.fetches import Probe
@@ -47,7 +48,7 @@ class Item:
     refused: bool = False
     """The load policy has preferred its encode to waiting for it."""
     late: bool = False
-    """It had not come when its request had waited for as long as it may."""
+    """It had not arrived by its request's deadline."""
     held_at: tuple[int, int] | None = None
     dropped: bool = False
     """vLLM has taken back from its workers what they would encode (0.33's V2 runner, once the item is computed)."""
@@ -56,7 +57,7 @@ class Item:
     probe: Probe | None = None
     """A producer's question which tiers have it, asked for this request."""
     rewritten: bool = False
-    """The producer has asked for this request that they be given it again."""
+    """The producer has asked, for this request, that they be given it again."""
 
     @property
     def name(self) -> str:
@@ -95,7 +96,13 @@ class Memo:
     waiting_since: float | None = None
     waited_s: float = 0.0
     count: int = field(init=False)
-    """Of items: looked at in every pass."""
+    """Of items: read in every pass."""
 
     def __post_init__(self) -> None:
         self.count = len(self.items)
+
+
+def items_of(memos: Mapping[str, Memo], request_id: str) -> list[Item]:
+    """The items of a request; none if it is not remembered."""
+    memo = memos.get(request_id)
+    return [] if memo is None else memo.items

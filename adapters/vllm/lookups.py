@@ -22,7 +22,7 @@ class LookUps:
 
     def __init__(self, cache: EncoderCache, policy: Policy) -> None:
         self.misfits = 0
-        """Live entries that another item of their name needs, each counted once a minute."""
+        """Live entries that do not fit the item that has their name, each counted once a minute."""
         self._cache = cache
         self._policy = policy
         self._widths = dict(policy.widths)
@@ -31,7 +31,7 @@ class LookUps:
         self._in_use = False
 
     def begin(self, now: float) -> None:
-        """What follows is of this moment (monotonic seconds), up to the next one."""
+        """All that follows, up to the next call, is of this moment (monotonic seconds)."""
         self._now = now
         self._in_use = self.in_use
 
@@ -62,7 +62,7 @@ class LookUps:
         return None
 
     def held(self, item: Item) -> Place | None:
-        """The same, and nothing is counted or remembered."""
+        """The same, without counting or remembering anything."""
         places = (self._cache.book.live(name.text) for name in item.names)
         return next((place for place in places if place is not None and self.fits(place, item)), None)
 
@@ -141,3 +141,17 @@ class LookUps:
     def misfit(self, item: Item) -> bool:
         """Whether what has its name is another item's entry, as was found lately."""
         return bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
+
+    def why_encoded(self, item: Item) -> str:
+        """Why vLLM encodes the item: one of `decisions.MISS_REASONS`."""
+        if not item.names:
+            return "not_cacheable"
+        if not self.in_use:
+            return "off"
+        if item.late:
+            return "deadline"
+        if item.refused:
+            return "policy"
+        if self.misfit(item):
+            return "misfit"
+        return "not_found" if item.awaited else "new"

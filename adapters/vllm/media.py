@@ -3,7 +3,7 @@
 
 Where embeddings may come from outside, vLLM lets a client send only what sizes an item's place in the prompt (for
 Qwen3-VL `image_grid_thw`) and a uuid. If nothing is stored under that identifier, there is nothing to encode either,
-and vLLM 0.30 to 0.33 dies in the attempt: such a request has to be told apart before it is scheduled.
+and vLLM 0.30 to 0.33 dies in the attempt: such a request has to be recognized before it is scheduled.
 """
 
 import logging

@@ -123,7 +123,7 @@ METRICS = (
     _counter("writes", "Entries written to a tier at least, or found there", "writes"),
     _counter(
         "writes_failed",
-        "Entries written to no tier: refused (each tier said no) or promotion (no room for a copy to write to a "
+        "Entries written to no tier: refused (by each tier) or promotion (no room for a copy to write to a "
         "quicker tier)",
         {"refused": "writes_failed", "promotion": "promotions_dropped"},
         "reason",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_ec")
 
 _registered: list[Any] = []
-"""By this process, for its last engine: a second one would find the names taken (vLLM unregisters its own alone)."""
+"""By this process, for its last engine: a second one would find the names taken (vLLM unregisters only its own)."""
 
 
 class Stats(ECConnectorStats):
@@ -26,7 +26,7 @@ class Stats(ECConnectorStats):
 
     @classmethod
     def of(cls, payload: dict[str, Any]) -> Stats:
-        """A payload's. It stays as it is: other loggers of vLLM's get the same one."""
+        """From a payload, which stays as it is: other loggers of vLLM's get the same one."""
         return cls({part: dict(values) for part, values in payload.items()})
 
     def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
@@ -110,8 +110,8 @@ class PromMetrics(ECConnectorPromMetrics):
         self._begin_at_zero(_tiers(vllm_config))
 
     def _begin_at_zero(self, tiers: list[str]) -> None:
-        """What can be known to exist is there before it is counted: to Prometheus, a series that appears with a value
-        has not changed."""
+        """Series that are known to exist are created before anything is counted: to Prometheus, a series that appears
+        with a value has not changed."""
         for metric in METRICS:
             if metric.kind is not Kind.GAUGE:
                 for labels, _ in metric.sources(tiers, ()):
@@ -153,7 +153,7 @@ class PromMetrics(ECConnectorPromMetrics):
 
 
 def _tiers(vllm_config: VllmConfig) -> list[str]:
-    """Those of the configuration; none where that is wrong, which the engine itself says."""
+    """Those of the configuration; none where that is wrong, which the engine itself reports."""
     from lmcache_ec.config import ConfigError, load_config
     from lmcache_ec.tiers.kinds import kind_of
     from lmcache_ec.tiers.lane import lane_names
@@ -171,5 +171,5 @@ def _unregister() -> None:
         try:
             REGISTRY.unregister(metric)
         except (KeyError, AttributeError):
-            pass  # of a registry that is gone, or none of Prometheus' own
+            pass  # its registry was replaced, or is not one of Prometheus' own
     _registered.clear()

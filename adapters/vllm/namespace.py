@@ -270,7 +270,7 @@ def _snapshots(name: str, revision: str | None, download_dir: str | None) -> lis
     from vllm.envs import VLLM_USE_MODELSCOPE
 
     if VLLM_USE_MODELSCOPE:
-        raise NamespaceUnknown(f"{name} comes from ModelScope, whose cache is not looked into")
+        raise NamespaceUnknown(f"{name} comes from ModelScope, whose cache is not supported")
     found: list[Path] = []
     for cache in dict.fromkeys((download_dir, None)):
         try:

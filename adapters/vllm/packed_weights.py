@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that vLLM's CPU build packs out of sight.
+"""Weights that vLLM's CPU build packs where they cannot be read.
 
 On CPU `dispatch_cpu_unquantized_gemm` (vllm/model_executor/layers/utils.py) hands a linear layer's weight to oneDNN and
 leaves an empty parameter behind; what was packed cannot be read again. So its digest is taken before, and left at the
@@ -18,7 +18,7 @@ _DIGEST = "lmcache_ec_packed_digest"
 
 
 def note_packed_weights() -> None:
-    """Have the digest of each weight noted that is packed from now on in this process. Again does nothing."""
+    """Record the digest of each weight that is packed from now on in this process. Idempotent."""
     from vllm.model_executor.layers import utils
 
     dispatch = getattr(utils, "dispatch_cpu_unquantized_gemm", None)

@@ -74,12 +74,12 @@ class Producer:
             self._cache.rewrite(place)
         if self._cache.is_writing(place, now) and not item.missed:
             return Standing.PENDING
-        if item.probe is not None and self._cache.covers(place.tiers):
+        if item.probe is not None and self._cache.below.covers(place.tiers):
             item.probe.held = place.tiers
         return Standing.SETTLED if item.encodable or self._in_tiers(item.probe) else Standing.MISSED
 
     def refresh(self, item: Item, spec: TensorSpec | None, now: float) -> None:
-        """Ask again about an item of a request that runs on: the answer to the request will tell what is there then."""
+        """Ask again about an item of a request that runs on: the answer to the request will say what is there then."""
         if item.probe is not None and item.probe.held is not None and now - item.probe.asked_at > _FRESH_S:
             item.probe = self._cache.probe(item.name, spec, now)
 
@@ -87,7 +87,7 @@ class Producer:
         return self._in_tiers(probe) and now - probe.asked_at > _FRESH_S
 
     def _in_tiers(self, probe: Probe | None) -> bool:
-        return probe is not None and probe.held is not None and self._cache.covers(probe.held)
+        return probe is not None and probe.held is not None and self._cache.below.covers(probe.held)
 
     # ---- within a pass
 
@@ -134,4 +134,4 @@ class Producer:
         """Whether consumers find the item, as far as this request has learned."""
         if item.probe is None or item.probe.held is None:
             return False
-        return self._in_tiers(item.probe) or (place is not None and self._cache.covers(place.tiers))
+        return self._in_tiers(item.probe) or (place is not None and self._cache.below.covers(place.tiers))

@@ -15,14 +15,14 @@ from .tensors import view
 
 
 class StagedTensors:
-    """A copier's, by number. The rank's thread puts them there and lets go of them, the forward pass takes them: each
-    is one operation on a dictionary, and a number is never used twice."""
+    """A copier's, by number. The rank's thread adds and drops them, the forward pass takes them: each is one operation
+    on a dictionary, and a number is never used twice."""
 
     def __init__(self) -> None:
         self._staged: dict[int, torch.Tensor] = {}
 
     def stage(self, memory: mmap.mmap, order: Stage) -> str:
-        """Returns why the device cannot have it; empty if it has."""
+        """Returns why the device could not take it; empty if it did."""
         spec = TensorSpec(order.rows, order.width, order.dtype)
         try:
             if not within(order.offset, max(spec.nbytes, 1), len(memory)):
@@ -41,5 +41,5 @@ class StagedTensors:
         raise NotImplementedError
 
     def take(self, number: int) -> torch.Tensor | None:
-        """What was staged under the number, from now on the forward pass's; None if nothing was."""
+        """What was staged under the number, which now belongs to the forward pass; None if nothing was."""
         return self._staged.pop(number, None)

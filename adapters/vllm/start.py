@@ -10,8 +10,8 @@ from .ours import is_ours
 
 
 def install() -> None:
-    """Look at the cache's configuration where vLLM makes its own (`EngineArgs.create_engine_config`); again does
-    nothing. A wrong one ends the start there, and is the last line of the log."""
+    """Check the cache's configuration where vLLM makes its own (`EngineArgs.create_engine_config`). Idempotent. A wrong
+    one ends the start there, and is the last line of the log."""
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that look into the arena."""
+"""Tensors that are views of the arena."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lmcache_ec.entry import TensorSpec
 _DTYPES: dict[str, torch.dtype] = {
     name: floating
     for name, dtype in DTYPES.items()
-    if (floating := getattr(torch, dtype.torch)).is_floating_point  # encoders put out no other
+    if (floating := getattr(torch, dtype.torch)).is_floating_point  # encoders produce no others
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The entry format's name of a dtype. Raises ValueError for one that encoders do not put out."""
+    """The entry format's name of a dtype. Raises ValueError for one that encoders do not produce."""
     try:
         return _NAMES[dtype]
     except KeyError:

@@ -77,5 +77,5 @@ def why_inert(vllm_config: VllmConfig) -> str:
 
 
 def adapts_towers(vllm_config: VllmConfig) -> bool:
-    """Whether LoRA adapters change what the encoder puts out."""
+    """Whether LoRA adapters change the encoder's output."""
     return bool(getattr(vllm_config.lora_config, "enable_tower_connector_lora", False))

@@ -10,7 +10,7 @@ When they are looked at, on the worker's main thread, between steps or at a step
 
 When they are not: from `sleep` to the `wake_up` that maps their memory again, and while some lie on the meta device, as
 between `start_weight_update` and `finish_weight_update` of vLLM's layerwise reload. Then they are in doubt. Sleep of
-level 2 gives them back as rubbish: in doubt, too, until something is written or a step runs.
+level 2 gives them back with random content: in doubt, too, until something is written or a step runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class EncoderWeights:
         self._model = model
         self._calls = 0
         self._digest = ""
-        self._known = ""  # the last one that was told
+        self._known = ""  # the last one that was reported
         self._asleep = False
         self._rubbish = False  # back from sleep of level 2, and nothing was written since
         self._never_loaded: frozenset[str] = frozenset()  # on the meta device from the start
@@ -79,7 +79,7 @@ class EncoderWeights:
             self.look(rubbish=name != "wake_up")
 
     def look(self, rubbish: bool = True) -> None:
-        """Take the digest and tell it; in doubt where there is none. `rubbish`: take what there is for weights."""
+        """Take the digest and report it; in doubt where there is none. `rubbish`: treat what there is as weights."""
         digest = self._guarded(self._read) or ""
         if self._rubbish and not rubbish and digest != self._known:
             digest = ""
@@ -88,7 +88,7 @@ class EncoderWeights:
         self._send(digest)
 
     def are(self, held: Held | None, rank: int) -> bool:
-        """Whether they are those that a step was made up for, of which this rank's part is `held.digests[rank]`."""
+        """Whether they are those that a step was prepared for, of which this rank's part is `held.digests[rank]`."""
         return (
             held is not None and bool(self._digest) and (held.calls, held.digests[rank]) == (self._calls, self._digest)
         )
@@ -141,8 +141,8 @@ class EncoderWeights:
         return tensor_digest((name, buffer) for name, buffer in found.buffers if not buffer.is_meta)
 
     def _doubt_after_loading(self) -> None:
-        """Trainers in the same process (TRL) load into the model past all calls, a tensor at a time: too often for a
-        look at each."""
+        """Trainers in the same process (TRL) load into the model without such a call, a tensor at a time: too often for
+        a look at each."""
         model = self._model
         load = getattr(model, "load_weights", None)
         if load is None:
@@ -172,8 +172,8 @@ class EncoderWeights:
                 self._asleep = self._rubbish = True
 
     def _unmapped(self) -> bool:
-        """Whether their memory is not there. Its allocator knows, whoever put it to sleep; where there is none, names
-        have to tell."""
+        """Whether their memory is unmapped. Its allocator knows, whoever put it to sleep; where there is none, the
+        names of the calls decide."""
         allocators = [
             getattr(getattr(sys.modules.get(module), name, None), "instance", None) for module, name in _OWNERS
         ]

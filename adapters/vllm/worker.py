@@ -27,7 +27,7 @@ EncoderTensors = MutableMapping[str, torch.Tensor]
 """vLLM's own encoder cache: a dictionary, or whatever takes a tensor by item assignment."""
 
 Agree = Callable[[list[bool]], list[bool]]
-"""What holds on any rank, from what holds on this one. Every rank calls it with as many values."""
+"""For each value, whether it is true on any rank. Every rank calls it with the same number of values."""
 
 
 _OUTDATED = "the encoder's weights have changed since this was decided"
@@ -62,7 +62,7 @@ class WorkerSide:
         self._planned = 0  # items to encode in this step
         self.weights: EncoderWeights | None = None
         """Of this rank's encoder, where they are watched."""
-        self._outdated = False  # whether this step was made up for other weights
+        self._outdated = False  # whether this step was prepared for other weights
         self._rank: Rank | None = None
         self._meta: Orders | None = None
         self._outcomes: list[tuple[int, Outcome]] = []
@@ -74,7 +74,7 @@ class WorkerSide:
         self._rank = Rank(engine, self._number, self._copier, linger_s)
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """Tell the scheduler side from now on what weights the encoder of `model` has, which was just loaded."""
+        """From now on report to the scheduler side which weights the encoder of `model`, just loaded, has."""
         if self._rank is not None:
             self.weights = EncoderWeights(model, self._rank.report_weights, self._logger)
 
@@ -88,7 +88,7 @@ class WorkerSide:
         if meta.look and self.weights is not None:
             self.weights.look()
         self._outdated = self.weights is not None and not self.weights.are(meta.weights, self._number)
-        if meta.look:  # a writer past all calls may have changed another rank's part alone
+        if meta.look:  # a writer that bypasses all calls may have changed only another rank's part
             [self._outdated] = self._agree([self._outdated])
 
     def load(self, cache: EncoderTensors) -> None:
@@ -137,8 +137,8 @@ class WorkerSide:
     def _encode_after_all(meta: Orders, load: Load, cache: EncoderTensors) -> None:
         """Add the item to what the encoder, which runs right after the loads, has to encode in this step.
 
-        A rank that could load it lets go of its copy: vLLM's V2 runner encodes only what its cache lacks, and one rank
-        that stays out of the encoder's collectives would hang the others.
+        A rank that could load it drops its copy: vLLM's V2 runner encodes only what its cache lacks, and one rank that
+        stays out of the encoder's collectives would hang the others.
         """
         if load.item is not None and meta.encoder_inputs is not None:
             cache.pop(load.identifier, None)
@@ -173,7 +173,7 @@ class WorkerSide:
             for order in self._meta.retries:
                 if order.identifier in cache:
                     self._save(self._meta, order, cache)
-                else:  # vLLM has emptied its cache meanwhile: there is nothing to try again
+                else:  # vLLM has emptied its cache meanwhile: there is nothing to retry
                     self._outcomes.append((order.place, Outcome.FAILED))
 
     def _save(self, meta: Orders, save: Save, cache: EncoderTensors) -> None:
@@ -207,9 +207,9 @@ class WorkerSide:
         return view(memory, order.offset + head, order.spec)
 
     def finish_step(self) -> None:
-        """Report the step once its copies are over; hand finished saves to the store process first.
+        """Report the step once its copies are done; hand finished saves to the store process first.
 
-        Raises what the device says if copies failed: then nothing more can be reported, see `abandon`.
+        Raises the device's error if copies failed: then nothing more can be reported, see `abandon`.
         """
         meta, rank, encode_s = self._meta, self._rank, self._clock.take()
         outcomes, copied = self._outcomes, self._copied
@@ -234,7 +234,7 @@ class WorkerSide:
             self._flush(rank, flushed, handed_over)
 
     def _flush(self, rank: Rank, places: set[int], handed_over: threading.Event) -> None:
-        """The one wait in a forward pass, of a producer, which runs no decode that it could hold up."""
+        """The only wait in a forward pass: a producer's, which runs no decode that it could hold up."""
         deadline = time.monotonic() + self._flush_s
         if handed_over.wait(self._flush_s):
             late = len(places) - len(rank.await_durable(places, deadline))

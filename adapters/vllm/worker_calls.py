@@ -54,7 +54,7 @@ _logger = logging.getLogger("vllm.lmcache_ec")
 
 
 def install() -> None:
-    """Watch the calls of every executor that is made from now on in this process. Again does nothing."""
+    """Watch the calls of every executor that is made from now on in this process. Idempotent."""
     from vllm.v1.executor.abstract import Executor
 
     construct = Executor.__init__
@@ -112,7 +112,7 @@ def look(worker: Any) -> None:
 
 
 def watch_class(kind: Any) -> None:
-    """Have the calls of all executors of a class watched, as far as they are of engines of ours. Again does nothing.
+    """Have the calls of all executors of a class watched, as far as they are of engines of ours. Idempotent.
 
     The class, not the object, which would refer to itself then.
     """
@@ -141,8 +141,8 @@ def _watch(executor: Any) -> None:
 
 
 def _follow_versions() -> None:
-    """Tell the scheduler side what `EngineCore.set_weight_version` is told (vllm/v1/engine/core.py), after a look at
-    the weights that it is about."""
+    """Pass the version given to `EngineCore.set_weight_version` (vllm/v1/engine/core.py) on to the scheduler side,
+    after a look at the weights that it is about."""
     from vllm.v1.engine.core import EngineCore
 
     set_version = EngineCore.set_weight_version

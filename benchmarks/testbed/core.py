@@ -183,12 +183,7 @@ class Scheduler:
 
     def until(self, what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
         """Scheduling passes without a request until `condition` holds."""
-
-        def met() -> object:
-            self.drain()
-            return condition()
-
-        wait_until(what, met, deadline_s)
+        wait_until(what, condition, deadline_s, doing=self.drain)
 
     def settle(self) -> None:
         """Until nothing is on its way and nothing is held: no order, fill, save, write, pin or orphan."""
@@ -476,7 +471,7 @@ def stored(folder: Path) -> set[str]:
 
 def _read_file(path: Path) -> str:
     data = path.read_bytes()
-    [(name, tensor)] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    [(name, tensor)] = safetensors.deserialize(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     identifier: str = header["__metadata__"]["identifier"]
     rows, width = tensor["shape"]

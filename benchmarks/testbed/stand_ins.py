@@ -216,7 +216,7 @@ class Served:
         """
         name = name or uuid.uuid4().hex
         self.name = name
-        self.runner = runner or Runner(name)
+        self.runner: Any = runner or Runner(name)
         own = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
         own |= {"load_policy": "always", "remotes": list(remotes), **(keys or {})}
         config = EncoderCacheConfig(local_disk=folder, drain_s=5, **own)
@@ -246,17 +246,12 @@ class Served:
 
     def _scanned(self) -> bool:
         """Remotes that answer quickly are asked, and never listed."""
-        presence, disk = self.cache._presence, "disk" in self.cache._tiers
+        presence, disk = self.cache._presence, "disk" in self.cache.below.names
         return presence is not None and (presence.complete("disk") if disk else presence.all_complete)
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
         """Passes with text alone until `condition` holds."""
-
-        def met() -> object:
-            self.step()
-            return condition()
-
-        wait_until(what, met, PATIENCE_S)
+        wait_until(what, condition, PATIENCE_S, doing=self.step)
 
     def stage(self, request: Request) -> None:
         """Passes until the request, which carries nothing to encode, can be scheduled in the one that has begun."""

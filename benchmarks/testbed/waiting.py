@@ -21,16 +21,18 @@ def wait_until(
     condition: Callable[[], T],
     deadline_s: float = DEADLINE_S,
     *,
+    doing: Callable[[], object] = lambda: None,
     pause_s: float = 0.001,
     despite: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> T:
-    """What `condition` returns, once that is true: it is called again and again, with a pause between. AssertionError
-    at the deadline. Where it raises one of `despite`, it does not hold yet.
+    """What `condition` returns, once that is true: it is called again and again, each time after `doing`, with a pause
+    between. AssertionError at the deadline. Where one of them raises one of `despite`, it does not hold yet.
     """
     began, raised = time.monotonic(), ""
     deadline = began + deadline_s
     while True:
         try:
+            doing()
             if met := condition():
                 for observe in observers:
                     observe(what, time.monotonic() - began)

@@ -308,7 +308,8 @@ def _connector(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def _front_end(report: Report) -> None:
-    """Whether vLLM's front end is one in which names can be told from content; otherwise nothing leaves memory."""
+    """Whether vLLM's front end is one in which names are distinguished from content; otherwise nothing leaves
+    memory."""
     from lmcache_ec.adapters.vllm.front_end import differs_in
 
     installed = find_spec("vllm")

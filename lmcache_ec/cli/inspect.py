@@ -170,5 +170,5 @@ def _ago(created: str) -> str:
     try:
         written = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
-        return ""  # whoever wrote it may have said anything
+        return ""  # whoever wrote it may have put anything there
     return f", {span(time.time() - written)} ago"

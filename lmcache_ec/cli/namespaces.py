@@ -134,7 +134,7 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
 
 
 def _in_use() -> tuple[dict[str, list[int]], list[int]]:
-    """Of the engines on this host: namespace to store processes; and the store processes that do not tell theirs."""
+    """Of the engines on this host: namespace to store processes; and the store processes that do not report theirs."""
     using: dict[str, list[int]] = {}
     for engine in engines():
         using.setdefault(engine["namespace"], []).append(engine["pid"])
@@ -188,7 +188,7 @@ def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence
     if silent:
         pids = ", ".join(map(str, silent))
         return (
-            f"nothing is removed: store process {pids} on this host does not tell its namespace (it may be another "
+            f"nothing is removed: store process {pids} on this host does not report its namespace (it may be another "
             f"user's); --force removes all the same"
         )
     for row in report.rows:

@@ -65,9 +65,9 @@ def results(
 ) -> Generator[_Result]:
     """What `job` returns for each item, as it is done by one of `threads`, in no order.
 
-    `items` is gone through on a thread of its own, not far ahead. `tick` is called on the caller's thread several times
-    a second, whatever the jobs do, so that Ctrl-C acts at once. If the caller ends this early, no job is begun any
-    more, and those that were are waited for, for five seconds at most. An error of `items` or of a job ends it, too.
+    `items` is iterated on a thread of its own, not far ahead. `tick` is called on the caller's thread several times a
+    second, whatever the jobs do, so that Ctrl-C acts at once. If the caller ends this early, no job is begun any more,
+    and those that were are waited for, for five seconds at most. An error of `items` or of a job ends it, too.
     """
     todo: queue.Queue[Callable[[], _Result] | None] = queue.Queue(4 * threads)
     done: queue.SimpleQueue[Future[_Result] | None] = queue.SimpleQueue()

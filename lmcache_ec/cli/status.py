@@ -96,7 +96,7 @@ def show(found: list[dict[str, Any]]) -> None:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Name of an engine -> its beginning, as short as tells it from the others; eight characters at least."""
+    """Name of an engine -> its beginning, as short as distinguishes it from the others; eight characters at least."""
     length = 8
     while len({name[:length] for name in names}) < len(set(names)):
         length += 1
@@ -184,7 +184,7 @@ def _table(engine: dict[str, Any]) -> Table:
 
 def _moved(tier: Mapping[str, Any]) -> list[str]:
     """Bytes read and milliseconds a read, the same of writes, and what waits to be written. An engine of an earlier
-    version does not tell."""
+    version does not report them."""
     cells = []
     for size, mean in (("read_bytes", "read_ms"), ("written_bytes", "write_ms")):
         cells.append(precise_size(tier[size]) if tier.get(size) else "")
@@ -241,7 +241,7 @@ def _holders(inode: int) -> Iterator[int]:
 
 
 def _user(process: Path) -> int:
-    """Whom it runs as. (One that gave up root has its folder in /proc owned by root all the same.)"""
+    """The user that it runs as. (Where it gave up root, its folder in /proc is owned by root all the same.)"""
     lines = (process / "status").read_text().splitlines()
     return next((int(line.split()[2]) for line in lines if line.startswith("Uid:")), -1)
 

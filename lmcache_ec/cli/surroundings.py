@@ -31,7 +31,7 @@ def seen(proc: Path = Path("/proc")) -> dict[str, str | int]:
 
 
 def notes(config: EncoderCacheConfig, proc: Path = Path("/proc")) -> Iterator[str]:
-    """What follows from that for an engine of this configuration. (That LocalCPU takes less is said with memory.)"""
+    """What follows from that for an engine of this configuration. (A smaller LocalCPU is reported with memory.)"""
     first, found = _process_1(proc), seen(proc)
     writes = config.local_disk is not None or bool(config.remotes)
     if writes and first in _SHELLS:

@@ -58,7 +58,7 @@ class EngineRates:
 
 
 Look = tuple[float, Sequence[Mapping[str, Any]]]
-"""When (monotonic seconds), and what `engines` said."""
+"""When (monotonic seconds), and what `engines` returned."""
 
 
 def top(

@@ -93,8 +93,8 @@ class Report:
         self.removed += judged.removed
         self.bytes += judged.held.length if judged.verdict is not Verdict.GONE else 0
         if judged.problem and len(self.problems) < _LISTED:
-            said = {"object": judged.held.name.object_name, "verdict": str(judged.verdict), "problem": judged.problem}
-            self.problems.append(said)
+            found = {"object": judged.held.name.object_name, "verdict": str(judged.verdict), "problem": judged.problem}
+            self.problems.append(found)
 
     def as_record(self) -> dict[str, object]:
         counts = {str(verdict): self.verdicts[verdict] for verdict in Verdict}

@@ -233,7 +233,7 @@ class Cache:
         return {"namespace": self.namespace, "tiers": tiers, "counts": counts, "under_way": self._under_way}
 
     def close(self) -> None:
-        """Give what is under way `ec.drain_s`, then let go of the tiers."""
+        """Give what is under way `ec.drain_s`, then release the tiers."""
         with self._landed:
             if self._closed:
                 return

@@ -134,7 +134,7 @@ class Tiers:
         self._report(kind, text)
 
     def close(self) -> None:
-        """Let go of the tiers. What is still under way fails, or ends with the process."""
+        """Release the tiers. What is still under way fails, or ends with the process."""
         self._closing.set()
         self._due.set()
         self._keeper.join()

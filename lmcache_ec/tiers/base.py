@@ -29,7 +29,7 @@ class WritesRefused(TierError):
 
 
 class TierUnreachable(TierError, ValueError):
-    """The tier cannot be used: its store does not answer, or lets nobody in. An outage that may pass.
+    """The tier cannot be used: its store does not answer, or refuses access. An outage that may pass.
 
     What opens a tier raises it only for what is worth waiting for; ValueError for what somebody has to mend first.
     """
@@ -242,7 +242,7 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of the store. No other call is under way or follows; what was put stays."""
+        """Release the store. No other call is under way or follows; what was put stays."""
 
 
 def _answered(ask: Callable[[], int | None]) -> Answer:

@@ -261,7 +261,7 @@ class DiskTier(Tier):
                 self._evict(account.total - self.max_bytes)
 
     def close(self) -> None:
-        """Let go of the folder. A call after that opens it again."""
+        """Release the folder. A call after that opens it again."""
         self._kept.close()
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
@@ -287,7 +287,7 @@ class DiskTier(Tier):
         return self._described()
 
     def look(self) -> str:
-        """What `notice` would say, as far as that shows without writing anything. OSError if it cannot be told."""
+        """What `notice` would say, as far as that shows without writing anything. OSError if that is unknown."""
         self._account.read()
         return self._described()
 

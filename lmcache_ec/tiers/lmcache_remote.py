@@ -3,8 +3,8 @@
 
     ec.<namespace>@1@0@<sha256 of the identifier>@uint8
 
-A connector reads into memory that it asks for, and says with that how much the store has: so the length of an entry is
-told. It never gets the caller's own memory, because a connector cannot be stopped: what arrives after a call was given
+A connector reads into memory that it asks for, and says with that how much the store has: which shows the length of an
+entry. It never gets the caller's own memory, because a connector cannot be stopped: what arrives after a call was given
 up must not land in a place that belongs to another entry by then.
 
 What LMCache's connectors do not promise, and this tier therefore does not:

@@ -72,7 +72,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What `born` found: the name that the store bears, the one that was told, and what the servers counted."""
+    """What `born` found: the name that the store bears, the one that was reported, and what the servers counted."""
 
     marker: bytes
     reported: bytes
@@ -263,7 +263,8 @@ class RedisTier(Tier):
         longest_s = 2 * self.options.timeout_s
         with until(time.monotonic() + longest_s):
             if not self._slots.acquire(timeout=longest_s):
-                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {self.options.connections} calls go on")
+                busy = f"all {self.options.connections} connections are busy"
+                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {busy}")
             try:
                 yield
             except TierError:

@@ -55,7 +55,7 @@ def left(longest_s: float) -> float:
     """How long this thread may wait for the next byte, at most `longest_s`. TimeoutError if no time is left."""
     seconds = min(longest_s, moment_of_end() - time.monotonic())
     if seconds <= 0:
-        raise TimeoutError("the time for this call is over")
+        raise TimeoutError("this call has used up its time")
     return seconds
 
 

@@ -24,10 +24,8 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace, is_namespace, parse_object_name
@@ -48,7 +46,9 @@ from lmcache_ec.tiers.s3_access import S3Access
 from lmcache_ec.tiers.s3_catalog import CatalogFolder
 from lmcache_ec.tiers.s3_catalog_tier import Cataloged
 from lmcache_ec.tiers.s3_clock import StoreClock
-from lmcache_ec.tiers.s3_faults import Fault, OfAnotherKey, summary
+from lmcache_ec.tiers.s3_faults import Fault, OfAnotherKey, reported
+from lmcache_ec.tiers.s3_lifecycle import lifecycle_ttl_s, set_lifecycle_ttl
+from lmcache_ec.tiers.s3_listing import pages
 from lmcache_ec.tiers.s3_url import S3Options, s3_options
 
 if TYPE_CHECKING:
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
 _LIST_PATIENCE = 6  # a page of a list may take so many times as long as a read may be silent
 _SLOWEST_UPLOAD = 4 << 20  # bytes a second; slower is a hang
 _CHUNK = 256 << 10  # stays in the processor's cache between obstore's buffer and the caller's
-_PAGE = 1000  # what S3 answers at most
-_LISTERS = 16
-_DAY_S = 86_400
 _NEVER_WRITTEN = "lmcache-ec-probe"
 _WRITE_PROBE = "lmcache-ec-write-probe"
 _BORN = "lmcache-ec-born"
@@ -189,7 +186,7 @@ class S3Tier(Tier):
         return length
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
-        with _reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
+        with reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
             try:
                 with self._reported_entry(f"look for {key.object_name}"):
                     held = self._head(key)  # bytes are sent before the store refuses them
@@ -213,7 +210,7 @@ class S3Tier(Tier):
         return Held(0, None, "overwrite")  # which one it is, is unknown here
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
-        with _reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
+        with reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
             stored = self._put_over(key, data, held.version)
         if self._cataloged is not None:
             self._cataloged.wrote(key)
@@ -224,7 +221,7 @@ class S3Tier(Tier):
         an empty one, which is deleted."""
         from obstore.exceptions import BaseError
 
-        with _reported("write", writes=True):
+        with reported("write", writes=True):
             try:
                 self._within(self._timeout_s).put(_WRITE_PROBE, b"", mode={"e_tag": '"none"'}, use_multipart=False)
             except (BaseError, OSError) as error:
@@ -253,14 +250,14 @@ class S3Tier(Tier):
             return None if found is None else bytes(found.bytes())
 
     def delete(self, key: EntryName) -> None:
-        with _reported(f"delete {key.object_name}"):
+        with reported(f"delete {key.object_name}"):
             _unless_absent(lambda: self._prompt.delete(key.object_name))
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel. One
         more asks for the time."""
         self._compare_clocks()
-        for page in self._pages(check_namespace(namespace)):
+        for page in pages(self._lister, check_namespace(namespace)):
             for found in page:
                 entry = parse_object_name(found["path"])
                 if entry and not self._aged(found):
@@ -270,7 +267,7 @@ class S3Tier(Tier):
         if self._cataloged is None or not self._conditions:
             return None
         self._compare_clocks()
-        with _reported(f"read the catalog of {namespace}"):
+        with reported(f"read the catalog of {namespace}"):
             found = self._cataloged.read(check_namespace(namespace), signing, writes=not self.read_only)
         if found is None or found.shards is None:
             return found
@@ -279,7 +276,7 @@ class S3Tier(Tier):
     def maintain(self) -> None:
         """As every tier: list in full for all, in the background, where that is due and nobody else does."""
         if self._cataloged is not None and self._conditions:
-            with _reported("list for the catalog", writes=True):
+            with reported("list for the catalog", writes=True):
                 self._cataloged.maintain()
 
     def announce(self) -> None:
@@ -299,15 +296,15 @@ class S3Tier(Tier):
                 yield use
 
     def namespace_names(self) -> Sequence[str]:
-        with _reported("list the namespaces"):
+        with reported("list the namespaces"):
             folders = self._lister.list_with_delimiter()["common_prefixes"]
         return [name for folder in folders if is_namespace(name := folder.strip("/"))]
 
     def remove(self, namespace: str) -> int:
         """As every tier, aged objects included."""
         removed = 0
-        with _reported(f"remove {namespace}"):
-            for page in self._pages(check_namespace(namespace)):
+        with reported(f"remove {namespace}"):
+            for page in pages(self._lister, check_namespace(namespace)):
                 names = [found["path"] for found in page if _is_entry(found)]
                 if names:
                     self._lister.delete(names)
@@ -319,7 +316,7 @@ class S3Tier(Tier):
         """As every tier. Not in a bucket that may not be listed: there S3 does not
         distinguish what is missing from what is forbidden."""
         self._compare_clocks()
-        with _reported("look whether it was emptied"):
+        with reported("look whether it was emptied"):
             found = self._born()
             if found is None and self.read_only:
                 return None
@@ -363,46 +360,18 @@ class S3Tier(Tier):
         """
         if not self._access.prefix:
             raise ValueError("S3 lifecycle rule: the remote has no prefix, and the rule would be for the whole bucket")
-        rule = {
-            "ID": self._rule_id,
-            "Status": "Enabled",
-            "Filter": {"Prefix": f"{self._access.prefix}/"},
-            "Expiration": {"Days": math.ceil(ttl_s / _DAY_S)},
-        }
-        with _reported("set the lifecycle rule"):
-            others = [one for one in self._rules() if one.get("ID") != self._rule_id]
-            self._access.admin.put_bucket_lifecycle_configuration(
-                Bucket=self._access.bucket, LifecycleConfiguration={"Rules": [*others, rule]}
-            )
+        with reported("set the lifecycle rule"):
+            set_lifecycle_ttl(self._access, ttl_s)
 
     def lifecycle_s(self) -> float | None:
         """The age in seconds at which the store deletes entries by our rule; None if that is not in force."""
-        with _reported("read the lifecycle rules"):
-            for rule in self._rules():
-                ours = rule.get("ID") == self._rule_id and rule.get("Filter") == {"Prefix": f"{self._access.prefix}/"}
-                if ours and rule.get("Status") == "Enabled" and "Days" in rule.get("Expiration", {}):
-                    return float(rule["Expiration"]["Days"] * _DAY_S)
-        return None
-
-    @property
-    def _rule_id(self) -> str:
-        return f"lmcache-ec {self._access.prefix}"
-
-    def _rules(self) -> Sequence[dict[str, Any]]:
-        from botocore.exceptions import ClientError
-
-        try:
-            answer = self._access.admin.get_bucket_lifecycle_configuration(Bucket=self._access.bucket)
-        except ClientError as error:
-            if error.response["Error"]["Code"] == "NoSuchLifecycleConfiguration":
-                return ()
-            raise
-        return tuple(answer["Rules"])
+        with reported("read the lifecycle rules"):
+            return lifecycle_ttl_s(self._access)
 
     def _use(self, namespace: str) -> NamespaceUse:
         entries, length, written = 0, 0, 0.0
-        with _reported(f"list {namespace}"):
-            for page in self._pages(namespace):
+        with reported(f"list {namespace}"):
+            for page in pages(self._lister, namespace):
                 for found in filter(_is_entry, page):
                     entries += 1
                     length += found["size"]
@@ -457,8 +426,8 @@ class S3Tier(Tier):
         return self._ttl_s is not None and found["last_modified"].timestamp() < self._clock.now() - self._ttl_s
 
     def _reported_entry(self, action: str) -> AbstractContextManager[None]:
-        """As `_reported`. Where each object has a key that it was written with, a refusal is about that object."""
-        return _reported(action, keyed=self._access.customer_key is not None)
+        """As `reported`. Where each object has a key that it was written with, a refusal is about that object."""
+        return reported(action, keyed=self._access.customer_key is not None)
 
     @property
     def _lister(self) -> S3Store:
@@ -472,52 +441,9 @@ class S3Tier(Tier):
                 self._patient[limit] = self._access.client(limit, silence=False)
             return self._patient[limit]
 
-    def _pages(self, namespace: str) -> Iterator[Sequence[ObjectMeta]]:
-        """The objects of a namespace as pages arrive: the first alone, the others over all `<aa>` at once.
-
-        No order is relied on: of the second listing what the first page had is left out.
-        """
-        client = self._lister
-        with _reported(f"list {namespace}"):
-            first = next(client.list(namespace, chunk_size=_PAGE), ())
-        yield first
-        if len(first) < _PAGE:
-            return
-        seen = {found["path"] for found in first}
-        streams = (client.list(f"{namespace}/{part:02x}", chunk_size=_PAGE) for part in range(256))
-        pool = ThreadPoolExecutor(_LISTERS, "s3-list")
-        try:
-            pending = {pool.submit(next, stream, ()): stream for stream in islice(streams, _LISTERS)}
-            while pending:
-                for done in wait(pending, return_when=FIRST_COMPLETED).done:
-                    page: Sequence[ObjectMeta] = _page(done, namespace)
-                    stream = pending.pop(done)
-                    following = stream if page else next(streams, None)
-                    if following is not None:
-                        pending[pool.submit(next, following, ())] = following
-                    yield [found for found in page if found["path"] not in seen]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for a page that nobody wants
-
-
-@contextmanager
-def _reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iterator[None]:
-    from botocore.exceptions import BotoCoreError, ClientError
-    from obstore.exceptions import BaseError
-
-    try:
-        yield
-    except TierError:
-        raise
-    except (BotoCoreError, ClientError) as error:
-        raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
-    except (BaseError, OSError) as error:
-        fault = Fault.of(error)
-        raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes, keyed=keyed) from None
-
 
 def _each(shards: Iterator[Shard], action: str) -> Iterator[Shard]:
-    with _reported(action):
+    with reported(action):
         yield from shards
 
 
@@ -538,8 +464,3 @@ def _unchanged(found: ObjectMeta) -> PutMode:
 
 def _is_entry(found: ObjectMeta) -> bool:
     return parse_object_name(found["path"]) is not None
-
-
-def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:
-    with _reported(f"list {namespace}"):
-        return done.result()

@@ -206,10 +206,11 @@ class S3Catalog:
         again_s = self.pace.again_s if len(look.shards) < SHARDS else None
         if not changed:
             return Catalog(digests=_digests(new), again_s=again_s)
-        longest = max((look.shards[number]["size"] for number in changed if number in look.shards), default=1)
+        sizes = (look.shards[number]["size"] for number in changed if number in look.shards)
+        longest = max((size for size in sizes if size <= MAX_OBJECT_BYTES), default=1)  # what is longer is not read
         return Catalog(
             self._shards(folder, look, changed, versions, signing),
-            min(longest, MAX_OBJECT_BYTES),
+            longest,
             _digests(self._deltas.values()),
             again_s,
         )

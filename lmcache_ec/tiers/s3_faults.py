@@ -7,6 +7,8 @@ rest may quote the request, access key and signature included.
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -138,6 +140,24 @@ def summary(error: Exception) -> str:
     """What may be passed on of an error of boto3: the name of its class and S3's code, no text."""
     response = getattr(error, "response", {})
     return f"{type(error).__name__} {response.get('Error', {}).get('Code', '')}".strip()
+
+
+@contextmanager
+def reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iterator[None]:
+    """What fails within is a TierError that says so. `writes`: it was a write; `keyed`: of an object that has a key of
+    its own, see `Fault.error`."""
+    from botocore.exceptions import BotoCoreError, ClientError
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except TierError:
+        raise
+    except (BotoCoreError, ClientError) as error:
+        raise TierError(errno.EIO, f"s3 tier could not {action}: {summary(error)}") from None
+    except (BaseError, OSError) as error:
+        fault = Fault.of(error)
+        raise fault.error(f"s3 tier could not {action}: {fault}", writes=writes, keyed=keyed) from None
 
 
 def _first(pattern: str, text: str) -> str:

@@ -127,8 +127,8 @@ class Stack:
     # ---- look up
 
     def fetch(self, wanted: Sequence[Wanted], number: int = 0) -> None:
-        """Ask the tiers from `number` on in order, each on its own threads; what is asked for together together, where
-        that helps. Each is answered once, from any thread."""
+        """Ask the tiers from `number` on in order, each on its own threads; several at once where that helps. Each is
+        answered once, from any thread."""
         asked: dict[int, list[Wanted]] = {}
         for one in wanted:
             following = self.worth_asking(one.key, number, one.insist, one.tiers)
@@ -346,7 +346,7 @@ class Stack:
                     self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
 
     def close(self) -> None:
-        """Let go of the tiers. What is still under way fails, or ends with the process."""
+        """Release the tiers. What is still under way fails, or ends with the process."""
         self._closed.set()
         for lane in self.lanes:
             for pool in (lane.reads, lane.writes, lane.scans, lane.probes):

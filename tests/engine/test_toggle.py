@@ -52,7 +52,7 @@ def test_a_file_for_kv_alone_gives_safe_defaults_and_no_second_pool(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "environment", "extra"])
-def test_switched_off_wherever_that_is_said(where: str, tmp_path: Path, reference: Reference) -> None:
+def test_every_source_of_the_configuration_can_switch_it_off(where: str, tmp_path: Path, reference: Reference) -> None:
     text = "ec:\n  enabled: false\n" if where == "file" else "ec: {{}}\n"
     environment = lmcache_file(tmp_path, text)
     if where == "environment":

@@ -95,7 +95,7 @@ class Truth:
         key = EncoderCacheKey(NAMESPACE, identifier)
         verify(memoryview(data), key)
         assert path.match(key.object_name), f"{path} holds {identifier}"
-        [(_, tensor)] = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+        [(_, tensor)] = safetensors.deserialize(data)
         found = np.frombuffer(tensor["data"], np.float32).reshape(tensor["shape"])
         assert np.allclose(found, self.tensor(identifier), atol=NEAR, rtol=NEAR), f"{path} holds another's bytes"
         return identifier

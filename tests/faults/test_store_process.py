@@ -103,7 +103,7 @@ def no_folder(disk: Path) -> Iterator[None]:
     recovery="all is written",
     engine="alive",
 )
-def test_a_disk_that_fills_up_or_goes_away_in_mid_flight_costs_only_the_writes(served: Served) -> None:
+def test_a_disk_that_fills_up_or_disappears_costs_only_the_writes(served: Served) -> None:
     written(served)
     before = served.settle()["writes_failed"]
     with full(served.store_pid()):

@@ -36,7 +36,9 @@ def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) 
     ids=" ".join,
 )
 @pytest.mark.parametrize("both", [False, True], ids=["output", "output and errors"])
-def test_a_command_whose_reader_has_gone_ends_quietly(arguments: list[str], both: bool, tmp_path: Path) -> None:
+def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(
+    arguments: list[str], both: bool, tmp_path: Path
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(tmp_path / "errors", "w+b") as errors:

@@ -29,8 +29,8 @@ from benchmarks.testbed.core import (
     stored,
     stuck,
     temporaries,
-    wait_until,
 )
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import Attach, Attached, Link, Message, StoreLink, rank_address
 from lmcache_ec.entry import room
 from lmcache_ec.rank import Rank

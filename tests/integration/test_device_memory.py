@@ -19,6 +19,7 @@ from benchmarks.gpu_check.rig import MIB, Rig
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import copier
 from lmcache_ec.arena import GRANULE_BYTES
+from lmcache_ec.channel import Segment
 from tests.cuda import OUT_OF_MEMORY, PATIENCE_S, Cuda, OnDevice
 
 SPEC = spec_of(2.75)
@@ -108,13 +109,13 @@ def test_steps_go_on_while_a_granule_is_being_registered(cuda: Cuda, card: Card)
         store(rig, card, "first")
         cuda.refuse = slow
         store(rig, card, *(f"image {number}" for number in range(6)))
-        wait_until("more is being registered", lambda: (rig.drain(), entered.is_set())[1])
+        wait_until("more is being registered", entered.is_set, doing=rig.drain)
         before = registered(cuda)
         store(rig, card, "meanwhile")
         assert served(rig, "first", "meanwhile")
         assert registered(cuda) == before
         going_on.set()
-        wait_until("more is registered", lambda: (rig.drain(), registered(cuda) > before)[1])
+        wait_until("more is registered", lambda: registered(cuda) > before, doing=rig.drain)
 
 
 def test_a_store_process_that_dies_holds_up_no_growth(cuda: Cuda, card: Card) -> None:
@@ -198,7 +199,7 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
         rig.rank.worker.abandon()
     elif way == "its link thread has failed":
         monkeypatch.setattr(rank, "_take", lambda *_: 1 / 0)
-        rig.cache._ranks[0].send(lmcache_ec.rank.Segment(0, 0))
+        rig.cache._ranks[0].send(Segment(0, 0))
     if way != "its scheduler side is gone":
         wait_until("its link is closed", lambda: rank._link is None)
         rig.step(promised, {})
@@ -223,9 +224,14 @@ def test_a_registration_that_hangs_does_not_keep_its_worker_from_ending(
 ) -> None:
     monkeypatch.setattr(lmcache_ec.rank, "_END_S", 0.2)
     rig, going_on, entered = Rig.local(card, 256 * MIB), threading.Event(), threading.Event()
-    cuda.refuse = lambda address, length: int(entered.set() or not going_on.wait(PATIENCE_S))
+
+    def slow(address: int, length: int) -> int:
+        entered.set()
+        return int(not going_on.wait(PATIENCE_S))
+
+    cuda.refuse = slow
     store(rig, card, *(f"image {number}" for number in range(8)))
-    wait_until("more is being registered", lambda: (rig.drain(), entered.is_set())[1])
+    wait_until("more is being registered", entered.is_set, doing=rig.drain)
     began = time.monotonic()
     rig.close()
     assert time.monotonic() - began < 5

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload, wait_until
+from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload
 from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey, EntryName
@@ -190,7 +191,7 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
 
 
 @pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
-def test_what_does_not_verify_in_one_tier_is_said_of_that_tier(stores: Stores, how: str) -> None:
+def test_what_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stores, how: str) -> None:
     data = spoiled("picture") if how == "spoiled" else memoryview(of_another_version(bytes(sealed("picture")), how))
     put(stores.disk, "picture")
     stores.redis.put(EncoderCacheKey("ns", "picture"), data)
@@ -428,7 +429,7 @@ def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: St
     assert [found.digest for found in stores.disk.list("ns")] == [EncoderCacheKey("ns", "good").digest]
 
 
-def test_warm_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warm_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "no Redis and no S3 remote is configured" in run("warm").stderr
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
     monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", f"redis://user:{CANARY}@127.0.0.1:{free_port()}")

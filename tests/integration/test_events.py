@@ -21,7 +21,8 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
-from benchmarks.testbed.core import Bench, Remote, Scheduler, Worker, length, names, stopped, wait_until
+from benchmarks.testbed.core import Bench, Remote, Scheduler, Worker, length, names, stopped
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import CpuChanges
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.doctor import examine
@@ -192,10 +193,15 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         cache.weights.report(0, 0, "of the start")
         cache.weights.report(0, 1, "others")
         assert cache.follow_weights()
-        told: list[CpuChanges] = []
+        sent: list[CpuChanges] = []
+
+        def send(message: CpuChanges) -> bool:
+            sent.append(message)
+            return True
+
         assert cache.book.changes is not None
-        cache.book.changes.hand(cache.namespace, lambda message: not told.append(message))
-        assert told == [CpuChanges(cache.namespace, True, [], [])]
+        cache.book.changes.hand(cache.namespace, send)
+        assert sent == [CpuChanges(cache.namespace, True, [], [])]
         cache.book.changes.begin_anew()
         bench.until("it is cleared", lambda: index.where(["picture"]) == {"picture": []})
         bench.encode(["picture"])
@@ -324,10 +330,10 @@ def test_a_client_of_vllms_kv_events_reads_a_snapshot_as_it_reads_a_replay(publi
         answered = []
         while True:
             assert replay.poll(8000)
-            _, topic, number, payload = replay.recv_multipart()
-            if number == END:
+            _, topic, place, payload = replay.recv_multipart()
+            if place == END:
                 break
-            answered.append((topic, int.from_bytes(number, "big"), decode(payload)))
+            answered.append((topic, int.from_bytes(place, "big"), decode(payload)))
     [(topic, number, batch)] = answered
     assert (topic, number > 0, batch.namespace) == (b"ec", True, "ns")
     assert [type(event).__name__ for event in batch.events] == ["AllEntriesCleared", "EntriesAdmitted"]

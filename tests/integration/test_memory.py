@@ -18,8 +18,8 @@ from benchmarks.testbed.core import (
     names,
     own_arenas,
     store_processes,
-    wait_until,
 )
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import rank_address
 
 
@@ -120,7 +120,7 @@ def test_the_store_process_imports_no_serving_engine() -> None:
     assert not {"torch", "vllm", "lmcache", "numpy", "pydantic", "yaml"} & set(imported)
 
 
-def test_the_books_counts_are_told_to_whoever_asks_the_host(tmp_path: Path) -> None:
+def test_the_books_counts_can_be_queried_on_the_host(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.encode(names("image", 5))
         bench.settle()

@@ -136,7 +136,7 @@ def test_every_tier_of_the_configuration_is_counted_and_nothing_in_it_changes(
     assert [line for line in lines if "(written)" in line] == [lines[4]]
 
 
-def test_a_tier_that_is_away_is_one_line_and_the_others_are_shown(
+def test_an_unreachable_tier_is_one_line_and_the_others_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(disk(tmp_path / "disk"), "old")
@@ -163,7 +163,7 @@ def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_an_engine_uses_is_shown_and_kept_and_the_engine_survives_its_removal(tmp_path: Path) -> None:
+def test_what_an_engine_uses_is_listed_and_kept_and_the_engine_survives_its_removal(tmp_path: Path) -> None:
     extra = ("--extra", json.dumps({"local_disk": str(tmp_path)}))
     with Bench(tmp_path) as bench:
         bench.encode(IMAGES)
@@ -261,7 +261,7 @@ def test_unused_is_what_no_tier_saw_used_for_so_long(
     assert {name for tier, name in entries(found()) if tier == "disk"} == {"elsewhere", "recent"}
 
 
-def test_beside_a_store_process_that_does_not_tell_its_namespace_nothing_is_removed_unforced(tmp_path: Path) -> None:
+def test_beside_a_store_process_of_unknown_namespace_nothing_is_removed_unforced(tmp_path: Path) -> None:
     """Another user's engine, for example. Here it is a socket at which nobody answers."""
     fill(disk(tmp_path), "old")
     remove = ("namespaces", "--extra", json.dumps({"local_disk": str(tmp_path)}), "--remove", "old", "--yes")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed.core import Bench, names, path_of, stopped, stored, wait_until
+from benchmarks.testbed.core import Bench, names, path_of, stopped, stored
+from benchmarks.testbed.waiting import wait_until
 
 SOON_S = 1.0
 IMAGES = names("image", 8)

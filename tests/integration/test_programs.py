@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 import lmcache_ec
-from benchmarks.testbed.core import NAMESPACE, WIDTH, Bench, length, names, payload, stored, wait_until
+from benchmarks.testbed.core import NAMESPACE, WIDTH, Bench, length, names, payload, stored
 from benchmarks.testbed.models import ROOT
 from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.servers.seaweed import seaweed
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, ConfigError, Tensor
 from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.standalone import cache as module
@@ -43,7 +44,7 @@ def cache(folder: Path) -> Iterator[Cache]:
         yield opened
 
 
-def opened(folder: Path, namespace: str = "programs", **keys: object) -> Cache:
+def opened(folder: Path, namespace: str = "programs", **keys: Any) -> Cache:
     return Cache(namespace=namespace, local_disk=str(folder), **keys)
 
 
@@ -173,7 +174,7 @@ def test_what_a_program_stores_an_engine_loads_and_the_other_way_round(folder: P
         assert stored(folder) == {*ours, *theirs}
         engine.encode(["last"])
         engine.settle()
-        [disk] = cache.report()["tiers"]  # type: ignore[misc]
+        [disk] = cast(list[dict[str, int]], cache.report()["tiers"])
         assert disk["bytes"] == engine.status()["tiers"][0]["bytes"] == 7 * length("last")
 
 
@@ -284,11 +285,11 @@ def test_the_public_names_are_those_that_are_listed() -> None:
     assert lmcache_ec.__all__ == ["Cache", "ConfigError", "Tensor", "__version__"]
     assert all(getattr(lmcache_ec, name) for name in lmcache_ec.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Cach'"):
-        _ = lmcache_ec.Cach  # type: ignore[attr-defined]
+        _ = lmcache_ec.Cach
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
-def test_the_programs_that_are_shown_run(page: str, tmp_path: Path) -> None:
+def test_the_programs_in_the_documentation_run(page: str, tmp_path: Path) -> None:
     """Each block in a folder of its own, with the configuration that the page writes, if it does."""
     text = (ROOT / page).read_text()
     programs = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "lmcache_ec" in block]

@@ -263,11 +263,12 @@ class Engine:
         """Passes, with a text-only request in each of them that would be empty, until `condition` holds."""
 
         def met() -> object:
-            if found := condition():
-                return found
-            if not self.scheduler.has_requests():
-                self.ask(self.prompts.request(4, []))
-            return self.step()
+            found = condition()
+            if not found:
+                if not self.scheduler.has_requests():
+                    self.ask(self.prompts.request(4, []))
+                self.step()
+            return found
 
         wait_until(what, met, PATIENCE_S, pause_s=0)
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from benchmarks.testbed.stand_ins import Served, digest, request
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.accesses import Accesses
-from lmcache_ec.channel import RECORD_PREFIX, Accessed, Follow, Link, LinkClosed, Notice
+from lmcache_ec.channel import RECORD_PREFIX, Accessed, Follow, Link, LinkClosed, Notice, ToStore
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.status import sockets
 from lmcache_ec.plan.traces import COLUMNS
@@ -193,7 +193,12 @@ def test_without_an_engine_there_is_nothing_to_record(tmp_path: Path) -> None:
 def test_while_nobody_records_nothing_is_kept_or_told(served: Served) -> None:
     told: list[object] = []
     send = served.cache._store.send
-    served.cache._store.send = lambda message: (told.append(message), send(message))[1]  # type: ignore[method-assign]
+
+    def noted(message: ToStore) -> bool:
+        told.append(message)
+        return send(message)
+
+    served.cache._store.send = noted  # type: ignore[method-assign]
     serve(served, "one", X, Y)
     assert served.cache.accesses is None
     assert not any(isinstance(message, Accessed) for message in told)

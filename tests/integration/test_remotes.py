@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,13 +25,13 @@ from benchmarks.testbed.core import (
     stopped,
     store_processes,
     stored,
-    wait_until,
 )
 from benchmarks.testbed.servers.authority import Authority
 from benchmarks.testbed.servers.lmcache_server import lmcache_server
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.relay import relay
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.cli.doctor import Report, examine, render
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
 from lmcache_ec.key import EncoderCacheKey
@@ -62,7 +63,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
 
 
 def entries_in(server: RedisServer) -> int:
-    return len(server.client().keys("*.safetensors"))  # type: ignore[arg-type]
+    return len(server.client().keys("*.safetensors"))
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def in_redis(redis: RedisServer) -> Remote:
 
     def edit(identifier: str, change: Callable[[bytes], bytes]) -> bytes:
         name = f"lmcache-ec/{object_name(identifier)}"
-        data = change(redis.client().get(name))  # type: ignore[arg-type]
+        data = change(redis.client().get(name))
         redis.client().set(name, data)
         return data
 
@@ -107,13 +108,17 @@ def object_name(identifier: str) -> str:
     return EncoderCacheKey(NAMESPACE, identifier).object_name
 
 
+def holds_all(remote: Remote) -> bool:
+    return remote.held() == len(IMAGES)
+
+
 def filled(folder: Path | None, *remotes: Remote) -> None:
     """A host that encoded, stored and went."""
     with Bench(folder, remotes=[remote.url for remote in remotes]) as bench:
         bench.encode(IMAGES)
         bench.settle()
         for remote in remotes:
-            wait_until(f"all is in {remote.name}", lambda remote=remote: remote.held() == len(IMAGES))
+            wait_until(f"all is in {remote.name}", partial(holds_all, remote))
 
 
 def test_another_host_is_warm_and_keeps_what_it_fetched(tmp_path: Path, remote: Remote) -> None:
@@ -337,7 +342,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
 
 
 @pytest.mark.fault("away at the start", "Valkey", "the engine starts without it", recovery="it is asked")
-def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path) -> None:
+def test_a_remote_that_is_unreachable_at_the_start_is_used_once_it_is_up(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()
         with Bench(tmp_path / "disk", remotes=[server.url]) as bench:
@@ -349,7 +354,7 @@ def test_a_remote_that_is_away_at_the_start_is_used_when_it_comes(tmp_path: Path
             bench.until("it is asked", lambda: asks(bench, f"newer-{time.monotonic()}"), 20.0)
 
 
-def test_what_cannot_be_meant_is_said_at_the_start_and_leaves_nothing(
+def test_a_remote_that_is_misconfigured_is_reported_at_the_start_and_leaves_nothing(
     tmp_path: Path, s3: Seaweed, in_s3: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
@@ -371,7 +376,7 @@ def test_what_cannot_be_meant_is_said_at_the_start_and_leaves_nothing(
         assert "canary" not in str(raised.value)
 
 
-def test_doctor_says_before_a_start_what_the_start_would_say_of_a_remote(tmp_path: Path) -> None:
+def test_doctor_reports_before_a_start_what_the_start_would_report_of_a_remote(tmp_path: Path) -> None:
     def found(password: str) -> Report:
         return examine("{}", {"LMCACHE_EC_REMOTE_URL": f"redis://:{password}@127.0.0.1:{server.port}"})
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -42,7 +43,7 @@ class Store:
     tier: Tier
     empty: Callable[[], object]
 
-    def bench(self, **keys: object) -> Bench:
+    def bench(self, **keys: Any) -> Bench:
         return Bench(self.folder, **{"remotes": self.remotes, **QUICK, **keys})
 
     def held(self) -> set[bytes]:
@@ -224,7 +225,7 @@ def test_what_redis_evicts_is_not_written_again(tmp_path: Path, policy: str) -> 
         bench.settle()
 
 
-def test_a_remote_that_was_away_is_given_what_it_missed(tmp_path: Path) -> None:
+def test_a_remote_that_was_unreachable_is_given_what_it_missed(tmp_path: Path) -> None:
     """What was encoded and what was promoted meanwhile, and what it had before and lost with its process."""
     with (
         redis_server(tmp_path / "near") as near,
@@ -247,7 +248,7 @@ def test_a_remote_that_was_away_is_given_what_it_missed(tmp_path: Path) -> None:
             bench.settle()
 
 
-def test_a_remote_that_is_away_at_the_start_is_given_what_it_missed(tmp_path: Path) -> None:
+def test_a_remote_that_is_unreachable_at_the_start_is_given_what_it_missed(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()
         with Bench(tmp_path / "disk", remotes=[server.url]) as bench:

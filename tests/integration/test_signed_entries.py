@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from benchmarks.testbed.core import NAMESPACE, Bench, length, payload, spec, store_processes
 from benchmarks.testbed.servers.redis import redis_server
-from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, ConfigError, entry
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.status import engines, show
@@ -77,7 +76,7 @@ def test_a_consumer_neither_believes_a_forgery_nor_deletes_it(
     path = forge(folder, read_key(key_file).namespace(NAMESPACE), "cat")
     with Bench(folder, signing_key_file=key_file, saves=False) as consumer:
         assert not consumer.serves("cat")
-        wait_until("the ledger is told", lambda: [consumer.drain(), consumer.status()["book"]][1])
+        consumer.until("the ledger is there", lambda: consumer.status()["book"])
         show([found for found in engines() if found["engine"] == consumer.engine])
     assert "1 read of disk: unsigned, or signed with another key" in capsys.readouterr().out
     assert path.exists()
@@ -153,7 +152,7 @@ def test_a_program_signs_and_believes_as_an_engine_does(folder: Path, key_file: 
             (folder / EncoderCacheKey(namespace, "dog").object_name).unlink()
 
 
-def test_inspect_says_of_a_forgery_that_it_is_not_signed(folder: Path, key_file: Path) -> None:
+def test_inspect_reports_a_forgery_as_unsigned(folder: Path, key_file: Path) -> None:
     extra = json.dumps({"local_disk": str(folder), "signing_key_file": str(key_file)})
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])

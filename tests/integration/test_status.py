@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.live import Live
 from typer.testing import CliRunner
 
-from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck, wait_until
+from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.top import EngineRates, TierRates, look, rates, view
@@ -58,7 +59,7 @@ def lines(output: str, engine: str) -> list[str]:
     return after[begin:end]
 
 
-def test_two_engines_of_one_namespace_are_told_apart(tmp_path: Path) -> None:
+def test_two_engines_of_one_namespace_are_distinguished(tmp_path: Path) -> None:
     began = time.time()
     with Bench(tmp_path) as one, Bench(tmp_path) as other:
         for bench in (one, other):
@@ -141,7 +142,8 @@ def test_what_is_written_in_the_place_of_a_corrupt_entry_is_counted_once(tmp_pat
 
 
 def test_no_heading_of_the_live_view_is_cut_in_eighty_columns() -> None:
-    tier = TierRates("redis", "read only", 999 << 20, *[1234.5] * 6, backlog=12, backlog_bytes=33 << 20)
+    rate_s = 1234.5
+    tier = TierRates("redis", "read only", 999 << 20, rate_s, rate_s, rate_s, rate_s, rate_s, rate_s, 12, 33 << 20)
     rate = EngineRates("engine", "ns", "serving", 1.0, 1.0, 1 << 30, 2 << 30, [tier])
     console = Console(width=80, file=io.StringIO())
     console.print(view([rate]))
@@ -200,7 +202,7 @@ def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path
         assert any("1 before it ended" in line for line in lines(status(), bench.engine))
 
 
-def test_a_store_process_that_outlives_its_engine_says_that_it_finishes_what_was_handed_over(tmp_path: Path) -> None:
+def test_a_store_process_that_outlives_its_engine_is_listed_as_finishing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, drain_s=60)
     bench.scanned()
     with stuck(tmp_path / NAMESPACE / ".tmp" / "stuck"):
@@ -212,7 +214,7 @@ def test_a_store_process_that_outlives_its_engine_says_that_it_finishes_what_was
     wait_until("it has finished", lambda: bench.engine not in status("--json"))
 
 
-def test_an_engine_that_is_starting_is_said_to_be(tmp_path: Path) -> None:
+def test_an_engine_that_is_starting_is_listed_as_starting(tmp_path: Path) -> None:
     worker = Worker(str(uuid.uuid4()))
     try:
         [found] = silent()
@@ -223,7 +225,7 @@ def test_an_engine_that_is_starting_is_said_to_be(tmp_path: Path) -> None:
     assert not silent()
 
 
-def test_engines_of_another_user_are_not_shown() -> None:
+def test_engines_of_another_user_are_not_listed() -> None:
     """Neither one that answers nor one that does not; nor that user's to root."""
     become = "import os; os.geteuid() or os.setresuid(*[65534] * 3)\n"
     ask = "import json; from lmcache_ec.cli.status import all_engines; all_engines()\n" + become
@@ -247,7 +249,7 @@ def test_engines_of_another_user_are_not_shown() -> None:
         worker.close()
 
 
-def test_an_engine_of_another_version_is_shown_with_what_it_tells() -> None:
+def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
     """And one that answers what is no object is left out."""
     told = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
     with ThreadPoolExecutor(2) as threads:

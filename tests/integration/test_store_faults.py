@@ -17,7 +17,6 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.testbed.core import (
-    DEADLINE_S,
     MIB,
     NAMESPACE,
     Bench,
@@ -32,9 +31,9 @@ from benchmarks.testbed.core import (
     stored,
     stuck,
     temporaries,
-    wait_until,
 )
 from benchmarks.testbed.engine_env import PLUGIN
+from benchmarks.testbed.waiting import DEADLINE_S, wait_until
 from lmcache_ec.channel import AnyMessage, Link, StoreLink
 
 
@@ -530,7 +529,7 @@ DiskTier.contains = lambda *_: time.sleep(3600)
 
 
 @pytest.mark.fault("gone while the store process starts again", "LocalDisk", "done without; used once it is back")
-def test_a_disk_that_is_away_while_the_store_process_starts_again_is_used_once_it_is_back(tmp_path: Path) -> None:
+def test_a_disk_that_is_unreachable_while_the_store_process_restarts_is_used_once_it_is_back(tmp_path: Path) -> None:
     folder, away = tmp_path / "disk", tmp_path / "away"
     with Bench(folder) as bench:
         bench.encode(["before"])
@@ -629,7 +628,7 @@ def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_stor
 
 
 @pytest.mark.fault("none is left to a producer", "tiers", "it learns so at once, and announces nothing")
-def test_a_producer_with_no_tier_left_is_told_so_at_once(tmp_path: Path) -> None:
+def test_a_producer_with_no_tier_left_learns_so_at_once(tmp_path: Path) -> None:
     """The folder cannot be used, which is found out too late to end the start."""
     (tmp_path / "in the way").write_text("")
     with Bench(tmp_path / "in the way", start_timeout_s=0.001) as bench:

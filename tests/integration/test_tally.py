@@ -3,9 +3,11 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
-from benchmarks.testbed.core import MIB, Bench, names, path_of, stored, wait_until
+from benchmarks.testbed.core import MIB, Bench, names, path_of, stored
+from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.histogram import LATENCY_NS, names_of
 from lmcache_ec.tally import STATES
 
@@ -14,6 +16,10 @@ def histogram_of(totals: dict[str, int], name: str) -> tuple[int, int]:
     """How many values it has, and their sum."""
     counts = [totals[name] for name in names_of(name, LATENCY_NS)]
     return sum(counts[::2]), sum(counts[1::2])
+
+
+def lost(bench: Bench, processes: int) -> bool:
+    return bench.snapshot()["store_losses"] == processes
 
 
 def test_a_kill_loses_no_count_that_no_message_has_carried(tmp_path: Path) -> None:
@@ -25,7 +31,7 @@ def test_a_kill_loses_no_count_that_no_message_has_carried(tmp_path: Path) -> No
             bench.encode(identifiers)
             wait_until("it counts them", lambda: bench.status()["store"].get("disk_writes") == 4)
             os.kill(pid, signal.SIGKILL)
-            bench.until("it has ended", lambda life=life: bench.snapshot()["store_losses"] == life + 1)
+            bench.until("it has ended", partial(lost, bench, life + 1))
             totals = bench.cache.tallies.totals()
             assert totals["disk_writes"] == written
             assert histogram_of(totals, "disk_write_ns")[0] == written

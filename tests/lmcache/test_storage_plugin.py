@@ -170,7 +170,7 @@ def test_a_model_has_a_namespace_of_its_own_and_the_next_checkpoint_in_its_folde
 
 
 @pytest.mark.parametrize("harm", ["truncated", "emptied", "flipped", "swapped"])
-def test_a_file_that_was_harmed_is_a_miss_and_gone_and_can_be_stored_again(
+def test_a_damaged_file_is_a_miss_and_is_removed_and_can_be_stored_again(
     one: StorageProcess, config: Config, tmp_path: Path, harm: str
 ) -> None:
     with opened(one, config("disk")):
@@ -310,7 +310,7 @@ def test_look_ups_stop_at_the_first_that_is_missing_and_pins_hold_off_only_what_
         assert one("get", name=chunks[1]) is None
 
 
-def test_a_put_tells_once_for_each_key_that_a_tier_has_and_survives_whoever_is_told(
+def test_a_put_calls_back_once_for_each_stored_key_and_survives_a_callback_that_raises(
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
     with opened(one, config("disk")):
@@ -382,7 +382,7 @@ def test_close_returns_and_gives_up_what_a_stuck_remote_does_not_take(
     assert "2 entries are not in every tier" in one.tail
 
 
-def test_a_remote_that_is_away_at_the_start_is_done_without_until_it_is_there(
+def test_a_remote_that_is_unreachable_at_the_start_is_done_without_until_it_is_up(
     one: StorageProcess, config: Config, tmp_path: Path
 ) -> None:
     with redis_server(tmp_path / "redis") as server:

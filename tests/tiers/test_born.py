@@ -56,10 +56,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     if request.param in ("disk", "what a shell's star names"):
         root = tmp_path / "root"
         star = [root] if request.param == "disk" else []
-        return Store(
-            lambda: DiskTier(root, 64 * MIB),
-            lambda: [shutil.rmtree(path) for path in star or root.glob("[!.]*")],
-        )
+
+        def remove_folders() -> None:
+            for path in star or root.glob("[!.]*"):
+                shutil.rmtree(path)
+
+        return Store(lambda: DiskTier(root, 64 * MIB), remove_folders)
     if request.param == "redis":
         server: RedisServer = request.getfixturevalue("redis")
         server.client().flushall()
@@ -188,14 +190,14 @@ def test_the_name_in_a_bucket_is_kept_from_aging(s3: Seaweed, tmp_path: Path, mo
     for name, text in s3.environment.items():
         monkeypatch.setenv(name, text)
     tier = open_s3(f"s3://{s3.bucket}/aging?endpoint={s3.endpoint}", ttl_s=1.0)
-    name = tier.born()
+    name_in_bucket = tier.born()
 
     def written() -> object:
         return s3.client().head_object(Bucket=s3.bucket, Key="aging/lmcache-ec-born")["LastModified"]
 
     first = written()
-    assert tier.born() == name
+    assert tier.born() == name_in_bucket
     assert written() == first
     monkeypatch.setattr(s3_module, "_BORN_REWRITTEN_S", 0.0)
     while written() == first:
-        assert tier.born() == name
+        assert tier.born() == name_in_bucket

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -102,7 +103,7 @@ class TestDiskTierWithoutHardLinks(TierConformance):
     ) -> None:
         rename = os.rename
 
-        def slow(*args: str, **keys: int) -> None:
+        def slow(*args: Any, **keys: Any) -> None:
             time.sleep(0.1)  # for the others to come as far, unless something holds them
             rename(*args, **keys)
 
@@ -285,8 +286,13 @@ def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sam
 ) -> None:
     """Until a survey is through: then it is the oldest again."""
     monkeypatch.setattr(disk, "_SAMPLE", 64)
-    looked_at, status = [], disk_files._status
-    monkeypatch.setattr(disk_files, "_status", lambda file: looked_at.append(file.name) or status(file))
+    looked_at, status = list[str](), disk_files._status
+
+    def look(file: os.DirEntry[str]) -> object:
+        looked_at.append(file.name)
+        return status(file)
+
+    monkeypatch.setattr(disk_files, "_status", look)
     for number in range(400):
         DiskTier(tmp_path, 400 * 50).put(key(str(number)), value(str(number), 50))
     before, tier = order_of_use(tmp_path), DiskTier(tmp_path, 400 * 50)
@@ -481,7 +487,7 @@ def test_a_handle_that_becomes_stale_while_it_is_read_is_a_miss(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT, errno.ENOTDIR])
-def test_a_file_that_is_gone_when_it_is_opened_is_a_miss(
+def test_a_file_that_disappears_before_it_is_opened_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     tier = DiskTier(tmp_path, 1000)

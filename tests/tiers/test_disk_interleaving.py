@@ -211,7 +211,7 @@ def test_at_every_instant_the_folder_holds_at_most_its_account_and_that_at_most_
             before = folder.corrections()
             for engine, calls in zip(folder.engines, order, strict=True):
                 folder.run(engine, calls)
-            ended = folder.engines[0].dead
+            ended: bool = folder.engines[0].dead
             if killed and not ended:
                 folder.engines[0].kill()
                 folder.check()

@@ -80,7 +80,7 @@ def age(path: Path, seconds: float) -> None:
 # ---- told and heard
 
 
-def test_what_is_told_is_heard_once_by_each_other_and_not_by_oneself(folder: Path, writer: FolderNews) -> None:
+def test_news_is_heard_once_by_each_neighbour_and_not_by_its_writer(folder: Path, writer: FolderNews) -> None:
     others = [FolderNews(folder) for _ in range(2)]
     assert [each.hear("ns") for each in (writer, *others)] == [[], [], []]
     for number in range(3):
@@ -93,7 +93,7 @@ def test_what_is_told_is_heard_once_by_each_other_and_not_by_oneself(folder: Pat
     assert writer.hear("ns") == [digest(3)]
 
 
-def test_what_was_told_before_somebody_began_is_for_the_listing(folder: Path, writer: FolderNews) -> None:
+def test_news_from_before_a_follower_began_is_left_to_the_listing(folder: Path, writer: FolderNews) -> None:
     writer.announce("ns", digest(0))
     late = FolderNews(folder)
     assert late.hear("ns") == []
@@ -172,7 +172,7 @@ while True:
 """
 
 
-def test_whatever_was_told_before_a_kill_is_heard(folder: Path, follower: FolderNews) -> None:
+def test_news_written_before_a_kill_is_heard(folder: Path, follower: FolderNews) -> None:
     """Killed anywhere, in the middle of an append too; and after the last one nothing stays but logs that are swept."""
     moments, said, heard = random.Random(0), set[int](), list[bytes]()
     for start in range(10):
@@ -348,7 +348,9 @@ def test_where_a_log_finds_no_room_entries_are_written_and_a_torn_record_costs_i
     assert len(heard) > 50
 
 
-def test_where_nothing_can_be_told_a_put_is_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_news_can_be_written_a_put_succeeds_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 

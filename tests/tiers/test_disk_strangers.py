@@ -75,7 +75,7 @@ def age(folder: Path) -> None:
 
 def state(folder: Path) -> dict[Path, object]:
     """All that could be seen to change there, but the times at which it was looked at."""
-    found = {}
+    found: dict[Path, object] = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
         content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
@@ -400,10 +400,14 @@ def test_what_takes_a_names_place_between_any_two_system_calls_does_no_harm_eith
                 plant(path, kind, outside)
         before.update(state(outside))
 
+    def survey(tier: DiskTier) -> None:
+        list(tier.list("ns"))
+        tier.maintain()
+
     jobs: list[Callable[[DiskTier], object]] = [
         lambda tier: tier.put(A, value("a", 100)),
         lambda tier: tier.get_into(B, memoryview(bytearray(100))),
-        lambda tier: (list(tier.list("ns")), tier.maintain()),
+        survey,
         lambda tier: tier.remove("ns"),
     ]
     for number, job in enumerate(jobs):
@@ -415,7 +419,7 @@ def test_what_takes_a_names_place_between_any_two_system_calls_does_no_harm_eith
             with pytest.MonkeyPatch.context() as patch:
                 for module in (disk, disk_account, disk_files, disk_folder, disk_news, disk_survey):
                     patch.setattr(module, "os", Interrupted(os, happens))
-                patch.setattr(disk_folder, "_openat2", Interrupted(disk_folder, happens)._openat2)  # type: ignore[arg-type]
+                patch.setattr(disk_folder, "_openat2", Interrupted(disk_folder, happens)._openat2)
                 patch.setattr(Interrupted, "calls", 0)
                 patch.setattr(Interrupted, "at", moment)
                 try:

@@ -145,7 +145,7 @@ def test_a_forgery_is_a_counted_miss_that_stays_until_the_next_write_replaces_it
         assert tier.stored_bytes == len(ours), "what was replaced is in the account no more"
 
 
-def test_what_nobody_signed_is_counted_by_itself_and_shown_for_its_tier(store: tuple[Tier, bool]) -> None:
+def test_what_nobody_signed_is_counted_by_itself_and_listed_for_its_tier(store: tuple[Tier, bool]) -> None:
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace())
     for number, forge in enumerate((FORGERIES["unsigned"], FORGERIES["torn"])):

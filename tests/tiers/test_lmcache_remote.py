@@ -16,7 +16,7 @@ import pytest
 from benchmarks.testbed.servers.lmcache_server import LMCacheServer, lmcache_server
 from benchmarks.testbed.servers.relay import Then, relay
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.tiers.base import Listed, Tier, TierError, TierUnreachable
 from lmcache_ec.tiers.kinds import REFUSED, SCHEMES, check_remote, is_remote_key, open_remote
 from lmcache_ec.tiers.lmcache_remote import LMCacheRemoteTier, open_lmcache_remote
@@ -55,9 +55,9 @@ class WithRecord(Tier):
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self.record: dict[EncoderCacheKey, int] = {}
+        self.record: dict[EntryName, int] = {}
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         return self.tier.get_into(key, buffer)
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
@@ -66,10 +66,10 @@ class WithRecord(Tier):
             self.record[key] = len(data)
         return written
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         return self.tier.contains(key)
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         self.tier.delete(key)
         self.record.pop(key, None)
 
@@ -126,7 +126,7 @@ def test_a_server_cannot_list_and_says_so(server: LMCacheServer) -> None:
         assert "cannot be listed" in tier.notice
 
 
-def test_what_a_server_cannot_delete_is_gone_for_this_tier_and_replaced_for_all(server: LMCacheServer) -> None:
+def test_what_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_all(server: LMCacheServer) -> None:
     key = new_key()
     with opened(server.url) as tier, opened(server.url) as neighbour:
         tier.put(key, value("bad", 100))
@@ -409,7 +409,7 @@ def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, said: 
 def test_every_scheme_of_lmcache_is_served_or_refused_for_a_reason() -> None:
     from lmcache.v1.storage_backend import connector
 
-    adapters = connector.ConnectorManager("lm://", None, None).adapters  # type: ignore[arg-type]
+    adapters = connector.ConnectorManager("lm://", None, None).adapters
     schemes = {adapter.schema.partition("://")[0] for adapter in adapters} - {"plugin"}
     assert {"lm", "fs", "mooncakestore", "azure", "redis", "s3"} <= schemes
     assert schemes <= {*SCHEMES, *REFUSED}

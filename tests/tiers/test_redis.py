@@ -10,7 +10,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 from urllib.parse import quote
 
 import pytest
@@ -64,6 +66,15 @@ def trapped(length: int) -> tuple[bytearray, memoryview]:
 
 def assert_untouched(around: bytearray) -> None:
     assert around[:TRAP] == around[-TRAP:] == b"\xaa" * TRAP
+
+
+def has_lengths(tier: Tier, keys: Sequence[EncoderCacheKey], lengths: Sequence[int | None]) -> bool:
+    return tier.contains_each(keys) == lengths
+
+
+def has_clients(watcher: redis.Redis, count: int) -> bool:
+    clients: int = watcher.info("clients")["connected_clients"]
+    return clients == count
 
 
 def every_call(tier: Tier) -> Sequence[Callable[[], object]]:
@@ -206,7 +217,9 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 
 @pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
 @pytest.mark.parametrize("asked", [0, 11, 71_000])
-def test_a_wrong_length_is_told_and_what_comes_after_it_is_right(server: RedisServer, stored: int, asked: int) -> None:
+def test_a_wrong_length_is_reported_and_what_comes_after_it_is_right(
+    server: RedisServer, stored: int, asked: int
+) -> None:
     """Whether the connection goes on, or is closed because the value is too long to be read for nothing."""
     wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
@@ -348,7 +361,7 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_touches_nothing(answer: b
 
 
 @pytest.mark.parametrize("length", [10**9, 10**30])
-def test_a_length_beyond_all_reason_is_told_and_not_waited_for(length: int) -> None:
+def test_a_length_beyond_all_reason_is_reported_and_not_waited_for(length: int) -> None:
     with answering_gets_with(b"$%d\r\n" % length) as tier:
         assert tier.get_into(new_key(), memoryview(bytearray(100))) == length
         assert tier.contains(new_key()) is None
@@ -385,7 +398,7 @@ class _Line:
 @settings(deadline=None, max_examples=300)
 @given(REPLIES, st.lists(st.integers(1, 300), max_size=60))
 def test_answers_are_read_alike_however_they_arrive(replies: list[tuple[str, bytes, int]], sizes: list[int]) -> None:
-    encoded = {
+    encoded: dict[str, Callable[[bytes], bytes]] = {
         "value": lambda data: b"$%d\r\n%s\r\n" % (len(data), data),
         "text": lambda data: b"$%d\r\n%s\r\n" % (len(data), data),
         "none": lambda _: b"$-1\r\n",
@@ -415,7 +428,8 @@ def test_a_frozen_server_is_an_error_in_time_and_none_once_it_goes_on(server: Re
         large = new_key()
         server.freeze()
         try:
-            for call in (*every_call(tier), lambda: tier.put(large, value("a", 32 * MIB))):
+            calls: list[Callable[[], object]] = [*every_call(tier), lambda: tier.put(large, value("a", 32 * MIB))]
+            for call in calls:
                 with pytest.raises(TierUnreachable, match="no answer in time") as caught:
                     call()
                 assert caught.value.errno == errno.ETIMEDOUT
@@ -654,7 +668,7 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
             finally:
                 heal()
             back = [100 if keeps or not gone else None for gone in lost]
-            wait_until("the server is back", lambda back=back: tier.contains_each(keys) == back)
+            wait_until("the server is back", partial(has_lengths, tier, keys, back))
             assert tier.get_each_into(wanted) == back
         wait_until_whole(masters)
 
@@ -701,7 +715,7 @@ def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_gi
         for watcher, idle in zip(watchers, before, strict=True):
             assert watcher.info("clients")["connected_clients"] > idle
     for watcher, idle in zip(watchers, before, strict=True):
-        wait_until("connections are closed", lambda w=watcher, n=idle: w.info("clients")["connected_clients"] == n)
+        wait_until("connections are closed", partial(has_clients, watcher, idle))
 
 
 def test_behind_sentinels_an_answer_that_came_too_late_is_nobodys(
@@ -944,7 +958,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ],
     ids=lambda given: given.__name__ if callable(given) else "",
 )
-def test_what_is_wrong_is_said_at_the_opening_in_one_line_without_credentials(
+def test_what_is_wrong_is_reported_at_the_opening_in_one_line_without_credentials(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, says: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -1037,7 +1051,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
         ("unix://u:canary@h/run/socket", "unix:///path"),
     ],
 )
-def test_urls_that_are_refused_say_why_and_show_nothing_of_themselves(url: str, says: str) -> None:
+def test_a_refused_url_is_explained_and_not_quoted(url: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         parse_redis_url(url, RedisOptions())
     assert "canary" not in "".join(traceback.format_exception(caught.value)).replace(url, "")
@@ -1046,7 +1060,7 @@ def test_urls_that_are_refused_say_why_and_show_nothing_of_themselves(url: str, 
 @pytest.mark.parametrize("option", ["timeout_s", "connect_timeout_s", "ttl_s", "max_entry_bytes", "connections"])
 def test_options_that_cannot_be_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} of a Redis tier: must be a positive number.*, not -1"):
-        RedisOptions(**{option: -1})
+        RedisOptions(**{option: cast(Any, -1)})
 
 
 def test_the_tier_brings_along_no_torch_and_the_store_process_no_redis_until_it_has_one() -> None:
@@ -1062,27 +1076,27 @@ def test_a_password_that_is_replaced_in_its_file_is_used_by_the_next_connection(
     name = user.strip("@") or "default"
 
     def rotate(password: str) -> None:
-        server.client().execute_command("ACL", "SETUSER", name, "on", "resetpass", f">{password}", "~*", "+@all")
+        running.client().execute_command("ACL", "SETUSER", name, "on", "resetpass", f">{password}", "~*", "+@all")
         file.write_text(f"{password}\n")
 
-    with redis_server(tmp_path / "redis") as server:
-        admin = server.client()
+    with redis_server(tmp_path / "redis") as running:
+        admin = running.client()
         admin.execute_command("ACL", "SETUSER", "admin", "on", ">admin", "~*", "+@all")
-        server.client = lambda **_: redis.Redis(port=server.port, username="admin", password="admin")  # type: ignore[method-assign]
+        running.client = lambda **_: redis.Redis(port=running.port, username="admin", password="admin")  # type: ignore[method-assign]
         rotate("canary-one")
-        with opened(f"redis://{user}127.0.0.1:{server.port}?password_file={file}") as tier:
+        with opened(f"redis://{user}127.0.0.1:{running.port}?password_file={file}") as tier:
             tier.put(key, value("a", 100))
             rotate("canary-two")
-            server.client().client_kill_filter(_type="normal", skipme=True)
+            running.client().client_kill_filter(_type="normal", skipme=True)
             assert fetch(tier, key) == value("a", 100)
             file.write_text("canary-wrong")
-            server.client().client_kill_filter(_type="normal", skipme=True)
+            running.client().client_kill_filter(_type="normal", skipme=True)
             with pytest.raises(TierUnreachable, match="authentication failed") as caught:
                 tier.contains(key)
             assert "canary" not in str(caught.value)
             rotate("canary-three")
             assert tier.contains(key) == 100
         with pytest.raises(ValueError, match="cannot be read, or is empty"):
-            open_redis(f"{server.url}?password_file={tmp_path / 'none'}")
+            open_redis(f"{running.url}?password_file={tmp_path / 'none'}")
         with pytest.raises(ValueError, match="must be given once"):
-            open_redis(f"redis://:secret@127.0.0.1:{server.port}?password_file={file}")
+            open_redis(f"redis://:secret@127.0.0.1:{running.port}?password_file={file}")

@@ -249,7 +249,7 @@ def test_what_was_refused_is_not_asked_for_again_and_again(tmp_path: Path) -> No
     assert (tmp_path / "runs").read_text() == "run\n"
 
 
-def test_a_command_that_is_gone_later_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_credentials, "_AGAIN_S", 0.0)
     path = Path(program(tmp_path, "echo x"))
     provider = CommandCredentials(str(path), None, None)

@@ -209,7 +209,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_stays_inside_the_buffer(url: 
 
 
 @pytest.mark.parametrize("length", [10, 100_000])
-def test_an_object_that_somebody_replaced_is_told_by_its_length(
+def test_an_object_that_somebody_replaced_is_recognized_by_its_length(
     server: Seaweed, url: str, tier: S3Tier, length: int
 ) -> None:
     tier.put(key("a"), value("a", 1000))
@@ -585,7 +585,7 @@ def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
         assert [request.method for request in front.seen] == ["HEAD", "PUT", "HEAD"]
 
 
-def test_a_store_that_is_not_well_is_told_from_a_wrong_address() -> None:
+def test_a_store_that_is_not_well_is_distinguished_from_a_wrong_address() -> None:
     for status in (500, 503, 429):
         with answering((status, "SlowDown")) as remote, pytest.raises(TierNotReady):
             open_s3(remote)
@@ -599,14 +599,16 @@ def test_a_write_that_a_deletion_crossed_is_made_again() -> None:
         open_s3(remote).put(key("a"), value("a", 10))
 
 
-def test_a_bucket_that_is_gone_is_an_error_and_not_a_miss() -> None:
+def test_a_bucket_that_was_removed_is_an_error_and_not_a_miss() -> None:
     with answering((404, "NoSuchKey"), (404, "NoSuchBucket")) as remote:
         tier = open_s3(remote)
         with pytest.raises(TierUnreachable, match="HTTP 404 NoSuchBucket"):
             tier.get_into(key("a"), memoryview(bytearray(10)))
 
 
-def test_no_credential_is_ever_shown(server: Seaweed, url: str, relay: Relay, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_credential_is_ever_printed(
+    server: Seaweed, url: str, relay: Relay, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     keys = {"aws_access_key_id": server.access_key_id, "aws_secret_access_key": server.secret_access_key}
     tier = open_s3(through(relay, url), keys)

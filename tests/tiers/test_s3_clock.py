@@ -3,6 +3,7 @@
 
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
     front: S3Front, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     front.ahead_s = -600.0
-    keys = {"remote_lookup": "probe", "load_deadline_ms": 5000, "ttl_s": TTL_S}
+    keys: dict[str, Any] = {"remote_lookup": "probe", "load_deadline_ms": 5000, "ttl_s": TTL_S}
     said = "its clock is 600 s behind this machine's"
     with Bench(None, remotes=[url], **keys) as bench:
         bench.encode(["a", "b"])

@@ -4,7 +4,7 @@
 import base64
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -96,7 +96,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
     tier.put(KEY, value("secret", 5000))
     key_file.write_bytes(os.urandom(32))
     other = opened(url, f"&sse_c_key_file={key_file}")
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: other.get_into(KEY, memoryview(bytearray(5000))),
         lambda: other.contains(KEY),
     ]
@@ -122,7 +122,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
         ("sse_c_key=abc", None, "with credentials"),
     ],
 )
-def test_a_key_that_cannot_be_meant_is_refused_before_anything_is_asked_and_not_shown(
+def test_a_key_that_cannot_be_meant_is_refused_before_any_request_and_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, said: str
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.tiers.base import Landing, Listed, Tier, TierError
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.journal import Journal
@@ -40,7 +40,7 @@ class Memory(Tier):
         self.free = threading.Event()
         self.free.set()
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         found = self.entries.get(key.digest)
         if found is not None and len(found) == len(buffer):
             buffer[:] = found
@@ -52,11 +52,11 @@ class Memory(Tier):
         self.entries.setdefault(key.digest, bytes(data))
         return new
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         found = self.entries.get(key.digest)
         return None if found is None else len(found)
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         self.entries.pop(key.digest, None)
 
     def list(self, namespace: str) -> Iterator[Listed]:
@@ -71,7 +71,7 @@ class CountedDisk(DiskTier):
 
     reads = 0
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         self.reads += 1
         return super().get_into(key, buffer)
 
@@ -228,7 +228,7 @@ def test_who_asks_with_no_buffer_or_one_of_another_length_hears_the_length_and_n
     assert here.fetched(None) == Absent()
 
 
-def test_what_one_tier_cannot_say_the_next_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_error_of_one_tier_the_next_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     here, data = Setting(None), sealed()
 
     def broken(*_: object) -> int:

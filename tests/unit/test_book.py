@@ -258,9 +258,9 @@ class Life(RuleBasedStateMachine):
                 self.handed.append((place, to))
                 if to == self.incarnation and data.draw(st.booleans()):
                     self.seal()
-                outcomes.append((place.id, int(outcome), to))
+                outcomes.append((place.id, outcome, to))
             elif outcome is not None:
-                outcomes.append((place.id, int(outcome), 0))
+                outcomes.append((place.id, outcome, 0))
             self.release(place, ("rank", rank, step))
         self.book.report(rank, upto, outcomes, self.alive)
 

@@ -2,17 +2,17 @@
 """What a log says of faults that come again and again, and of their end."""
 
 import logging
+import time
 
 import pytest
 
-from lmcache_ec import complaints as module
 from lmcache_ec.complaints import Complaints
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
         "remote_serde: naive\nblocking_timeout_secs: 10\nec: {remote_url: null}",
     ],
 )
-def test_a_file_that_says_nothing_of_us_changes_nothing(file: File, text: str) -> None:
+def test_a_file_without_our_keys_changes_nothing(file: File, text: str) -> None:
     assert load_config(environ=file(text)) == EncoderCacheConfig()
     assert resolve(environ=file(text)).notes == ()
 
@@ -94,7 +94,7 @@ def test_map_and_flat_keys_mean_the_same(file: File) -> None:
     assert nested == EncoderCacheConfig(max_local_cpu_size=0.5, local_disk=Path("/data"), enabled=False, salt="x")
 
 
-def test_environment_overrides_the_file_and_extra_overrides_both_and_each_value_says_where_it_stands(
+def test_environment_overrides_the_file_and_extra_overrides_both_and_each_value_names_its_source(
     file: File,
 ) -> None:
     environ = {
@@ -176,7 +176,7 @@ def test_the_configuration_cannot_be_changed() -> None:
         EncoderCacheConfig().epoch = 1  # type: ignore[misc]
 
 
-def test_the_line_at_start_says_what_is_in_force_and_from_where(file: File) -> None:
+def test_the_line_at_start_names_the_values_in_force_and_their_sources(file: File) -> None:
     config = EncoderCacheConfig(max_local_cpu_size=1.5, local_disk=Path("/data"))
     assert summary(config) == "encoder cache: LocalCPU 1.5 GiB, LocalDisk 16 GiB at /data"
     environ = file("local_disk: /kv\nec:\n  max_local_cpu_size: 4\n  start_timeout_s: 10") | {"LMCACHE_EC_EPOCH": "3"}
@@ -211,7 +211,7 @@ def test_a_limit_beyond_the_memory_at_hand_is_a_warning_and_no_error() -> None:
 # ---- the manual
 
 
-def test_every_key_says_what_it_is_and_what_it_accepts() -> None:
+def test_every_key_has_a_description_and_what_it_accepts() -> None:
     for key, field_info in KEYS.items():
         assert field_info.description, key
         assert "must be" in accepts(key).text, key
@@ -424,8 +424,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_is_one_error_that_says_how_to_mend_it(mistake: Mistake, file: File) -> None:
-    environ = file(mistake.text) | mistake.environ
+def test_each_mistake_is_one_error_that_says_how_to_fix_it(mistake: Mistake, file: File) -> None:
+    environ = {**file(mistake.text), **mistake.environ}
     with pytest.raises(ConfigError) as caught:
         load_config(mistake.extra, environ)
     assert len(caught.value.args) == 1
@@ -463,7 +463,7 @@ def test_several_problems_are_in_one_error_and_it_survives_the_way_to_another_pr
         ("epoch", 10**400),
     ],
 )
-def test_values_that_cannot_work_are_refused_in_the_words_of_their_key(key: str, bad: object) -> None:
+def test_values_that_cannot_work_are_refused_with_what_their_key_accepts(key: str, bad: object) -> None:
     with pytest.raises(ConfigError, match=f"{key}=.* in {EXTRA}: {re.escape(accepts(key).text)}"):
         load_config({key: bad}, {})
 
@@ -598,7 +598,7 @@ def test_no_error_shows_what_is_in_a_variable(file: File) -> None:
 
 def test_the_class_itself_does_not_quote_what_it_refuses() -> None:
     with pytest.raises(ValidationError) as caught:
-        EncoderCacheConfig(drain_s=CANARY, nonsense=CANARY)  # type: ignore[arg-type, call-arg]
+        EncoderCacheConfig(drain_s=CANARY, nonsense=CANARY)  # type: ignore[call-arg]
     assert CANARY not in f"{caught.value} {caught.value!r}"
 
 
@@ -615,7 +615,7 @@ def test_a_credential_in_extra_is_refused_under_any_name_and_at_any_depth(value:
             load_config(extra, {})
 
 
-def test_a_path_that_only_sounds_like_a_secret_is_accepted_and_shown() -> None:
+def test_a_path_that_only_sounds_like_a_secret_is_accepted_and_printed() -> None:
     config = load_config({"local_disk": "/data/tokenizers"}, {})
     assert config.local_disk == Path("/data/tokenizers")
     assert "/data/tokenizers" in summary(config)

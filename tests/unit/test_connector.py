@@ -19,8 +19,8 @@ from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import connector as connector_module
 from lmcache_ec.adapters.vllm import namespace
 from lmcache_ec.adapters.vllm.connector import ECLMCacheConnector
+from lmcache_ec.adapters.vllm.loads import Promised
 from lmcache_ec.adapters.vllm.metadata import StepMetadata
-from lmcache_ec.adapters.vllm.scheduler import Promised
 from lmcache_ec.adapters.vllm.topology import engine_name
 from lmcache_ec.config import ConfigError
 from lmcache_ec.entry import MAX_PRODUCER_BYTES, TensorSpec
@@ -231,8 +231,12 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 def errors() -> Iterator[list[logging.LogRecord]]:
     """What the connector has logged as errors; vLLM's loggers do not pass records on."""
     said: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = said.append  # type: ignore[method-assign]
+
+    class Recorder(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record)
+
+    handler = Recorder(logging.ERROR)
     logger = logging.getLogger("vllm.lmcache_ec")
     logger.addHandler(handler)
     yield said
@@ -281,7 +285,7 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
     side = scheduler._scheduler
     assert side is not None
     place = SimpleNamespace(spec=None)
-    side._loads["x"] = Promised(place, ("media", 0))  # type: ignore[arg-type]
+    side._loads.waiting["x"] = Promised(place, ("media", 0))  # type: ignore[arg-type]
     side.has_cache_item = broken  # type: ignore[method-assign]
     assert not scheduler.has_cache_item("y")
     assert encoded_after_all(worker, scheduler) == {"media": [0]}

@@ -450,7 +450,7 @@ def test_memory_of_a_staged_load_is_not_given_out_while_the_model_still_reads_it
     cuda.run()
 
 
-def test_a_device_that_cannot_have_what_is_to_be_staged_says_why(running: Cuda) -> None:
+def test_a_device_that_cannot_stage_an_entry_says_why(running: Cuda) -> None:
     copier = DeviceCopier(DEVICE, running)
     arena = Arena(copier, 1)
     assert "within the arena" in copier.stage(arena.memory, Stage(1, PAGE, 3, 4, "F32"))

@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
         ("whisper", "takes sound, and the demo shows photographs"),
     ],
 )
-def test_a_model_that_cannot_be_shown_is_one_line_that_names_it_and_what_is_accepted(
+def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_accepted(
     text: Path, model: str, says: str
 ) -> None:
     given = model.format(file=text, folder=text.parent)

@@ -49,7 +49,7 @@ def as_json(*arguments: str) -> tuple[int, dict[str, Any]]:
     return status, json.loads(output)
 
 
-def test_a_sound_set_up_is_told_in_full_and_the_command_line_starts_exactly_that(
+def test_a_sound_setup_is_reported_in_full_and_the_command_line_starts_exactly_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a file.yaml"
@@ -125,7 +125,7 @@ def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:
         ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: must be a whole number"),
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_a_problem_and_the_rest_is_told_all_the_same(
+def test_a_configuration_that_cannot_be_used_is_a_problem_and_the_rest_is_reported_all_the_same(
     extra: str, says: str
 ) -> None:
     status, report = as_json("--extra", extra)
@@ -193,7 +193,7 @@ def test_a_supported_vllm_is_none(version: str, tmp_path: Path, monkeypatch: pyt
     assert examine("{}", {}).problems == []
 
 
-def test_where_nothing_is_installed_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_that_nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     report = examine("{}", {})
     assert {name for name, version in report.versions.items() if version is None} == {
@@ -237,7 +237,9 @@ def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "small").write_bytes(b"12345")
     assert stored_bytes(tmp_path) == 5
-    size = disk(tmp_path).free_bytes + 64 * GIB
+    free = disk(tmp_path).free_bytes
+    assert free is not None
+    size = free + 64 * GIB
     with (tmp_path / "a" / "b" / "sparse").open("wb") as sparse:
         sparse.truncate(size)
     extra = {"local_disk": str(tmp_path), "max_local_disk_size": size / GIB}
@@ -259,7 +261,7 @@ def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path)
     assert disk(Path("/proc/self")).kind == "proc"
 
 
-def test_of_a_folder_in_which_nobody_can_write_that_is_said_and_not_its_size() -> None:
+def test_a_folder_in_which_nobody_can_write_is_reported_as_such_and_not_by_its_size() -> None:
     (problem,) = examine('{"local_disk": "/proc/x"}', {}).problems
     assert problem == "local_disk=/proc/x: /proc is on proc, which cannot hold files: name another folder"
     (problem,) = examine('{"local_disk": "/proc/sys/kernel/x"}', {}).problems
@@ -268,7 +270,7 @@ def test_of_a_folder_in_which_nobody_can_write_that_is_said_and_not_its_size() -
     assert (report.disk["writable"], len(report.problems)) == (False, 1)
 
 
-def test_less_than_a_gib_is_told_in_mib_and_nothing_that_is_there_as_zero(tmp_path: Path) -> None:
+def test_less_than_a_gib_is_printed_in_mib_and_nothing_that_exists_as_zero(tmp_path: Path) -> None:
     extra = {"local_disk": str(tmp_path), "max_local_cpu_size": 0.25}
     report = examine(json.dumps(extra), {})
     report.disk["free_bytes"], report.disk["local_disk_bytes"] = 700 << 20, None
@@ -294,7 +296,7 @@ def test_less_than_a_gib_is_told_in_mib_and_nothing_that_is_there_as_zero(tmp_pa
         (None, {}, None),
     ],
 )
-def test_the_pool_of_the_kv_part_is_shown_as_lmcaches_own(
+def test_the_pool_of_the_kv_part_is_printed_as_lmcaches_own(
     tmp_path: Path, file: str | None, environ: dict[str, str], pool_gib: float | None
 ) -> None:
     if file is not None:
@@ -424,7 +426,7 @@ def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: 
     assert not list(surroundings.notes(EncoderCacheConfig(), tmp_path / "proc")), "nothing is written"
 
 
-def test_limits_of_the_process_are_shown_and_what_follows_from_them(tmp_path: Path) -> None:
+def test_limits_of_the_process_are_printed_with_what_follows_from_them(tmp_path: Path) -> None:
     code = """
 import resource, sys
 from lmcache_ec.cli.commands import app

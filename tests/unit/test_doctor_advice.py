@@ -60,7 +60,7 @@ def test_the_command_has_the_role_that_is_meant_and_the_kv_connector_of_the_file
             assert transfer == {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
-def test_problems_that_prevent_a_start_are_told_from_others() -> None:
+def test_problems_that_prevent_a_start_are_distinguished_from_others() -> None:
     report = examine('{"max_local_cpu_size": 1048576}', {"VLLM_PLUGINS": "other"})
     (plugins,) = report.prevents_start
     assert "add lmcache_ec" in plugins
@@ -78,7 +78,7 @@ def test_problems_that_prevent_a_start_are_told_from_others() -> None:
         (Lookup.CATALOG, "asked for what its listing has (catalog)"),
     ],
 )
-def test_how_quickly_a_tier_answers_and_how_it_is_asked_are_said(tmp_path: Path, lookup: Lookup, said: str) -> None:
+def test_how_quickly_a_tier_answers_and_how_it_is_asked_are_reported(tmp_path: Path, lookup: Lookup, said: str) -> None:
     text = look_up_mode(DiskTier(tmp_path, 1 << 20), lookup)
     assert text.startswith("round trip ")
     assert text.endswith(said)

@@ -64,7 +64,12 @@ def test_a_step_without_encodes_has_no_time() -> None:
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
     served = Served(tmp_path, keys={"load_policy": "auto"}).ready()
-    served.runner.encode = lambda identifier, rows: (time.sleep(SLOW_S), embedding(identifier, rows))[1]
+
+    def encode(identifier: str, rows: int) -> Any:
+        time.sleep(SLOW_S)
+        return embedding(identifier, rows)
+
+    served.runner.encode = encode
     yield served
     served.close()
 

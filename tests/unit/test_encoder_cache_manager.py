@@ -326,7 +326,7 @@ def configured(encoder_decoder: bool = False, **manager_config: Any) -> Any:
 
 
 @pytest.mark.parametrize("manager_config", [{}, {"policy": "cost"}, {"policy": "lru"}])
-def test_without_our_connector_every_policy_is_the_least_recently_accessed(manager_config: dict[str, str]) -> None:
+def test_without_our_connector_every_policy_is_the_least_recently_accessed(manager_config: dict[str, Any]) -> None:
     made = TierAwareEncoderCacheManager.create_manager(cache_size=8, vllm_config=configured(**manager_config))
     assert isinstance(made, TierAwareEncoderCacheManager)
     for name in ("one", "two"):
@@ -343,7 +343,7 @@ def test_encoder_decoder_models_get_vllms_manager_of_theirs() -> None:
     ("manager_config", "said"),
     [({"policy": "fifo"}, "policy is 'fifo'; it must be one of cost, lru"), ({"polcy": "lru"}, "unknown key 'polcy'")],
 )
-def test_a_configuration_that_cannot_be_meant_is_named(manager_config: dict[str, str], said: str) -> None:
+def test_a_configuration_that_cannot_be_meant_is_named(manager_config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TierAwareEncoderCacheManager.create_manager(cache_size=8, vllm_config=configured(**manager_config))
 

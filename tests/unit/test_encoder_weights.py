@@ -2,6 +2,7 @@
 """What a rank sees of its encoder's weights: which tensors, which bytes, and when."""
 
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -116,7 +117,7 @@ def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() ->
 class Tower(torch.nn.Module):
     """A multimodal model as vLLM's are: tower, projector, something beside them, and a language model that is named."""
 
-    _language_model_names = ("language_model",)
+    _language_model_names: tuple[str, ...] = ("language_model",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class Reader(Tower):
 
 
 class Untold(Tower):
-    _language_model_names = ()
+    _language_model_names: tuple[str, ...] = ()
 
 
 class TextOnly(torch.nn.Module):
@@ -158,7 +159,7 @@ def names(model: torch.nn.Module) -> set[str]:
     return {name.partition(".")[0] for name, _ in encoder_tensors(model).parameters}
 
 
-def test_all_but_the_language_model_counts_unless_that_cannot_be_told_apart() -> None:
+def test_all_but_the_language_model_counts_unless_that_cannot_be_distinguished() -> None:
     encoder = {"vision", "projector", "newline"}
     assert names(Tower()) == encoder
     assert names(Reader()) == names(Untold()) == {*encoder, "language_model"}
@@ -166,7 +167,7 @@ def test_all_but_the_language_model_counts_unless_that_cannot_be_told_apart() ->
     assert [name for name, _ in encoder_tensors(Tower()).buffers] == ["table"]
 
 
-def test_vllms_models_whose_encoders_read_the_language_model_are_told_from_others() -> None:
+def test_vllms_models_whose_encoders_read_the_language_model_are_recognized() -> None:
     from vllm.model_executor.models.gemma3_mm import Gemma3ForConditionalGeneration
     from vllm.model_executor.models.molmo2 import Molmo2ForConditionalGeneration
     from vllm.model_executor.models.moondream3 import Moondream3ForCausalLM
@@ -192,7 +193,7 @@ class Watched:
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.model = model or Tower()
         self.told: list[tuple[int, str]] = []
-        self.weights = EncoderWeights(self.model, lambda *report: self.told.append(report), SILENT)  # type: ignore[arg-type]
+        self.weights = EncoderWeights(self.model, lambda *report: self.told.append(report), SILENT)
 
     @property
     def digest(self) -> str:
@@ -214,7 +215,7 @@ def scale(parameter: torch.Tensor, factor: float = 2.0) -> None:
     parameter.data.mul_(factor)
 
 
-def test_a_call_is_told_before_it_begins_and_its_outcome_once_it_is_over(watched: Watched) -> None:
+def test_a_call_is_reported_before_it_begins_and_its_outcome_once_it_is_over(watched: Watched) -> None:
     [(calls, start)] = watched.told
     assert calls == 0
     with watched.call("reload_weights"):
@@ -264,7 +265,7 @@ def test_what_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
 ) -> None:
     allocation = SimpleNamespace(tag="weights", is_asleep=True)
     kind = SimpleNamespace(instance=SimpleNamespace(pointer_to_data={1: allocation}))
-    monkeypatch.setitem(module.sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=kind))
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", SimpleNamespace(CuMemAllocator=kind))
     start = watched.digest
     with watched.call():
         pass
@@ -290,7 +291,7 @@ def test_rubbish_after_deep_sleep_is_in_doubt_until_something_is_written(watched
     assert watched.digest == start
 
 
-def test_while_a_layerwise_reload_has_taken_weights_away_they_are_in_doubt(watched: Watched) -> None:
+def test_weights_are_in_doubt_during_a_layerwise_reload(watched: Watched) -> None:
     start, weight = watched.digest, watched.model.vision.weight
     with watched.call("start_weight_update"):
         watched.model.vision.weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"))

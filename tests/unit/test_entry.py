@@ -30,7 +30,7 @@ def sealed(key: EncoderCacheKey, spec: TensorSpec, payload: bytes, producer: str
     return blob
 
 
-def reason(blob: bytes, key: EncoderCacheKey = KEY) -> Reason | None:
+def reason(blob: bytes | bytearray, key: EncoderCacheKey = KEY) -> Reason | None:
     """Why the entry does not verify; None if it does. Any other exception is a failure of the test."""
     try:
         entry.verify(memoryview(blob), key)

@@ -50,6 +50,6 @@ def test_every_flipped_byte_and_every_length_but_its_own_is_found() -> None:
 
 
 @pytest.mark.parametrize("how", VERSIONS)
-def test_an_entry_of_another_version_is_told_from_damage(how: str) -> None:
+def test_an_entry_of_another_version_is_distinguished_from_damage(how: str) -> None:
     with pytest.raises(entry.OtherVersion):
         entry.verify_named(memoryview(of_another_version(bytes(sealed("picture")), how)), name_of("picture"))

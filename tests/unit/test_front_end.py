@@ -72,7 +72,7 @@ class NamesChunks(Processor):
         return {kind: [f"{one}-0" for one in hashes] for kind, hashes in super().hashes(inputs).items()}
 
 
-class Renderer(BaseRenderer):  # type: ignore[misc, type-arg]
+class Renderer(BaseRenderer):
     def render_messages(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class FrontEnd:
         )
         renderer = object.__new__(Renderer)
         numbers = itertools.count()
-        vars(renderer).update(
+        renderer.__dict__.update(
             config=config,
             model_config=SimpleNamespace(
                 multimodal_config=SimpleNamespace(mm_processor_cache_gb=0 if counts else 1), is_encoder_decoder=False

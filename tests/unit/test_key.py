@@ -78,7 +78,7 @@ def test_every_process_computes_the_same_namespace() -> None:
 
 
 @pytest.mark.parametrize("fact", [object(), {1, 2}, b"bytes", float("nan"), {"deep": [object]}])
-def test_facts_that_json_cannot_say_are_refused(fact: object) -> None:
+def test_facts_that_json_cannot_express_are_refused(fact: object) -> None:
     with pytest.raises(TypeError, match="namespace facts must be plain JSON"):
         namespace_of("m", {"fact": fact})
 

@@ -38,8 +38,8 @@ def test_each_scheme_belongs_to_one_kind_and_is_not_refused_by_another() -> None
 @pytest.mark.parametrize("url", URLS)
 def test_a_remote_is_the_same_whether_an_engine_the_plugin_or_nobody_configures_it(url: str) -> None:
     """No default stands twice."""
-    [of_engine] = EncoderCacheConfig(remotes=[url]).remote_tiers  # type: ignore[arg-type]
-    [of_plugin] = remote_tiers(PluginSettings(remotes=[url]), {})  # type: ignore[arg-type]
+    [of_engine] = EncoderCacheConfig(remotes=[url]).remote_tiers
+    [of_plugin] = remote_tiers(PluginSettings(remotes=[url]), {})
     assert of_engine == of_plugin == configured(url, {})
     assert msgspec.structs.replace(of_engine, lookup=Lookup.AUTO) == Remote(url)
     options = RedisOptions()
@@ -60,12 +60,12 @@ def test_a_remote_is_the_same_whether_an_engine_the_plugin_or_nobody_configures_
 def test_what_auto_means_is_its_kinds_business_and_anything_else_is_the_users(
     asked: str, expected: dict[str, Lookup]
 ) -> None:
-    config = EncoderCacheConfig(remotes=URLS, remote_lookup=asked)  # type: ignore[arg-type]
+    config = EncoderCacheConfig(remotes=URLS, remote_lookup=asked)
     assert {kind_of(remote.url).name: remote.lookup for remote in config.remote_tiers} == expected
 
 
 def test_a_remote_gets_of_extra_config_what_its_own_kind_reads_and_no_other_kinds_secret() -> None:
-    config = EncoderCacheConfig(remotes=URLS, extra_config=SECRETS)  # type: ignore[arg-type]
+    config = EncoderCacheConfig(remotes=URLS, extra_config=SECRETS)
     got = {kind_of(remote.url).name: set(remote.extra_config.values()) for remote in config.remote_tiers}
     assert got == {"redis": set(), "s3": {"canary-id", "canary-key"}, "lmcache": {"canary-password"}}
 
@@ -79,7 +79,7 @@ def test_variables_of_the_environment_go_to_the_kinds_in_use_alone() -> None:
 
 
 def test_a_remote_arrives_at_the_store_process_as_it_was_configured() -> None:
-    config = EncoderCacheConfig(remotes=URLS, extra_config=SECRETS, ttl_s=60)  # type: ignore[arg-type]
+    config = EncoderCacheConfig(remotes=URLS, extra_config=SECRETS, ttl_s=60)
     start = Start(1, "engine", "namespace", "producer", "", 0, 0, 1.0, 1.0, config.remote_tiers, True, 1.0)
     arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(start), type=AnyMessage)
     assert arrived == start
@@ -99,9 +99,9 @@ def test_a_new_tier_is_a_kind_and_a_line_in_the_table(tmp_path: Path, monkeypatc
 
     kind = RemoteKind("folder", ("folder",), check, opener, Lookup.PROBE, extra_keys=re.compile("folder_.*"))
     monkeypatch.setattr(kinds, "KINDS", (*KINDS, kind))
-    monkeypatch.setitem(SCHEMES, "folder", kind)  # type: ignore[arg-type]
+    monkeypatch.setitem(SCHEMES, "folder", kind)
     url, extra = f"folder://{tmp_path}", {"folder_size": 1 << 20, "s3_region": "x"}
-    config = EncoderCacheConfig(remotes=[url], extra_config=extra)  # type: ignore[arg-type]
+    config = EncoderCacheConfig(remotes=[url], extra_config=extra)
     settings = read_settings({"lmcache_ec.remotes": [url], **extra})
     assert config.remote_tiers == remote_tiers(settings, extra)
     [remote] = config.remote_tiers
@@ -110,7 +110,7 @@ def test_a_new_tier_is_a_kind_and_a_line_in_the_table(tmp_path: Path, monkeypatc
     [named] = named_tiers(config)
     assert (named.name, named.where) == ("folder", url)
     with pytest.raises(ValueError, match="must be folder:///path"):
-        EncoderCacheConfig(remotes=["folder://"])  # type: ignore[arg-type]
+        EncoderCacheConfig(remotes=["folder://"])
 
 
 @pytest.mark.parametrize("url", ["redis://[host", "s3://[bucket", "nothing", "canary"])

@@ -2,14 +2,14 @@
 """Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import pytest
 
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.presence import PresenceWriter
-from lmcache_ec.tiers import lane as module
 from lmcache_ec.tiers.base import Listed, Tier, TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.lane import NEVER, Habits, Lane
 from lmcache_ec.tiers.remote import Lookup
@@ -35,13 +35,13 @@ class Scripted(Tier):
         self.takes_s = 0.0
         self.pass_time: Callable[[float], None] = lambda seconds: None
 
-    def get_into(self, key: EncoderCacheKey, buffer: memoryview) -> int | None:
+    def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
         raise NotImplementedError
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         raise NotImplementedError
 
-    def contains(self, key: EncoderCacheKey) -> int | None:
+    def contains(self, key: EntryName) -> int | None:
         self.asked += 1
         self.pass_time(self.takes_s)
         if self.broken:
@@ -53,7 +53,7 @@ class Scripted(Tier):
             raise self.refusal
         return True
 
-    def delete(self, key: EncoderCacheKey) -> None:
+    def delete(self, key: EntryName) -> None:
         raise NotImplementedError
 
     def list(self, namespace: str) -> Iterator[Listed]:
@@ -76,7 +76,7 @@ class Setting:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lookup: Lookup, local: bool = False) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.tier = Scripted()
         self.tier.pass_time = self.turn
         self.presence = PresenceWriter.create(["scripted"])
@@ -235,7 +235,7 @@ def test_any_answer_ends_the_rest_of_reads(monkeypatch: pytest.MonkeyPatch) -> N
     assert here.asks() == (True, True)
 
 
-def test_what_a_tier_says_of_one_entry_is_that_entrys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_one_entry_does_not_count_against_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     for _ in range(100):
         here.lane.read_failed(TierError(None, "unreadable"))
@@ -298,7 +298,7 @@ def test_a_store_that_refuses_writes_is_read_only_until_it_takes_some_and_is_rea
     assert (here.lane.read_only, here.takes_writes()) == (False, True)
 
 
-def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_told_once(
+def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
@@ -467,8 +467,12 @@ def test_what_was_written_here_is_known_unless_everything_is_asked_for(monkeypat
 def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.AUTO)
     held = threading.Event()
+
+    def write() -> None:
+        held.wait()
+
     try:
-        taken = sum(here.lane.enqueue(64 << 20, held.wait) for _ in range(100))
+        taken = sum(here.lane.enqueue(64 << 20, write) for _ in range(100))
         assert taken == 16
     finally:
         held.set()

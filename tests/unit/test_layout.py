@@ -16,7 +16,7 @@ from tests.cuda import Xpu
 
 def config(device: str = "cuda", v2: bool = True, lora: Any = None, **parallel: Any) -> Any:
     defaults = {"distributed_executor_backend": "mp", "world_size": 1, "nnodes": 1, "nnodes_within_dp": 1, "rank": 0}
-    sizes = {"tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
+    sizes: dict[str, int | None] = {"tensor_parallel_size": 1, "prefill_context_parallel_size": 1}
     sizes |= {"data_parallel_size_local": 1, "data_parallel_rank_local": None}
     return SimpleNamespace(
         model_config=SimpleNamespace(

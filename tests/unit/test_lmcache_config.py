@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def environ(self) -> dict[str, str]:
-        spelled = {
+        spelled: dict[str, Callable[[Any], dict[str, Any]]] = {
             "kv": lambda value: {self.key: value},
             "map": lambda value: {"EC": {self.key.upper(): value}},
             "flat": lambda value: {f"ec_{self.key}": value},

@@ -91,10 +91,10 @@ def test_it_answers_whatever_it_is_asked(media: EncodableMedia) -> None:
     for nothing in (None, {}, {"pixel_values": part(None)}, {"image_grid_thw": part(1), "pixel_values": part(None)}, 7):
         assert not media.encodable(item(nothing))
     assert not media.encodable(item({"pixel_values": part(1)}, modality=[]))
-    assert not media.encodable(SimpleNamespace())  # type: ignore[arg-type]
+    assert not media.encodable(SimpleNamespace())
 
 
-def test_a_processor_that_fails_is_said_once(model_config: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_processor_that_fails_is_reported_once(model_config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Everything that holds data then counts as media: the cache works on, without this protection."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
@@ -111,6 +111,6 @@ def test_a_processor_that_fails_is_said_once(model_config: Any, caplog: pytest.L
 
 def test_a_model_without_media_needs_no_processor(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        media = EncodableMedia(SimpleNamespace(is_multimodal_model=False))  # type: ignore[arg-type]
+        media = EncodableMedia(SimpleNamespace(is_multimodal_model=False))
     assert not caplog.records
     assert not media.encodable(SimpleNamespace(modality="image", data=None))

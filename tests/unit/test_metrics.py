@@ -2,6 +2,7 @@
 """From counts to metrics: differences that add up, gauges, names that Prometheus accepts."""
 
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ from prometheus_client.registry import REGISTRY
 from prometheus_client.utils import floatToGoString
 
 from benchmarks.testbed.models import ROOT
-from lmcache_ec.adapters.vllm import collector as collecting
 from lmcache_ec.adapters.vllm.collector import Collector
 from lmcache_ec.adapters.vllm.decisions import MISS_REASONS, Decisions
 from lmcache_ec.adapters.vllm.metric_table import METRICS, Kind, markdown
@@ -38,7 +38,7 @@ class Side:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(collecting.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_series_begins_at_zero(clock: Clock) -> None:
 
 
 def test_a_failure_costs_metrics_and_nothing_else(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    side, said = Side(), []
+    side, said = Side(), list[str]()
     handing = Collector(side, SimpleNamespace(exception=said.append))  # type: ignore[arg-type]
     side.cache = None  # type: ignore[assignment]
     assert [handing.collect() for _ in range(3)] == [None] * 3

@@ -114,7 +114,7 @@ def test_a_conversation_comes_back_to_its_picture() -> None:
     assert sum(asked.values()) / len(asked) == pytest.approx(6, rel=0.05)
 
 
-def test_a_sample_says_of_hits_what_the_whole_does() -> None:
+def test_a_sample_saves_the_same_share_as_the_whole_trace() -> None:
     made = Synthetic(requests=300_000, pictures=50_000)
     tiers: dict[str, float] = {"cpu": 8 << 30}
     whole = replay(list(generate(made)), Scenario(tiers))

@@ -246,7 +246,7 @@ for size in sizes:
 
 def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_denied_here() -> None:
     """Swaps, growth and cutting down as they come, while this process looks without a pause."""
-    stored, seen = digests("stored", 500), []
+    stored, seen = digests("stored", 500), list[str]()
     with subprocess.Popen([sys.executable, "-c", LISTS_FOR_EVER], stdout=subprocess.PIPE, text=True) as lister:
         assert lister.stdout is not None
         pid, fd = map(int, lister.stdout.readline().split())

@@ -3,8 +3,10 @@
 
 import os
 import signal
+import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,7 +139,7 @@ def test_a_remote_that_is_only_read_decides_nothing_where_another_is_written_and
             producer = producer_on(remotes=remotes)
             encoded, _ = produce(producer, request("first", identifier))
             assert encoded == 1
-            wait_until("it is written", lambda server=server: server.client().keys("*.safetensors"))
+            wait_until("it is written", partial(server.client().keys, "*.safetensors"))
             evict(producer, identifier)
             assert produce(producer, request("again", identifier)) == (0, {identifier: True})
         producer = producer_on(remotes=[f"{read.url}?read_only=true"])
@@ -195,8 +197,8 @@ def test_what_goes_while_its_request_runs_on_is_not_announced(
 ) -> None:
     produce(producer_on(), request("first", X))
     producer, passed_s = producer_on(window=4), [0.0]
+    real = time.monotonic
     clock = SimpleNamespace(monotonic=lambda: real() + passed_s[0])
-    real = module.time.monotonic
     monkeypatch.setattr(module, "time", clock)
     long = request("long", X, Y)
     assert producer.schedule(long) == "load encode"

@@ -40,7 +40,7 @@ def answered(book: Book, place: Place, tiers: int, answers: dict[int, Landing] |
 
 def written_again(book: Book, number: int = 100) -> list[tuple[str, int]]:
     """Identifiers and tiers of what is ordered now, one after another, each answered at once."""
-    done = []
+    done: list[tuple[str, int]] = []
     while len(done) < number and (place := book.owed_rewrite()) is not None:
         tiers = place.owed
         book.begin_rewrite(place, 1)
@@ -168,7 +168,7 @@ def test_what_leaves_the_arena_is_due_no_more() -> None:
     assert book.snapshot()["rewrites_owed"] == 0
 
 
-def test_the_answer_about_a_place_that_is_gone_changes_nothing() -> None:
+def test_the_answer_about_a_place_that_was_freed_changes_nothing() -> None:
     book = a_book()
     first = saved(book, "a", answers={NEAR: Landing.FAILED})
     book.forget(first)

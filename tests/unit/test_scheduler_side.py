@@ -4,6 +4,7 @@
 Every scenario ends with nothing held: no pin, lease, order, place on its way, fetch or remembered request.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,12 @@ def finish(served: Served, *requests: Request) -> None:
         served.side.request_finished(each)
 
 
+def offer(served: Served, asking: Request) -> None:
+    """A pass in which the request is offered, and its step."""
+    served.vllm.offer(asking)
+    served.step()
+
+
 def forget(served: Served, identifier: str) -> None:
     """The arena has evicted an entry."""
     place = served.cache.book.live(identifier)
@@ -71,8 +78,9 @@ def refused(served: Served, asking: Request) -> None:
     """Pass after pass until the request fails."""
     wait_until(
         "its request fails",
-        lambda: (served.vllm.offer(asking), served.step(), served.side.take_unavailable_requests())[2],
+        served.side.take_unavailable_requests,
         PATIENCE_S,
+        doing=lambda: offer(served, asking),
     )
 
 
@@ -410,12 +418,12 @@ def test_a_load_that_waits_is_given_up_when_vllm_empties_its_cache(serve: Serve)
     assert served.vllm.offer(preempted) == "load"
     served.vllm.preempt(preempted)
     served.step(held)
-    assert set(served.side._loads) == {X}
+    assert set(served.side._loads.waiting) == {X}
     served.vllm.cached.clear()
     again = request("again", Y)
     assert served.vllm.offer(again) == "load"
     served.step(again)
-    assert not served.side._loads
+    assert not served.side._loads.waiting
     finish(served, preempted, held, again)
 
 
@@ -551,7 +559,10 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
         steps.append(len(output.ec_connector_metadata.retries))
         served.runner.run(output)
         wait_until(
-            "all is reported", lambda: (served.cache.drain(0.0), not served.cache.book.outstanding())[1], PATIENCE_S
+            "all is reported",
+            lambda: not served.cache.book.outstanding(),
+            PATIENCE_S,
+            doing=lambda: served.cache.drain(0.0),
         )
     finish(served, odd)
     assert sum(steps) <= 1
@@ -566,7 +577,7 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
     [{"modality": "prompt_embeds"}, {"identifier": counter_name("renderer0-mm-1-image-0")}],
     ids=["prompt_embeds", "counter"],
 )
-def test_what_says_nothing_about_the_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
+def test_an_item_whose_name_says_nothing_about_its_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
     served = serve()
     identifier = kind.pop("identifier", X)
     for name in ("first", "second"):
@@ -609,8 +620,9 @@ def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve
     finish(consumer, unannounced)
     wait_until(
         "it was asked for again and again",
-        lambda: (consumer.vllm.offer(asking), consumer.step(), count(consumer, "fetch_misses") >= 3)[2],
+        lambda: count(consumer, "fetch_misses") >= 3,
         PATIENCE_S,
+        doing=lambda: offer(consumer, asking),
     )
     assert consumer.vllm.offer(asking) is None
     neighbour = serve()
@@ -628,8 +640,9 @@ def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alo
     empty = told("empty", Y, data=None)
     wait_until(
         "its request fails",
-        lambda: (consumer.vllm.offer(empty), consumer.step(), consumer.side.take_unavailable_requests())[2],
+        consumer.side.take_unavailable_requests,
         PATIENCE_S,
+        doing=lambda: offer(consumer, empty),
     )
     finish(consumer, empty)
 
@@ -752,7 +765,7 @@ def test_a_preempted_request_no_longer_holds_its_item(serve: Serve) -> None:
 
 class Clock:
     def __init__(self) -> None:
-        self.now = module.time.monotonic()
+        self.now = time.monotonic()
 
     def monotonic(self) -> float:
         return self.now
@@ -865,7 +878,10 @@ def test_what_was_promised_before_the_cache_became_inert_is_encoded_after_all(se
     served.runner.run(served.vllm.end_pass())  # put off
     served.runner.worker.abandon()
     wait_until(
-        "the cache is inert", lambda: (served.cache.drain(module.time.monotonic()), served.cache.inert)[1], PATIENCE_S
+        "the cache is inert",
+        lambda: served.cache.inert,
+        PATIENCE_S,
+        doing=lambda: served.cache.drain(time.monotonic()),
     )
     assert served.vllm.offer(stored) == ""
     served.runner.run(served.vllm.end_pass(), stored)

@@ -70,7 +70,7 @@ def test_a_signed_entry_is_an_entry_of_the_one_format_as_long_as_any_other() -> 
     assert len(metadata["signature"]) == 32
 
 
-def test_what_is_unsigned_or_signed_with_another_key_is_told_from_damage() -> None:
+def test_what_is_unsigned_or_signed_with_another_key_is_distinguished_from_damage() -> None:
     assert reason(sealed(None)) is Reason.SIGNATURE
     assert reason(sealed(THEIRS)) is Reason.SIGNATURE
     assert reason(SIGNED[:-1] + b"\x01") is Reason.DIGEST

@@ -7,7 +7,7 @@ Around them a scheduler side with a real cache and store process; the model is a
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +66,12 @@ class VllmRunner:
         side = self.worker._worker
         assert side is not None
         save = side.save
-        side.save = lambda cache, name: (self.saved.append(name), save(cache, name))[1]  # type: ignore[method-assign]
+
+        def recorded(cache: MutableMapping[str, Any], identifier: str) -> None:
+            self.saved.append(identifier)
+            save(cache, identifier)
+
+        side.save = recorded  # type: ignore[method-assign]
 
     def connector_output(self, output: Any) -> AbstractContextManager[Any]:
         raise NotImplementedError
@@ -98,7 +103,10 @@ class VllmRunner:
 
 class V1Runner(VllmRunner):
     def connector_output(self, output: Any) -> AbstractContextManager[Any]:
-        return ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(output, encoder_cache=self.cache)
+        hooks: AbstractContextManager[Any] = ECConnectorModelRunnerMixin.maybe_get_ec_connector_output(
+            output, encoder_cache=self.cache
+        )
+        return hooks
 
     def no_forward(self, output: Any) -> None:
         """No hook is called."""
@@ -122,7 +130,8 @@ class V2Runner(VllmRunner):
         )
 
     def connector_output(self, output: Any) -> AbstractContextManager[Any]:
-        return self._active.maybe_get_output(output)
+        hooks: AbstractContextManager[Any] = self._active.maybe_get_output(output)
+        return hooks
 
     def no_forward(self, output: Any) -> None:
         self._active.no_forward(output)

@@ -61,7 +61,7 @@ class TrainedRunner(Runner):
     """A runner whose encoder is trained."""
 
     def __init__(self, engine: str, copier: HostCopier | None = None) -> None:
-        self.worker = WorkerSide(0, copier or HostCopier(), list, SILENT)  # type: ignore[arg-type]
+        self.worker = WorkerSide(0, copier or HostCopier(), list, SILENT)
         self.worker.start(engine)
         self.cache, self.encoded = {}, []
         self.model = Encoder()

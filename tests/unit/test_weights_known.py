@@ -33,7 +33,7 @@ def test_where_nobody_reports_weights_they_never_change() -> None:
     assert home(weights) == Home("ns", True)
 
 
-def test_weights_are_known_once_all_ranks_have_told_them_after_the_same_call() -> None:
+def test_weights_are_known_once_all_ranks_have_reported_them_after_the_same_call() -> None:
     weights = Weights(2, "ns")
     assert not weights.started
     weights.report(0, 0, "a0")

@@ -24,9 +24,15 @@ from tests.unit.preallocated import PreallocatedCache
 from tests.unit.scheduler_end import SchedulerEnd
 
 SPEC = TensorSpec(4, WIDTH, "F32")
-COPIED, ABSENT, FAILED = (int(outcome) for outcome in Outcome)
+COPIED, ABSENT, FAILED = Outcome
+
 STORE = 7  # the incarnation that SchedulerEnd introduces
 PLACE = 11
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    rows, width = tensor.shape
+    return TensorSpec(rows, width, dtype_name(tensor.dtype))
 
 
 class Rig:
@@ -40,8 +46,7 @@ class Rig:
         self.end = SchedulerEnd(name, ranks)
 
     def fill(self, offset: int, identifier: str, tensor: torch.Tensor) -> None:
-        spec = TensorSpec(*tensor.shape, dtype_name(tensor.dtype))
-        view(self.end.memory, offset + room(identifier), spec).copy_(tensor)
+        view(self.end.memory, offset + room(identifier), spec_of(tensor)).copy_(tensor)
 
     def payload(self, save: Save) -> torch.Tensor:
         return view(self.end.memory, save.offset + room(save.identifier), save.spec).clone()
@@ -157,7 +162,7 @@ def test_a_rank_of_another_arena_copies_nothing(rig: Rig) -> None:
 
 def test_before_it_is_attached_a_rank_loads_nothing_and_vllm_encodes() -> None:
     worker = WorkerSide(0, HostCopier(), list, SILENT)
-    meta, cache = loads(load_of("x")), {}
+    meta, cache = loads(load_of("x")), dict[str, torch.Tensor]()
     meta.arena = ""
     step(worker, meta, cache)
     assert (cache, meta.encoder_inputs) == ({}, {"request": [0]})
@@ -256,9 +261,11 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
 def test_a_new_encoder_output_is_copied_handed_over_and_reported(rig: Rig, tensor: torch.Tensor) -> None:
-    save = save_of("x", 4096, TensorSpec(*tensor.shape, dtype_name(tensor.dtype)))
+    save = save_of("x", 4096, spec_of(tensor))
     step(rig.workers[0], saves(save), {}, {"x": tensor})
-    assert rig.end.saved() == Saved(PLACE, 4096, save.length, "tests", "x", *tensor.shape, save.spec.dtype, True)
+    assert rig.end.saved() == Saved(
+        PLACE, 4096, save.length, "tests", "x", save.spec.rows, save.spec.width, save.spec.dtype, True
+    )
     assert rig.end.report() == Report(1, [(PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(save).float(), tensor.float())
 

@@ -20,7 +20,7 @@ from lmcache_ec.adapters.vllm import worker_calls
 from lmcache_ec.adapters.vllm.ours import NAME
 from lmcache_ec.adapters.vllm.plugin import register
 from lmcache_ec.adapters.vllm.topology import engine_name
-from lmcache_ec.adapters.vllm.worker_calls import UNCHANGING, carry_out, may_change_weights
+from lmcache_ec.adapters.vllm.worker_calls import UNCHANGING, Method, carry_out, may_change_weights
 
 CHANGING = {
     *("apply_model", "reload_weights", "reset_weights", "load_model", "update_config", "elastic_ep_execute"),
@@ -43,7 +43,8 @@ def test_every_method_of_this_vllms_workers_is_known() -> None:
 
 
 def test_a_function_or_a_method_that_nobody_knows_may_change_weights() -> None:
-    for method in (*CHANGING, "a_trainers_own", b"pickled", len, print):
+    methods: list[Method] = [*CHANGING, "a_trainers_own", b"pickled", len, print]
+    for method in methods:
         assert may_change_weights(method)
     for method in ("execute_model", "sample_tokens", "reset_encoder_cache"):
         assert not may_change_weights(method)
@@ -126,7 +127,7 @@ def kind(monkeypatch: pytest.MonkeyPatch) -> type:
 def test_an_engine_of_ours_is_watched_from_the_moment_its_executor_is_made(kind: type) -> None:
     executor = executor_of(kind, NAME)
     assert executor.sent == [worker_calls.begin]
-    assert engine_name(executor.vllm_config) in worker_calls.watched
+    assert engine_name(executor.vllm_config) in vars(worker_calls)["watched"]
     assert executor.collective_rpc("reload_weights", None, (1,), {"path": "p"}) == ["reloaded"]
     assert executor.worker.called == [((1,), {"path": "p"})]
     assert executor.sent[-1].func is carry_out
@@ -142,7 +143,7 @@ def test_an_engine_with_another_connector_is_left_alone_even_beside_one_of_ours(
     executor_of(kind, NAME)
     other = executor_of(kind, "ECExampleConnector")
     assert other.sent == []
-    assert engine_name(other.vllm_config) not in worker_calls.watched
+    assert engine_name(other.vllm_config) not in vars(worker_calls)["watched"]
     assert other.collective_rpc("reload_weights") == ["reloaded"]
     assert other.sent == ["reload_weights"]
 

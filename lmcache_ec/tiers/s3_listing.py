@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objects of a namespace in a bucket, a page at a time, on threads of the listing's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from lmcache_ec.tiers.s3_faults import reported
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import S3Store
+
+_PAGE = 1000  # what S3 answers at most
+_LISTERS = 16
+
+
+def pages(client: S3Store, namespace: str) -> Iterator[Sequence[ObjectMeta]]:
+    """The objects of a namespace as pages arrive: the first alone, the others over all `<aa>` at once.
+
+    No order is relied on: of the second listing what the first page had is left out.
+    """
+    with reported(f"list {namespace}"):
+        first = next(client.list(namespace, chunk_size=_PAGE), ())
+    yield first
+    if len(first) < _PAGE:
+        return
+    seen = {found["path"] for found in first}
+    streams = (client.list(f"{namespace}/{part:02x}", chunk_size=_PAGE) for part in range(256))
+    pool = ThreadPoolExecutor(_LISTERS, "s3-list")
+    try:
+        pending = {pool.submit(next, stream, ()): stream for stream in islice(streams, _LISTERS)}
+        while pending:
+            for done in wait(pending, return_when=FIRST_COMPLETED).done:
+                page: Sequence[ObjectMeta] = _page(done, namespace)
+                stream = pending.pop(done)
+                following = stream if page else next(streams, None)
+                if following is not None:
+                    pending[pool.submit(next, following, ())] = following
+                yield [found for found in page if found["path"] not in seen]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for a page that nobody wants
+
+
+def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:
+    with reported(f"list {namespace}"):
+        return done.result()
