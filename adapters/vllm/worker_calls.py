@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .ours import is_ours, watched
 from .topology import engine_name, why_inert
+from .versions import measure_output_widths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -134,7 +135,9 @@ def _watch(executor: Any) -> None:
     from . import arrivals
 
     watch_class(type(executor))
-    type(executor).collective_rpc.__wrapped__(executor, begin)
+    call = functools.partial(type(executor).collective_rpc.__wrapped__, executor)
+    call(begin)
+    measure_output_widths(executor.vllm_config, call)
     _follow_versions()
     arrivals.follow()
     watched.add(engine_name(executor.vllm_config))
