@@ -59,10 +59,10 @@ def measure_output_widths(vllm_config: VllmConfig, collective_rpc: Callable[[Any
     does not do so itself (vllm/distributed/ec_transfer/ec_connector/encoder_output_width.py)."""
     transfer = vllm_config.ec_transfer_config
     if not hasattr(transfer, "mm_encoder_output_widths") and transfer.is_ec_producer:
-        _measured[engine_name(vllm_config)] = next((widths for widths in collective_rpc(_encoded_widths) if widths), {})
+        _measured[engine_name(vllm_config)] = next((widths for widths in collective_rpc(encoded_widths) if widths), {})
 
 
-def _encoded_widths(worker: Any) -> dict[str, int]:
+def encoded_widths(worker: Any) -> dict[str, int]:
     """In a worker. Empty on one that has no encoder."""
     import torch
     from vllm.distributed.parallel_state import get_pp_group
