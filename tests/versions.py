@@ -118,10 +118,11 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
 
 def _logged(command: Sequence[str], folder: Path, log: Path) -> str:
     """How it failed, empty if it did not. Its output goes to the log's end."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with log.open("a") as out:
         try:
             done = subprocess.run(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=LIMIT_S
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
             return f"was stopped after {LIMIT_S} s"
