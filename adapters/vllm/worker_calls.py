@@ -68,10 +68,14 @@ def install() -> None:
             _note_checkpoint(vllm_config)
         construct(self, vllm_config, *args, **kwargs)
         if is_ours(vllm_config) and not why_inert(vllm_config):
-            try:
-                _watch(self)
-            except Exception:  # its scheduler side will do without a cache, and say so
-                _logger.exception("encoder cache: calls to this engine's workers cannot be observed")
+            for do, what in (
+                (_watch, "calls to this engine's workers cannot be observed"),
+                (_measure, "the widths of encoder outputs cannot be measured"),
+            ):
+                try:
+                    do(self)
+                except Exception:  # its scheduler side will do without a cache, or save nothing, and say so
+                    _logger.exception("encoder cache: %s", what)
 
     construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
     Executor.__init__ = construct_and_watch
@@ -135,12 +139,14 @@ def _watch(executor: Any) -> None:
     from . import arrivals
 
     watch_class(type(executor))
-    call = functools.partial(type(executor).collective_rpc.__wrapped__, executor)
-    call(begin)
-    measure_output_widths(executor.vllm_config, call)
+    type(executor).collective_rpc.__wrapped__(executor, begin)
     _follow_versions()
     arrivals.follow()
     watched.add(engine_name(executor.vllm_config))
+
+
+def _measure(executor: Any) -> None:
+    measure_output_widths(executor.vllm_config, functools.partial(type(executor).collective_rpc.__wrapped__, executor))
 
 
 def _follow_versions() -> None:
