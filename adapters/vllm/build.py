@@ -104,6 +104,8 @@ def _scheduler_side(
         config = config.model_copy(update={"local_disk": None, "remotes": ()})
     transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config
     widths = output_widths(vllm_config)
+    if transfer.is_ec_producer and not widths:
+        logger.warning("encoder cache: nothing will be saved: no width of an encoder output was measured")
     model = vllm_config.model_config
     rows = max(_PLAUSIBLE_ROWS, scheduler.max_num_batched_tokens)
     width = max(widths.values(), default=_PLAUSIBLE_WIDTH_FACTOR * model.get_hidden_size())

@@ -9,11 +9,15 @@ does not import vLLM.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from .topology import engine_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+    from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.v1.core.sched.output import SchedulerOutput
 
 OLDEST, NEWEST = "0.30", "0.33"
@@ -37,10 +41,62 @@ def shows_metrics(version: str) -> bool:
     return minor(version) >= (0, 31)
 
 
+# ---- widths of encoder outputs
+
+
+_measured: dict[str, dict[str, int]] = {}
+"""By engine (see `topology.engine_name`), in the process of its EngineCore."""
+
+
 def output_widths(vllm_config: VllmConfig) -> dict[str, int]:
-    """Modality to the width of an encoder output, which producers measure at their start since 0.32; before that, as
-    with consumers, nothing: widths are learned from what is encoded."""
-    return dict(getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", {}))
+    """Modality to the width of an encoder output, of producers. A consumer learns widths from the entries it finds."""
+    own: dict[str, int] | None = getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None)
+    return dict(_measured.get(engine_name(vllm_config), {}) if own is None else own)
+
+
+def measure_output_widths(vllm_config: VllmConfig, collective_rpc: Callable[[Any], list[dict[str, int]]]) -> None:
+    """Have a producer's workers, whose model has just been loaded, encode one item of each modality: before 0.32 vLLM
+    does not do so itself (vllm/distributed/ec_transfer/ec_connector/encoder_output_width.py)."""
+    transfer = vllm_config.ec_transfer_config
+    if not hasattr(transfer, "mm_encoder_output_widths") and transfer.is_ec_producer:
+        _measured[engine_name(vllm_config)] = next((widths for widths in collective_rpc(encoded_widths) if widths), {})
+
+
+def encoded_widths(worker: Any) -> dict[str, int]:
+    """In a worker. Empty on one that has no encoder."""
+    import torch
+    from vllm.distributed.parallel_state import get_pp_group
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.encoder_budget import MultiModalBudget
+    from vllm.multimodal.utils import group_and_batch_mm_kwargs
+
+    runner = worker.model_runner
+    if not runner.supports_mm_inputs or not get_pp_group().is_first_rank:
+        return {}
+    budget = MultiModalBudget(worker.vllm_config, MULTIMODAL_REGISTRY, enable_cache=False)
+    widths = {}
+    with torch.inference_mode():
+        for modality in budget.mm_max_toks_per_item:
+            item = [(modality, _dummy_item(budget, modality))]
+            _, _, arguments = next(group_and_batch_mm_kwargs(item, device=runner.device))
+            widths[modality] = int(runner.get_model().embed_multimodal(**arguments)[0].shape[-1])
+    return widths
+
+
+def _dummy_item(budget: MultiModalBudget, modality: str) -> MultiModalKwargsItem:
+    """What vLLM profiles an encoder with. 0.31 has taken it from the registry of models to the budget."""
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    if hasattr(budget, "get_dummy_encoder_profile_inputs"):
+        [(_, item)] = budget.get_dummy_encoder_profile_inputs(modality, 1)
+        return item
+    made = MULTIMODAL_REGISTRY.get_dummy_mm_inputs(
+        budget.model_config, mm_counts={modality: 1}, processor=budget.processor
+    )
+    return made["mm_kwargs"][modality][0]
+
+
+# ---- the V2 runner
 
 
 def payload_updates(scheduler_output: SchedulerOutput) -> Mapping[str, Mapping[int, object]] | None:

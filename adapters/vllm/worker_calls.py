@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .ours import is_ours, watched
 from .topology import engine_name, why_inert
+from .versions import measure_output_widths
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,10 +68,14 @@ def install() -> None:
             _note_checkpoint(vllm_config)
         construct(self, vllm_config, *args, **kwargs)
         if is_ours(vllm_config) and not why_inert(vllm_config):
-            try:
-                _watch(self)
-            except Exception:  # its scheduler side will do without a cache, and say so
-                _logger.exception("encoder cache: calls to this engine's workers cannot be observed")
+            for do, what in (
+                (_watch, "calls to this engine's workers cannot be observed"),
+                (_measure, "the widths of encoder outputs cannot be measured"),
+            ):
+                try:
+                    do(self)
+                except Exception:  # its scheduler side will do without a cache, or save nothing, and say so
+                    _logger.exception("encoder cache: %s", what)
 
     construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
     Executor.__init__ = construct_and_watch
@@ -138,6 +143,10 @@ def _watch(executor: Any) -> None:
     _follow_versions()
     arrivals.follow()
     watched.add(engine_name(executor.vllm_config))
+
+
+def _measure(executor: Any) -> None:
+    measure_output_widths(executor.vllm_config, functools.partial(type(executor).collective_rpc.__wrapped__, executor))
 
 
 def _follow_versions() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed.engine_env import Layout
-from benchmarks.testbed.engine_runner import Generate
+from benchmarks.testbed.engine_env import Engine, Layout
+from benchmarks.testbed.engine_runner import Call, Generate
 from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
 from tests.engine.rig import Reference, Rig, described, socket_kinds, wait_until
@@ -38,6 +38,22 @@ def test_gemma3(layout: Layout, tmp_path: Path, reference: Reference) -> None:
         assert rig.engine.refused == []
         rig.engine.close()
         wait_until("the store process has ended", lambda: not rig.statuses())
+
+
+def widths(engine: Engine) -> list[dict[str, int]]:
+    """In the engine's process: what was measured at its start, by vLLM since 0.32, and what our measure finds."""
+    from lmcache_ec.adapters.vllm.versions import encoded_widths, output_widths
+
+    worker = engine.llm.llm_engine.model_executor.driver_worker.worker
+    return [output_widths(worker.vllm_config), encoded_widths(worker)]
+
+
+def test_widths_are_known_before_anything_is_encoded(tmp_path: Path, reference: Reference) -> None:
+    """Four layers in a row, for each modality; what is not known is not saved."""
+    with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference) as rig:
+        known, measured = rig.engine.do(Call(f"{__name__}:widths", {})).value
+        assert known == measured
+        assert known.keys() == {"image", "video"}
 
 
 def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> None:

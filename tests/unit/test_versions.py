@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of versions says what was found, and no more."""
+"""What differs between versions of vLLM; and the table of versions says what was found, and no more."""
 
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
-from lmcache_ec.adapters.vllm.versions import NEWEST, OLDEST, supported
+import pytest
+
+from lmcache_ec.adapters.vllm.versions import NEWEST, OLDEST, measure_output_widths, output_widths, supported
 from tests import versions
 
 
@@ -26,3 +30,34 @@ def test_a_run_in_which_nothing_passed_is_no_success() -> None:
 def test_what_failed_is_named() -> None:
     mixed = "<s><testcase name='a'><failure/></testcase><testcase name='b'/><testcase name='c'><error/></testcase></s>"
     assert versions.summed(ElementTree.fromstring(mixed), 2.0) == ("1 passed, 2 failed in 2 s", ("a", "c"))
+
+
+def engine(name: str, **transfer: Any) -> Any:
+    return SimpleNamespace(
+        instance_id="",
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        ec_transfer_config=SimpleNamespace(engine_id=name, **transfer),
+    )
+
+
+def test_where_vllm_measures_no_widths_a_producers_workers_do() -> None:
+    """The first rank has no encoder."""
+    producer = engine("producer before 0.32", is_ec_producer=True)
+    measure_output_widths(producer, lambda function: [{}, {"image": 256}, {"image": 256}])
+    assert output_widths(producer) == {"image": 256}
+
+
+@pytest.mark.parametrize(
+    ("transfer", "widths"),
+    [
+        ({"is_ec_producer": True, "mm_encoder_output_widths": {"image": 64}}, {"image": 64}),
+        ({"is_ec_producer": False}, {}),
+    ],
+    ids=["vLLM does", "a consumer"],
+)
+def test_else_no_worker_is_asked(transfer: dict[str, Any], widths: dict[str, int]) -> None:
+    def asked(function: object) -> list[dict[str, int]]:
+        raise AssertionError
+
+    measure_output_widths(engine("another", **transfer), asked)
+    assert output_widths(engine("another", **transfer)) == widths

@@ -87,7 +87,7 @@ class Worker:
 def executor_of(kind: type, connector: str) -> Any:
     """Made by its own constructor, and with what vLLM gives it."""
     config = SimpleNamespace(
-        ec_transfer_config=SimpleNamespace(ec_connector=connector, engine_id=connector),
+        ec_transfer_config=SimpleNamespace(ec_connector=connector, engine_id=connector, mm_encoder_output_widths={}),
         parallel_config=SimpleNamespace(data_parallel_index=0),
         instance_id="tests",
     )
