@@ -63,6 +63,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.sizes import precise_size
 from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tally import Tallies
@@ -258,6 +259,16 @@ class EncoderCache:
         for number, tier in enumerate(self.below.names):
             held |= any(self._presence.may_contain(digest, tier) for digest in digests) << number
         return self.policy.restore_s(held, length, modality, rows)
+
+    def check_fits(self, identifier: str, spec: TensorSpec) -> None:
+        """Report an entry that found no room because none can be made for it."""
+        length = entry_length(identifier, spec)
+        if length > self.book.capacity:
+            self._complaints.warn(
+                "large",
+                f"an entry of {precise_size(length)} is not saved: LocalCPU, through which all entries go, has "
+                f"{precise_size(self.book.capacity)}. Raise max_local_cpu_size",
+            )
 
     def rewrite(self, place: Place) -> None:
         """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""

@@ -55,6 +55,8 @@ class Saves:
         if place is not None:
             place.modality = item.modality
             self.reserved[item.identifier] = Reserved(place, (request_id, index))
+        else:
+            self._cache.check_fits(name.text, spec)
 
     def reserve_again(self, scheduler_output: SchedulerOutput, memos: Mapping[str, Memo]) -> set[str]:
         """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""

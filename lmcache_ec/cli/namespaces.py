@@ -57,6 +57,8 @@ class Report:
 
     rows: list[Row] = field(default_factory=list)
     removed: list[dict[str, Any]] = field(default_factory=list)
+    looked: list[str] = field(default_factory=list)
+    """Tiers that answered."""
     errors: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     refusal: str = ""
@@ -106,7 +108,7 @@ def look_and_remove(
     report = _looked(tiers, using)
     _select(report, namespace, unused_for)
     if not as_json:
-        _print(report, unused_for)
+        _print(report, unused_for, named=removal and bool(namespace))
     if removal:
         report.refusal = _refusal(report, namespace, unused_for, () if force else silent, force=force)
         if report.rows and not report.refusal and (yes or confirmed(_question(report))):
@@ -154,6 +156,7 @@ def _looked(tiers: Sequence[NamedTier], using: Mapping[str, Sequence[int]]) -> R
         except (OSError, ValueError) as error:
             report.errors[tier.name] = message(error)
             continue
+        report.looked.append(tier.name)
         rows = [Row(tier.name, use, using.get(use.namespace, ())) for use in uses]
         report.rows += sorted(rows, key=lambda row: (row.moment or 0.0, row.use.namespace))
     return report
@@ -180,7 +183,9 @@ def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence
     """Why nothing may be removed, if so."""
     if namespace and not report.rows:
         return f"{namespace}: nothing to remove, " + (
-            f"it is in no tier here, or was used in the last {unused_for:g} days" if unused_for else "it is in no tier"
+            f"no tier here has it, or it was used in the last {unused_for:g} days"
+            if unused_for
+            else f"none of the tiers that were looked at has it: {', '.join(report.looked)}"
         )
     if report.errors and unused_for:
         names = ", ".join(report.errors)
@@ -226,11 +231,12 @@ def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
 # ---- what is printed
 
 
-def _print(report: Report, unused_for: float) -> None:
+def _print(report: Report, unused_for: float, *, named: bool) -> None:
+    """What was found. That one which was named to be removed is nowhere, the refusal says."""
     rows = [_cells(row) for row in report.rows]
     if rows:
         typer.echo("\n".join(table([_HEADINGS, *rows])))
-    else:
+    elif not named:
         days = f"{unused_for:g} {'day' if unused_for == 1 else 'days'}"
         typer.echo(f"No namespace has been unused for {days}." if unused_for else "No namespace was found.")
     for texts in (report.notes, report.errors):

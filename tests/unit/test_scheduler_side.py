@@ -512,6 +512,18 @@ def test_a_save_that_found_no_room_is_made_up_for_while_vllm_holds_the_item(serv
     finish(next_engine, restarted)
 
 
+def test_an_entry_for_which_memory_can_never_have_room_is_reported(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve(arena_bytes=4096)
+    asking = request("one", X)
+    served.vllm.offer(asking)
+    served.runner.run(served.vllm.end_pass(), asking)
+    finish(served, asking)
+    [line] = [line for line in caplog.messages if "is not saved" in line]
+    assert "LocalCPU, through which all entries go, has 4.0 KiB. Raise max_local_cpu_size" in line
+
+
 def test_a_save_that_found_no_room_is_forgotten_when_vllm_frees_the_item(serve: Serve) -> None:
     served = serve(arena_bytes=PLACE_BYTES)
     one, two = request("one", X), request("two", Y)
