@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from lmcache_ec import arena
+from lmcache_ec.accesses import Accesses
 from lmcache_ec.book import Book
 from lmcache_ec.channel import (
     Attach,
@@ -34,6 +35,7 @@ from lmcache_ec.channel import (
     Notice,
     Pong,
     Populated,
+    Record,
     Report,
     Sealed,
     SegmentReady,
@@ -53,9 +55,11 @@ from lmcache_ec.copies import CopyTimes
 from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.events.changes import Changes
+from lmcache_ec.eviction import Below, restore_s
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
+from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter
@@ -121,6 +125,8 @@ class EncoderCache:
         self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
         self._presence: PresenceFilter | None = None
         self.copies = CopyTimes()
+        self.accesses: Accesses | None = None
+        """While somebody records what requests need."""
         self.tallies = Tallies()
         """What the store processes have counted."""
         self.below = TiersBelow(self.book, self._complaints, config, engine)
@@ -239,6 +245,19 @@ class EncoderCache:
         """The tiers that may have the entry of this key, as far as each is known, in their order."""
         presence = None if self._enters else self._presence
         return range(len(self.below.names)) if presence is None else presence.candidates(digest)
+
+    def restore_s(self, names: Sequence[str], length: int, modality: str, rows: int) -> float:
+        """What having an item back costs, in seconds, that has `length` bytes and may be stored under each of `names`:
+        as far as is known without asking. What is not sealed yet may get lost, and so would have to be encoded."""
+        encode_s = self.policy.restore_s(0, length, modality, rows)
+        if any(self.book.live(name) for name in names):
+            return restore_s(Below.MEMORY, length, rows, encode_s)
+        if self._presence is None or self._enters or not self._asks_tiers(time.monotonic()):
+            return encode_s
+        held, digests = 0, [EncoderCacheKey(self.namespace, name).digest for name in names]
+        for number, tier in enumerate(self.below.names):
+            held |= any(self._presence.may_contain(digest, tier) for digest in digests) << number
+        return self.policy.restore_s(held, length, modality, rows)
 
     def rewrite(self, place: Place) -> None:
         """Write a live entry to the tiers that consumers reach and that lack it, as soon as the budget allows."""
@@ -480,6 +499,8 @@ class EncoderCache:
                 self._growth.populated(offset)
             case Pong(number=number):
                 self._store.answered(number, now)
+            case Record(on=on):
+                self.accesses = Accesses(self._send) if on else None
             case Notice(kind=kind, text=text):
                 self._complaints.warn(kind, text)
             case Epoch(number=number):
@@ -522,6 +543,7 @@ class EncoderCache:
 
     def store_lost(self, number: int, now: float) -> None:
         """Void what it held. Its places wait until its process has ended."""
+        self.accesses = None
         self._fetches.lost(self.book.store_lost(number), now)
 
     def store_ended(self, number: int) -> None:

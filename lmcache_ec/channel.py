@@ -139,7 +139,38 @@ class CpuChanges(Message, frozen=True):
     evicted: list[str]
 
 
+Access = tuple[float, str, int, float]
+"""When a request needed an output (monotonic seconds), its name, its entry's bytes, what its encode takes (s)."""
+
+
+class Accessed(Message, frozen=True):
+    """What requests have needed since the last one, while somebody records it. Passed on by the store process with a
+    digest in the place of each name.
+
+    Of `accesses` the encode was never measured in `guessed`; `lost` more found no room on their way.
+    """
+
+    accesses: list[Access]
+    guessed: int
+    lost: int
+
+
+# ---- who records -> store process
+
+
+class Follow(Message, frozen=True):
+    """Pass on from now on what requests need: names as their digests with this salt, of 16 to 64 bytes."""
+
+    salt: bytes
+
+
 # ---- store process -> scheduler side
+
+
+class Record(Message, frozen=True):
+    """Tell from now on what requests need, with `Accessed`; or, if not `on`, no more."""
+
+    on: bool
 
 
 class Hello(Message, frozen=True):
@@ -381,12 +412,12 @@ class WeightsReport(Message, frozen=True):
     digest: str
 
 
-ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | CpuChanges | Saved
+ToStore = Start | Enter | Fill | Write | Populate | Locate | Ping | Ledger | CpuChanges | Saved | Accessed
 Answer = Filled | NotFilled | Sealed | Written | Landed | Located | Populated
-FromStore = Hello | Epoch | Entered | Answer | Back | Born | Pong | Notice
+FromStore = Hello | Epoch | Entered | Answer | Back | Born | Pong | Notice | Record
 ToScheduler = FromStore | Attached | SegmentReady | Staged | Report | WeightsReport
 ToRank = Attach | StoreLink | Segment | Stage | Unstage | Durable
-AnyMessage = ToStore | ToScheduler | ToRank
+AnyMessage = ToStore | ToScheduler | ToRank | Follow
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -474,6 +505,14 @@ def status_address(pid: int) -> str:
     Made unique: processes of several containers may share a network namespace and have the same pid.
     """
     return f"\0{STATUS_PREFIX}{pid}-{secrets.token_hex(4)}"
+
+
+RECORD_PREFIX = "lmcache-ec-record-"
+
+
+def record_address(pid: int) -> str:
+    """As `status_address`, of the socket at which the store process passes on what requests need."""
+    return f"\0{RECORD_PREFIX}{pid}-{secrets.token_hex(4)}"
 
 
 def same_user(sock: socket.socket) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an entry is worth to the tier that holds it: seconds that keeping it is expected to save, for each byte.
+"""What an entry is worth to the tier that holds it: seconds that keeping it is expected to save, for each byte or row.
 
 Pure arithmetic, for every tier that weighs: no clock, no I/O. It never decides what is right, only what is quicker.
 """
@@ -18,6 +18,7 @@ _REMEMBERED = 8192
 class Below(enum.Enum):
     """What has an entry once this tier has dropped it. Value: (latency s, bytes/s), as guessed."""
 
+    MEMORY = (0.0002, 5e9)
     DISK = (0.001, 1e9)
     NOTHING = (0.0, 0.0)
 
@@ -33,7 +34,8 @@ def restore_s(below: Below, length: int, rows: int, encode_s: float | None = Non
 
 
 def worth(size: int, restore_s: float, uses: float = 1.0) -> float:
-    """What keeping an entry is worth, in seconds a byte; the lowest is evicted first.
+    """What keeping an entry is worth, in seconds for each unit of `size`: bytes or rows, whatever the tier is short of.
+    The lowest is evicted first.
 
     `uses`: how often it was used lately (see `Uses`), so that one which was used once and just now (a scan) does not
     outweigh one that is used again and again.

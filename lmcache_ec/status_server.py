@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 
 from lmcache_ec.channel import same_user, status_address
+from lmcache_ec.tally import STATES
 from lmcache_ec.tiers.journal import Journal, Times
 from lmcache_ec.tiers.lane import Lane
 from lmcache_ec.tiers.stack import Stack
@@ -63,6 +64,7 @@ def _tier_status(lane: Lane, journal: Journal, held: int | None, disk_bytes: int
         "entries": lane.listed if lane.habits.local or lane.listed else None,
         "bytes": held,
         "limit_bytes": disk_bytes if lane.habits.local else None,
+        "state": STATES[lane.state],
         "rests": lane.rests,
         "read_only": lane.read_only,
         "notice": lane.tier.notice,

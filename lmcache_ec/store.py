@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec import arena, entry
 from lmcache_ec.channel import (
+    Accessed,
     AnyMessage,
     Back,
     Born,
@@ -58,6 +59,7 @@ from lmcache_ec.epoch_watch import EpochWatch
 from lmcache_ec.events.endpoints import Publishing
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.locate import Locator
+from lmcache_ec.recording import Recording
 from lmcache_ec.status_server import Status, StatusServer, tier_statuses
 from lmcache_ec.store_process import PROCESS_NAME
 from lmcache_ec.tally import TIER_GAUGES, Tally
@@ -113,6 +115,7 @@ class Store:
         self._selector.register(link, selectors.EVENT_READ, self._from_scheduler)
         self._selector.register(saver, selectors.EVENT_READ, self._from_saver)
         self._selector.register(self._status, selectors.EVENT_READ, self._status.answer)
+        self._recording = Recording(self._selector, self._post)
         self._links = {link, saver}
 
     def run(self) -> None:
@@ -162,6 +165,8 @@ class Store:
         except LinkClosed:
             self._selector.unregister(link)
             self._links.discard(link)
+            if link is self._link:
+                self._recording.close()
 
     def _take(self, message: AnyMessage) -> None:
         match message:
@@ -185,6 +190,8 @@ class Store:
             case CpuChanges():
                 if self._publisher is not None:
                     self._publisher.tell(message)
+            case Accessed():
+                self._recording.pass_on(message)
             case Enter(namespace=namespace):
                 self._stack.relist(namespace)
                 self._post(Entered(namespace))

@@ -53,8 +53,10 @@ class ECLMCacheConnector(ECConnectorBase):
             self._scheduler, self._encodable = build_scheduler_side(vllm_config, logger)
             if self._scheduler is not None:
                 from .collector import Collector
+                from .lower_tiers import offer
 
                 self._collector = Collector(self._scheduler, logger)
+                offer(vllm_config, self)
         else:
             self._worker = build_worker_side(vllm_config, logger)
 
@@ -103,6 +105,14 @@ class ECLMCacheConnector(ECConnectorBase):
             meta = self._guarded(lambda: side.build_connector_meta(scheduler_output), meta)
         failed = self._failed
         return meta if failed is None else self._guarded(lambda: failed.give_up(scheduler_output), meta)
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        """Asked by our encoder-cache manager, where vLLM has that one, see `LowerTiers`. Nothing is below a cache that
+        has given up."""
+        from lmcache_ec.eviction import Below, restore_s
+
+        side, encode_s = self._scheduler, restore_s(Below.NOTHING, 0, rows)
+        return encode_s if side is None else self._guarded(lambda: side.restore_s(identifier, modality, rows), encode_s)
 
     def take_unavailable_requests(self) -> set[str]:
         taken, self._unavailable = self._unavailable, set()

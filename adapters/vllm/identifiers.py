@@ -186,7 +186,7 @@ class Naming:
         """With tower LoRA vLLM puts the adapter's name in front (`v1/engine/input_processor.py`, `_get_mm_identifier`).
         That does not identify its weights, so such an identifier is never signed."""
         mark = mark_of(identifier)
-        if mark == COUNTER or not _storable(identifier):
+        if mark == COUNTER or not storable(identifier):
             return Durability.REFUSED
         if not is_signed:
             return Durability.REFUSED if self.counts or COUNTER in identifier else Durability.LOCAL
@@ -205,7 +205,8 @@ def names_of(identifier: str) -> tuple[str, str]:
     return identifier, f"{_UNSIGNED}{identifier}"
 
 
-def _storable(identifier: str) -> bool:
+def storable(identifier: str) -> bool:
+    """Whether an entry can be named by it at all: by its length, and as UTF-8."""
     try:
         size = len(identifier) if identifier.isascii() else len(identifier.encode())
     except UnicodeEncodeError:

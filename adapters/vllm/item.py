@@ -52,6 +52,8 @@ class Item:
     held_at: tuple[int, int] | None = None
     dropped: bool = False
     """vLLM has taken back from its workers what they would encode (0.33's V2 runner, once the item is computed)."""
+    recorded: bool = False
+    """Whoever records what requests need has been told of it."""
     probe: Probe | None = None
     """A producer's question which tiers have it, asked for this request."""
     rewritten: bool = False

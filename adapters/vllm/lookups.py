@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lmcache_ec.accesses import Accesses
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.fetches import MISFIT_REMEMBERED_S
 from lmcache_ec.place import Place
 from lmcache_ec.recent import Recent
 
-from .identifiers import Durability, Name
+from .identifiers import Durability, Name, names_of, storable
 from .item import Item, Shape
 from .policy import Policy
 
@@ -113,13 +114,32 @@ class LookUps:
 
     def spec(self, item: Item) -> TensorSpec | None:
         """What an entry of the item looks like; None as long as its width is unknown."""
-        width = self._widths.get(item.modality)
-        return None if width is None else TensorSpec(item.rows, width, self._policy.dtype)
+        return self._spec(item.modality, item.rows)
+
+    def _spec(self, modality: str, rows: int) -> TensorSpec | None:
+        width = self._widths.get(modality)
+        return None if width is None else TensorSpec(rows, width, self._policy.dtype)
 
     def sought(self, item: Item) -> TensorSpec | None:
         """The same, for who saves it or looks for it by its length; None also where another item's entry is known to
         have the name."""
         return None if self.misfit(item) else self.spec(item)
+
+    def record(self, items: Sequence[Item], accesses: Accesses) -> None:
+        """A request needs these items: each is recorded once. What is never cached is no output that could be."""
+        for item in items:
+            if item.names and not item.recorded:
+                item.recorded = True
+                accesses.add(self._now, item.name, self._length(item.name, item), self._encode_s([item]), item.rows)
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        """Seconds that having back what vLLM's own cache gives up would cost, as far as is known without asking."""
+        names: tuple[str, ...] = ()
+        if self.in_use and self._policy.consumer and storable(identifier):
+            names = names_of(identifier)
+        spec = self._spec(modality, rows) if names else None
+        length = 0 if spec is None else entry_length(identifier, spec)
+        return self._cache.restore_s(names, length, modality, rows)
 
     def misfit(self, item: Item) -> bool:
         """Whether what has its name is another item's entry, as was found lately."""

@@ -197,6 +197,8 @@ class SchedulerSide:
             return False
         end = memo.computed + self._policy.window
         wanted = [item for item in memo.items if item.start < end and item.end > memo.computed]
+        if self.cache.accesses is not None:
+            self._look_ups.record(wanted, self.cache.accesses)
         standings = [self._waits.standing(memo, item, wanted, self._now) for item in wanted]
         if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
             standings = [self._waits.standing(memo, item, wanted, self._now) for item in wanted]
@@ -303,6 +305,8 @@ class SchedulerSide:
         self._drained = self._questioned = False
         self.cache.hand_changes()
         self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
+        if self.cache.accesses is not None:
+            self.cache.accesses.hand_over()
         self._loads.sent(meta)  # `give_up` needs them if anything before this raises
         self._turn.release()
         return meta
@@ -358,7 +362,7 @@ class SchedulerSide:
         bearers = self._loads.bearers(scheduler_output.num_scheduled_tokens) if self._loads.waiting else {}
         copies = bool(bearers or self._saves.reserved or retries)
         look, encodes = self._looks(copies), scheduler_output.scheduled_encoder_inputs
-        timed = bool(encodes) and self._policy.consumer and not self.cache.policy.always
+        timed = bool(encodes) and self._policy.consumer
         if not (copies or look or timed or book.outstanding()):
             return StepMetadata()
         meta = self._next_step(encodes)
@@ -455,6 +459,13 @@ class SchedulerSide:
             problem = self.cache.weights.set_version(version)
         if problem:
             self._complaints.warn("version", f"{problem}: entries are kept in memory only")
+
+    # ---- what vLLM's own cache may drop, see `encoder_cache_manager`
+
+    def restore_s(self, identifier: str, modality: str, rows: int) -> float:
+        """See `LowerTiers`."""
+        with self._turn:
+            return self._look_ups.restore_s(identifier, modality, rows)
 
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import enum
 import json
+import math
+from pathlib import Path
 
 import typer
 
@@ -18,11 +20,13 @@ from lmcache_ec.cli.lifecycle import check_and_set
 from lmcache_ec.cli.ls import list_entries
 from lmcache_ec.cli.namespaces import find_and_remove
 from lmcache_ec.cli.plan import plan
+from lmcache_ec.cli.record import record_trace
 from lmcache_ec.cli.status import all_engines, show
 from lmcache_ec.cli.top import top
 from lmcache_ec.cli.verify import verify
 from lmcache_ec.cli.warm import warm
 from lmcache_ec.cli.where import where
+from lmcache_ec.sizes import MIB
 from lmcache_ec.version import __version__
 
 
@@ -59,8 +63,26 @@ def _main(
 
 
 @app.command()
-def status(as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an engine.")) -> None:
-    """What each engine's cache holds and has counted, as of its last scheduling pass."""
+def status(
+    as_json: bool = typer.Option(
+        False, "--json", help="Print one JSON list, one object an engine; with --record, one object."
+    ),
+    record: Path | None = typer.Option(  # noqa: B008
+        None,
+        "--record",
+        metavar="FILE",
+        help="Write what requests need to FILE, .csv or .csv.gz, for `lmcache-ec plan`.",
+    ),
+    seconds: float | None = typer.Option(None, "--for", min=0.1, help="End the recording after so many seconds."),
+    engine: str = typer.Option("", "--engine", help="Record only engines whose names begin so."),
+    most_mib: float = typer.Option(256.0, "--most", min=0.001, help="End it at so many MiB, before compression."),
+) -> None:
+    """What each engine's cache holds and has counted, as of its last scheduling pass.
+
+    With --record, what requests need from now on, until Ctrl-C: no name is written, only its digest with a secret salt.
+    """
+    if record is not None:
+        raise typer.Exit(record_trace(record, engine, seconds or math.inf, int(most_mib * MIB), as_json))
     found = all_engines()
     if as_json:
         typer.echo(json.dumps(found))

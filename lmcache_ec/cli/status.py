@@ -63,7 +63,7 @@ def engines() -> list[dict[str, Any]]:
     instead), its `bytes` those of all engines on the folder (None where nobody counts). `engine_pid` is the process
     that the scheduler runs in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
     """
-    names = sorted({each.name for each in _sockets() if each.name.startswith(STATUS_PREFIX)})
+    names = sorted({each.name for each in sockets() if each.name.startswith(STATUS_PREFIX)})
     return [answer for name in names if (answer := _ask(name)) is not None]
 
 
@@ -72,9 +72,7 @@ def all_engines() -> list[dict[str, Any]]:
 
     `worker_pid` is the first rank's process; what only the store process knows is empty.
     """
-    ranks = [
-        each for each in _sockets() if _FIRST_RANK.fullmatch(each.name)
-    ]  # before asking: one may come up meanwhile
+    ranks = [each for each in sockets() if _FIRST_RANK.fullmatch(each.name)]  # before asking: one may come up meanwhile
     found = engines()
     known = {rank_address(engine["engine"], 0)[1:] for engine in found}
     silent = {each.name: each for each in ranks if each.name not in known}
@@ -103,6 +101,12 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     while len({name[:length] for name in names}) < len(set(names)):
         length += 1
     return {name: name[:length] for name in names}
+
+
+def tier_state(tier: Mapping[str, Any]) -> str:
+    """As the metrics name it, in words. An engine of an earlier version does not tell, and says less."""
+    plain = "unreachable" if tier["rests"] else "read_only" if tier.get("read_only") else "serving"
+    return str(tier.get("state", plain)).replace("_", " ")
 
 
 def hit_rate(tier: Mapping[str, Any]) -> str:
@@ -172,8 +176,7 @@ def _table(engine: dict[str, Any]) -> Table:
         sizes = ["" if size is None else rounded_size(size) for size in (tier["bytes"], tier["limit_bytes"])]
         counts = [f"{tier['hits']:,}", f"{tier['misses']:,}", hit_rate(tier), f"{tier['errors']:,}"]
         counts += [f"{tier['writes']:,}", *_moved(tier)]
-        state = " (resting)" if tier["rests"] else " (read only)" if tier.get("read_only") else ""
-        name = tier["name"] + state
+        name = tier["name"] if (state := tier_state(tier)) == "serving" else f"{tier['name']} ({state})"
         listed = "" if tier["entries"] is None else f"{tier['entries']:,}"
         table.add_row(name, listed, *sizes, *counts)
     return table
@@ -194,7 +197,7 @@ def _moved(tier: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Socket:
+class Socket:
     """An abstract socket of this network namespace."""
 
     name: str
@@ -202,11 +205,12 @@ class _Socket:
     listens: bool
 
 
-def _sockets() -> Iterator[_Socket]:
+def sockets() -> Iterator[Socket]:
+    """All that have a name."""
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
         fields = line.split(None, 7)
         if len(fields) == 8 and fields[7].startswith("@"):
-            yield _Socket(fields[7][1:], int(fields[6]), bool(int(fields[3], 16) & _LISTENS))
+            yield Socket(fields[7][1:], int(fields[6]), bool(int(fields[3], 16) & _LISTENS))
 
 
 def _ask(name: str) -> dict[str, Any] | None:
@@ -249,5 +253,5 @@ def _target(link: Path) -> str:
         return ""  # closed meanwhile
 
 
-def _unknown(rank: _Socket, worker_pid: int) -> dict[str, Any]:
+def _unknown(rank: Socket, worker_pid: int) -> dict[str, Any]:
     return _ABSENT | {"state": "starting" if rank.listens else "replacing", "worker_pid": worker_pid}

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmcache_ec.cli.status import engines, hit_rate, short_names
+from lmcache_ec.cli.status import engines, hit_rate, short_names, tier_state
 from lmcache_ec.cli.wording import counted
 from lmcache_ec.sizes import MIB, precise_size, rounded_size
 
@@ -109,7 +109,7 @@ def _rates(then: Mapping[str, Any], now: Mapping[str, Any], passed_s: float) -> 
 def _tier_rates(then: Mapping[str, Any], now: Mapping[str, Any], passed_s: float) -> TierRates:
     return TierRates(
         name=now["name"],
-        state="resting" if now["rests"] else "read only" if now.get("read_only") else "serving",
+        state=tier_state(now),
         held_bytes=now["bytes"],
         **{name: max(0, now.get(name, 0) - then.get(name, 0)) / passed_s for name in _RATES},
         backlog=now.get("backlog", 0),

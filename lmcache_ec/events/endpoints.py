@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import socket
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import NamedTuple
 
@@ -114,6 +115,13 @@ def is_answered(endpoint: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def remove_path(endpoint: str) -> None:
+    """Remove the socket of an `ipc://` endpoint, which ZeroMQ leaves there; nothing for any other one."""
+    if endpoint.startswith("ipc://"):
+        with suppress(OSError):
+            os.unlink(endpoint.removeprefix("ipc://"))
 
 
 def why_unusable(endpoint: str) -> str:

@@ -18,7 +18,7 @@ import zmq
 
 from lmcache_ec.channel import CpuChanges
 from lmcache_ec.events.batch import END, number_frame
-from lmcache_ec.events.endpoints import Publishing, is_answered
+from lmcache_ec.events.endpoints import Publishing, is_answered, remove_path
 from lmcache_ec.events.source import Numbered, Source
 
 BEAT_S = 1.0
@@ -173,8 +173,10 @@ class Publisher:
             self._report("events-bound", f"events are published at {where.events} now")
 
     def _unbind(self) -> None:
-        for socket in (self._events, self._snapshots):
+        where = self._publishing
+        for socket, endpoint in ((self._events, where.events), (self._snapshots, where.snapshots)):
             if socket is not None:
+                remove_path(endpoint)  # while it is still ours
                 socket.close(linger=_LINGER_MS if self._closing.is_set() else 0)
         self._events = self._snapshots = None
 

@@ -95,7 +95,9 @@ class Outcome:
         return read + sum(served.bytes for served in self.written.values())
 
 
-class _Cache(Protocol):
+class Cache(Protocol):
+    """A tier's memory."""
+
     def has(self, identifier: int) -> bool:
         """Whether it is there; then it has been used."""
         ...
@@ -104,8 +106,14 @@ class _Cache(Protocol):
         """Make room for what is not there. The next miss of it would take `miss_s`."""
         ...
 
+    def __contains__(self, identifier: int) -> bool:
+        """Whether it is there, and that is no use of it."""
+        ...
 
-class _Lru:
+
+class Lru:
+    """The least recently used goes first."""
+
     def __init__(self, capacity: float) -> None:
         self._free = capacity
         self._capacity = capacity
@@ -125,8 +133,11 @@ class _Lru:
         self._sizes[identifier] = size
         self._free -= size
 
+    def __contains__(self, identifier: int) -> bool:
+        return identifier in self._sizes
 
-class _Cost:
+
+class Cost:
     """As LocalCPU evicts with `cache_policy: cost`."""
 
     def __init__(self, capacity: float) -> None:
@@ -153,6 +164,9 @@ class _Cost:
         self._order.add(identifier)
         self._free -= size
 
+    def __contains__(self, identifier: int) -> bool:
+        return identifier in self._held
+
     def _value(self, identifier: int) -> float:
         size, miss_s = self._held[identifier]
         return worth(size, miss_s, max(1.0, self._uses.count(f"{identifier:x}")))
@@ -165,11 +179,11 @@ class Simulation:
         self._names = [name for name in MEDIA if scenario.tiers.get(name, 0)]
         self.outcome = Outcome(scenario, {name: Served() for name in self._names})
         self.outcome.written = {name: Served() for name in self._names if MEDIA[name].shared}
-        shared: dict[str, _Cache] = {}
+        shared: dict[str, Cache] = {}
 
-        def cache(name: str) -> _Cache:
+        def cache(name: str) -> Cache:
             by_cost = scenario.policy == "cost" and name in _IN_MEMORY
-            made: _Cache = (_Cost if by_cost else _Lru)(scenario.tiers[name] * share)
+            made: Cache = (Cost if by_cost else Lru)(scenario.tiers[name] * share)
             return shared.setdefault(name, made) if MEDIA[name].shared else made
 
         self._stacks = [[cache(name) for name in self._names] for _ in range(scenario.replicas)]

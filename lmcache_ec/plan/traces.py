@@ -55,7 +55,7 @@ def number_of(identifier: str) -> int:
 
 def read(path: Path) -> Trace:
     """The batches of a CSV file. TraceError for a line that is none of a trace, OSError for a file that is none."""
-    with _opened(path, "rt") as file:
+    with opened(path, "rt") as file:
         rows = csv.reader(file)
         header = tuple(name.strip() for name in next(rows, []))
         if header != COLUMNS:
@@ -85,7 +85,7 @@ def read(path: Path) -> Trace:
 
 def write(trace: Iterable[Batch], path: Path) -> Trace:
     """Pass the batches on, and write each to a CSV file before."""
-    with _opened(path, "wt") as file:
+    with opened(path, "wt") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(COLUMNS)
         for batch in trace:
@@ -117,7 +117,8 @@ def scattered(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def _opened(path: Path, mode: str) -> IO[str]:
+def opened(path: Path, mode: str) -> IO[str]:
+    """`mode` of text. OSError for what cannot be opened."""
     if path.suffix == ".gz":
         return cast(IO[str], gzip.open(path, mode, newline="", encoding="utf-8"))
     return path.open(mode, newline="", encoding="utf-8")

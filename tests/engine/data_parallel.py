@@ -57,7 +57,7 @@ async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
             "ec_connector": "ECLMCacheConnector",
             "ec_role": "ec_both",
             "engine_id": f"{NAME}-{os.getpid()}",
-            "ec_connector_extra_config": {"local_disk": disk, "events_endpoint": f"ipc://{disk}-events"},
+            "ec_connector_extra_config": {"local_disk": disk, "events_endpoint": f"ipc:///tmp/ec-{os.getpid()}"},
         },
     )
     llm = AsyncLLM.from_engine_args(arguments)

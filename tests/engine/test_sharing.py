@@ -73,7 +73,7 @@ def test_data_parallel_engines_share_a_folder_and_no_arena(tmp_path: Path, refer
     assert one["namespace"] == two["namespace"]
     assert one["pid"] != two["pid"]
     endpoints = {engine["engine"].rpartition("/")[2]: engine["events"]["endpoint"] for engine in (one, two)}
-    assert endpoints == {"0": f"ipc://{disk}-events", "1": f"ipc://{disk}-events_dp1"}
+    assert endpoints["1"] == f"{endpoints['0']}_dp1"
     (arena,), (other,) = found["arenas"]
     assert arena != other
     assert len(read_encodes(log)) == 4

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from benchmarks.testbed.core import Bench, Remote, Scheduler, Worker, length, na
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.channel import CpuChanges
 from lmcache_ec.cli.commands import app
+from lmcache_ec.cli.doctor import examine
 from lmcache_ec.events.batch import END, decode
 from lmcache_ec.events.endpoints import Publishing, why_unusable
 from lmcache_ec.events.publisher import Publisher
@@ -43,8 +45,10 @@ for _ in sys.stdin:
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/events"
+def endpoint() -> Iterator[str]:
+    """The kernel takes no long path."""
+    with tempfile.TemporaryDirectory(prefix="ec-") as folder:
+        yield f"ipc://{folder}/events"
 
 
 def free_port() -> int:
@@ -152,6 +156,7 @@ def test_a_store_process_that_was_killed_is_a_new_session_with_the_same_entries(
         equal(bench, index, endpoint)
         assert all(held == [endpoint] for held in index.where(names("kept", 3)).values())
         bench.encode(["new"])
+        bench.settle()
         equal(bench, index, endpoint)
 
 
@@ -168,6 +173,9 @@ def test_an_engine_that_was_killed_is_known_to_hold_nothing(tmp_path: Path, endp
             scheduler.kill()
             wait_until("it is not", lambda: known(index, endpoint) == {})
             wait_until("the address is free", lambda: why_unusable(endpoint) == "")
+            wait_until(
+                "nothing is left of it", lambda: not list(Path(endpoint.removeprefix("ipc://")).parent.iterdir())
+            )
     finally:
         scheduler.kill()
         worker.close()
@@ -178,12 +186,23 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         cache = bench.cache
         before = cache.namespace
         bench.encode(["picture"])
+        bench.settle()
         equal(bench, index, endpoint)
         assert index.where(["picture"], before) == {"picture": [endpoint]}
         cache.weights = Weights(1, before, False)
         cache.weights.report(0, 0, "of the start")
         cache.weights.report(0, 1, "others")
         assert cache.follow_weights()
+        told: list[CpuChanges] = []
+        assert cache.book.changes is not None
+
+        def send(message: CpuChanges) -> bool:
+            told.append(message)
+            return True
+
+        cache.book.changes.hand(cache.namespace, send)
+        assert told == [CpuChanges(cache.namespace, True, [], [])]
+        cache.book.changes.begin_anew()
         bench.until("it is cleared", lambda: index.where(["picture"]) == {"picture": []})
         bench.encode(["picture"])
         bench.until("it is warm", lambda: index.where(["picture"], cache.namespace) == {"picture": [endpoint]})
@@ -205,6 +224,11 @@ def test_an_address_in_use_costs_events_and_nothing_else(tmp_path: Path, caplog:
         assert bench.serves("picture")
         assert bench.status()["events"]["problem"] == f"tcp://127.0.0.1:{port + 1000}: Address already in use"
         assert index.where(["picture"]) == {"picture": []}
+        shown = CliRunner().invoke(app, ["status"]).stdout
+        assert f"  events         {endpoint}: tcp://127.0.0.1:{port + 1000}: Address already in use" in shown
+        notes = examine(json.dumps({"events_endpoint": endpoint}), environ={}).notes
+        busy = f"tcp://127.0.0.1:{port + 1000}: Address already in use; an engine would"
+        assert any(note.startswith(busy) for note in notes)
         other.close()
         equal(bench, index, endpoint)
         bench.until("that is logged", lambda: f"events are published at {endpoint} now" in caplog.text)
@@ -351,11 +375,9 @@ def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, fra
             assert index.where(["picture"]) == {"picture": [endpoint]}
 
 
-def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(
-    publisher: Publisher, endpoint: str, tmp_path: Path
-) -> None:
+def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(publisher: Publisher, endpoint: str) -> None:
     publisher.tell(admit("picture"))
-    other = f"ipc://{tmp_path}/other"
+    other = f"{endpoint}-other"
     with zmq.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as snapshots:
         for each, at in ((events, other), (snapshots, f"{other}.snapshots")):
             each.setsockopt(zmq.LINGER, 0)
@@ -383,7 +405,7 @@ def asked(*arguments: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str, tmp_path: Path) -> None:
+def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
     publisher.tell(admit("picture"))
     status, found = asked("picture", "--replica", endpoint)
     assert (status, found["identifiers"]) == (0, {"picture": [endpoint]})
@@ -391,7 +413,7 @@ def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, end
     assert asked("picture", "other", "--replica", endpoint)[0] == 1
     assert asked("picture", "--replica", endpoint, "--namespace", "others")[1]["identifiers"] == {"picture": []}
     assert asked("--replica", endpoint)[0] == 0
-    dead = f"ipc://{tmp_path}/nobody"
+    dead = f"{endpoint}-nobody"
     status, found = asked("picture", "--replica", dead, "--replica", endpoint, "--timeout", "0.3")
     assert (status, found["identifiers"]) == (1, {"picture": [endpoint]})
     assert [each["state"] for each in found["replicas"]] == ["silent", "following"]

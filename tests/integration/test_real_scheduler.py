@@ -36,6 +36,8 @@ from vllm.v1.request import Request, RequestStatus
 from benchmarks.testbed.models import model_path
 from benchmarks.testbed.stand_ins import WIDTH, digest
 from benchmarks.testbed.waiting import wait_until
+from lmcache_ec.adapters.vllm.encoder_cache_manager import TierAwareEncoderCacheManager
+from lmcache_ec.adapters.vllm.lower_tiers import below
 from lmcache_ec.adapters.vllm.scheduler import SchedulerSide
 from tests.integration.runner import V1Runner
 from tests.unit.test_namespace import vllm_config
@@ -72,6 +74,7 @@ HOOKS = {
         "has_cache_item",
         "update_state_after_alloc",
         "build_connector_meta",
+        "restore_s",
         "_standing",
         "_reserve",
         "_orders",
@@ -210,7 +213,10 @@ class Engine:
             config.cache_config.num_gpu_blocks = SCARCE_BLOCKS  # so that requests wait with their leases
         self.runner = V1Runner.of(config)
         self.scheduler = scheduler(config, _kv_cache(config), _no_grammars(), BLOCK_TOKENS, log_stats=True)
-        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=dice.choice([16, 40, 100, 400]))
+        rows = dice.choice([16, 40, 100, 400])
+        ours, tiers = TierAwareEncoderCacheManager, below(config)
+        assert tiers is not None
+        self.scheduler.encoder_cache_manager = dice.choice([EncoderCacheManager(rows), ours(rows), ours(rows, tiers)])
         self.scheduler.max_num_encoder_input_tokens = dice.choice([16, 64, 400])
         self.connector = self.scheduler.ec_connector
         self.side: SchedulerSide = self.connector._scheduler

@@ -20,15 +20,20 @@ from lmcache_ec.events.changes import Changes
 from lmcache_ec.events.endpoints import Replica, of_rank, snapshots_of
 from lmcache_ec.events.mirror import Mirror
 from lmcache_ec.events.source import Numbered, Source
+from lmcache_ec.place import Place
 
 PAGE = 4096
 IDENTIFIERS = st.integers(0, 11).map("picture-{}".format)
+SOME = st.lists(IDENTIFIERS, min_size=1, max_size=3)
+ROOM = st.sampled_from([9, 9, 9, 1, 0])
+WEATHER = st.sampled_from(["fine", "fine", "fine", "slow", "lossy", "garbled"])
+ANSWERED = st.sampled_from(["now", "now", "later", "never"])
 
 
 class Following(RuleBasedStateMachine):
     """A book, a store process, a subscriber; the link between the first two may be full, the wire may lose anything.
 
-    `history` is what each session held at each of its numbers.
+    `history` is what each session held at each of its numbers. The subscriber begins in step.
     """
 
     def __init__(self) -> None:
@@ -36,106 +41,97 @@ class Following(RuleBasedStateMachine):
         self.book = Book(6 * PAGE, PAGE, 1)
         self.book.open_all()
         self.book.changes = self.changes = Changes(self.book.entries)
-        self.changes.begin_anew()
         self.namespace = "first"
-        self.steps = 0
+        self.encoding: list[Place] = []
         self.history: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
         self.wire: deque[Numbered] = deque()
         self.answers: deque[Numbered] = deque()
-        self.mirror = Mirror(most=100)
-        self.source = Source(0, self.namespace)
-        self.copy: dict[str, int] = {}
-        self.remember(self.source.beat())
+        self.join_late()
+        self.begin_store_process()
+        self.ask("now")
 
-    def remember(self, batch: Numbered) -> None:
-        self.history[self.source.session, batch.number] = decode(batch.payload).namespace, dict(self.copy)
-        self.wire.append(batch)
+    @rule(identifiers=SOME, sealed=st.integers(1, 4), room=ROOM, weather=WEATHER, then=WEATHER, answered=ANSWERED)
+    def run_pass(self, identifiers: list[str], sealed: int, room: int, weather: str, then: str, answered: str) -> None:
+        """A pass, told in one weather; a beat in the next; and a question, if the subscriber has one."""
+        self.serve(identifiers, sealed, room)
+        self.tell(room, weather)
+        self.beat(then)
+        if not self.mirror.in_step:
+            self.ask(answered)
 
     # ---- the engine
 
-    @rule(identifier=IDENTIFIERS, rows=st.integers(1, 3))
-    def save(self, identifier: str, rows: int) -> None:
-        """Into an arena of six pages: others are evicted."""
-        place = self.book.reserve_save(identifier, TensorSpec(rows * 60, 16, "BF16"), persist=False)
-        if place is not None:
-            self.steps += 1
-            self.book.send_save(place, self.steps, 0)
-            self.book.report(0, self.steps, [(place.id, Outcome.COPIED, 1)], frozenset({1}))
+    def serve(self, identifiers: list[str], sealed: int, rows: int) -> None:
+        """So many entries are sealed, in an arena of six pages: others are evicted."""
+        for identifier in identifiers:
+            place = self.book.reserve_save(identifier, TensorSpec(60 + 20 * rows, 16, "BF16"), persist=False)
+            if place is not None:
+                self.book.send_save(place, place.id, 0)
+                self.encoding.append(place)
+        for place in self.encoding[:sealed]:
+            self.book.report(0, place.id, [(place.id, Outcome.COPIED, 1)], frozenset({1}))
             self.book.sealed(place.id, 1, True)
+        del self.encoding[:sealed]
 
-    @rule(identifier=IDENTIFIERS)
-    def forget(self, identifier: str) -> None:
-        if (place := self.book.live(identifier)) is not None:
+    def tell(self, room: int, weather: str) -> None:
+        """So many messages find room on the link."""
+        left = iter(range(room))
+        self.changes.hand(self.namespace, lambda changes: next(left, None) is not None and self.take(changes, weather))
+
+    @rule(what=st.sampled_from(["change_weights", "begin_store_process", "join_late", "forget_some"]))
+    def disturb(self, what: str) -> None:
+        getattr(self, what)()
+
+    def forget_some(self) -> None:
+        for identifier, _ in list(self.book.entries())[::2]:
+            place = self.book.live(identifier)
+            assert place is not None
             self.book.forget(place)
 
-    @rule()
     def change_weights(self) -> None:
-        self.namespace = f"{self.namespace[:8]}-{len(self.history)}"
+        self.namespace = f"weights-{len(self.history)}"
         self.book.forget_all()
         self.changes.begin_anew()
 
-    @rule(room=st.integers(0, 3))
-    def end_pass(self, room: int) -> None:
-        """So many messages find room on the link."""
-        left = iter(range(room))
-        self.changes.hand(self.namespace, lambda changes: next(left, None) is not None and self.tell(changes))
+    # ---- the store process
 
-    def tell(self, changes: CpuChanges) -> bool:
+    def take(self, changes: CpuChanges, weather: str) -> bool:
         batch = self.source.take(changes)
         if changes.anew:
             self.copy.clear()
         self.copy |= dict(changes.admitted)
         for identifier in changes.evicted:
             self.copy.pop(identifier, None)
-        self.remember(batch)
+        self.publish(batch, weather)
         return True
 
-    # ---- the store process
+    def beat(self, weather: str) -> None:
+        self.publish(self.source.beat(), weather)
 
-    @rule()
-    def beat(self) -> None:
-        self.remember(self.source.beat())
-
-    @rule()
-    def replace_the_store_process(self) -> None:
-        self.source = Source(0, self.namespace)
-        self.copy = {}
-        self.changes.begin_anew()
-        self.remember(self.source.beat())
-
-    # ---- the wire, and the subscriber
-
-    @rule()
-    def deliver(self) -> None:
-        if self.wire:
+    def publish(self, batch: Numbered, weather: str) -> None:
+        """It arrives at once, or later with the next one, or never, or torn."""
+        self.history[self.source.session, batch.number] = decode(batch.payload).namespace, dict(self.copy)
+        if weather != "lossy":
+            self.wire.append(batch if weather != "garbled" else batch._replace(payload=batch.payload[:-1]))
+        while self.wire and weather != "slow":
             self.mirror.take_batch(*self.wire.popleft())
 
-    @rule()
-    def lose(self) -> None:
-        if self.wire:
-            self.wire.popleft()
+    def begin_store_process(self) -> None:
+        """Another one, if there was one: it knows nothing."""
+        self.source = Source(0, self.namespace)
+        self.copy: dict[str, int] = {}
+        self.changes.begin_anew()
+        self.beat("fine")
 
-    @rule()
-    def garble(self) -> None:
-        if self.wire:
-            number, payload = self.wire.popleft()
-            self.mirror.take_batch(number, payload[:-1])
+    # ---- the subscriber
 
-    @rule()
-    def ask(self) -> None:
-        self.answers.append(self.source.snapshot())
-
-    @rule()
-    def answer(self) -> None:
-        if self.answers:
+    def ask(self, answered: str) -> None:
+        """Answers that are late come with the next one, in the order in which they were asked for."""
+        if answered != "never":
+            self.answers.append(self.source.snapshot())
+        while answered == "now" and self.answers:
             self.mirror.take_snapshot(*self.answers.popleft())
 
-    @rule()
-    def lose_an_answer(self) -> None:
-        if self.answers:
-            self.answers.popleft()
-
-    @rule()
     def join_late(self) -> None:
         self.mirror = Mirror(most=100)
 
@@ -146,27 +142,60 @@ class Following(RuleBasedStateMachine):
             assert known == self.history[self.mirror.session, self.mirror._number]
 
     def teardown(self) -> None:
-        """The link and the wire are as they should be for a moment."""
-        self.changes.hand(self.namespace, self.tell)
-        self.beat()
-        while self.wire:
-            self.deliver()
-        if not self.mirror.in_step:
-            self.ask()
-            while self.answers:
-                self.answer()
-        if not self.mirror.in_step or self.mirror.session != self.source.session:
-            self.beat()
-            self.deliver()
-            self.ask()
-            self.answer()
+        """Nothing is lost any more, and what is asked for is asked for as a subscriber does."""
+        self.serve([], len(self.encoding), 0)
+        self.tell(100, "fine")
+        for _ in range(2):
+            self.beat("fine")
+            if not self.mirror.in_step:
+                self.ask("now")
         assert self.mirror.in_step
         assert self.mirror.namespace == self.namespace
         assert self.mirror.entries == dict(self.book.entries())
 
 
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestFollowing.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+def test_a_snapshot_that_is_older_than_what_is_known_sets_nothing_back() -> None:
+    source, mirror = Source(0, "ns"), Mirror(most=10)
+    older = source.snapshot()
+    mirror.take_snapshot(*older)
+    mirror.take_batch(*source.take(CpuChanges("ns", False, [("a", 7)], [])))
+    mirror.take_snapshot(*older)
+    assert (mirror.in_step, mirror.entries, mirror.gaps) == (True, {"a": 7}, 0)
+
+
+def test_what_came_while_a_snapshot_was_on_its_way_is_not_asked_for_again() -> None:
+    source, mirror = Source(0, "ns"), Mirror(most=10)
+    snapshot = source.snapshot()
+    for name in "abc":
+        mirror.take_batch(*source.take(CpuChanges("ns", False, [(name, 7)], [])))
+    mirror.take_snapshot(*snapshot)
+    assert (mirror.in_step, [*mirror.entries]) == (True, ["a", "b", "c"])
+
+
+def test_entries_of_another_medium_are_left_aside() -> None:
+    mirror = Mirror(most=10)
+    events: list[Any] = [EntriesAdmitted(["a"], [1]), EntriesAdmitted(["b"], [1], "DISK")]
+    mirror.take_snapshot(1, encode(EventBatch(0.0, events, 0, "s", "n")))
+    assert [*mirror.entries] == ["a"]
+
+
+def test_all_entries_at_once_are_cleared_and_not_evicted_one_by_one() -> None:
+    changes = Changes(dict[str, int]().items)
+    for number in range(1000):
+        changes.evict(f"picture-{number}")
+    changes.begin_anew()
+    told: list[CpuChanges] = []
+
+    def send(message: CpuChanges) -> bool:
+        told.append(message)
+        return True
+
+    changes.hand("other", send)
+    assert told == [CpuChanges("other", True, [], [])]
 
 
 def test_an_engine_that_publishes_nothing_notes_nothing() -> None:

@@ -132,6 +132,49 @@ def test_two_requests_in_one_pass_share_a_load_and_a_save(serve: Serve) -> None:
     finish(served, one, two)
 
 
+# ---- what vLLM's own cache may drop
+
+
+def test_having_an_item_back_costs_what_the_nearest_tier_that_has_it_takes(serve: Serve) -> None:
+    """An entry that is not sealed yet may get lost: it counts as one that nobody has."""
+    served = serve()
+    served.cache.policy.encode_s = lambda items: 0.05  # type: ignore[method-assign]
+
+    def cost(identifier: str) -> float:
+        return served.side.restore_s(identifier, "image", 100)
+
+    served.store(X, Y)
+    forget(served, Y)
+    assert cost(X) < cost(Y) < cost(Z)
+    encode = request("encode", Z)
+    assert served.vllm.offer(encode) == "encode"
+    output = served.vllm.end_pass()
+    unsaved = cost(Z)
+    served.runner.run(output, encode)
+    finish(served, encode)
+    served.settle()
+    assert cost(X) == cost(Z) < unsaved == cost("nobody has it")
+
+
+@pytest.mark.parametrize("identifier", ["", "\ud800", "x" * 5000])
+def test_what_can_have_no_entry_costs_its_encode(serve: Serve, identifier: str) -> None:
+    served = serve()
+    assert served.side.restore_s(identifier, "image", 100) == served.side.restore_s(Z, "image", 100)
+
+
+def test_what_is_never_loaded_costs_its_encode(serve: Serve) -> None:
+    served = serve(consumer=False)
+    served.store(X)
+    assert served.side.restore_s(X, "image", 100) == served.side.restore_s(Z, "image", 100)
+
+
+def test_below_a_cache_that_has_given_up_there_is_nothing(serve: Serve) -> None:
+    served = serve()
+    served.store(X)
+    served.cache.inert = "told so by the test"
+    assert served.side.restore_s(X, "image", 100) == served.side.restore_s(Z, "image", 100)
+
+
 # ---- promises
 
 

@@ -33,8 +33,14 @@ INHERITED = {
 """Methods of vLLM's base class that are left as they are."""
 OF_OURS = {
     *("expect", "watch_weights", "weights_may_change", "follows_weight_versions", "set_weight_version", "snapshot"),
-    *("_only_encodable", "_guarded", "_give_up"),
+    *("restore_s", "_only_encodable", "_guarded", "_give_up"),
 }
+MANAGER = "vllm.v1.core.encoder_cache_manager"
+LEFT = {
+    *("get_cached_num_encoder_embeds", "get_cached_input_ids", "free_encoder_input", "free"),
+    *("get_freed_mm_hashes", "get_manager_metadata"),
+}
+"""Methods of vLLM's encoder-cache manager that ours leaves as they are: none uses an entry or evicts one."""
 WRAPPED = {
     ("vllm.v1.engine.core", "EngineCore"): {
         "preprocess_add_request": ["self", "request"],
@@ -157,6 +163,15 @@ def test_what_is_wrapped_takes_what_it_took(sources: Sources) -> None:
         found = methods(sources.folder, module, owner)
         assert {name: found.get(name) for name in wanted} == wanted
     assert "create_engine_config" in methods(sources.folder, "vllm.engine.arg_utils", "EngineArgs")
+
+
+def test_our_encoder_cache_manager_takes_what_vllms_takes(sources: Sources) -> None:
+    """A method that a new version brings is looked at: it may use an entry, or evict one."""
+    theirs = methods(sources.folder, MANAGER, "EncoderCacheManager")
+    ours = methods(ROOT, "lmcache_ec.adapters.vllm.encoder_cache_manager", "TierAwareEncoderCacheManager")
+    public = {name for name in ours if not name.startswith("_")}
+    assert {name: ours[name] for name in public} == {name: theirs.get(name) for name in public}
+    assert {name for name in theirs if not name.startswith("_")} - public <= LEFT
 
 
 def test_the_front_end_is_one_that_is_supported(sources: Sources) -> None:
