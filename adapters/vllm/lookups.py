@@ -125,9 +125,12 @@ class LookUps:
         have the name."""
         return None if self.misfit(item) else self.spec(item)
 
-    def access(self, item: Item, accesses: Accesses) -> None:
-        """A request needs the item: tell whoever records that."""
-        accesses.add(self._now, item.name, self._length(item.name, item), self._encode_s([item]), item.rows)
+    def record(self, items: Sequence[Item], accesses: Accesses) -> None:
+        """A request needs these items: each is recorded once. What is never cached is no output that could be."""
+        for item in items:
+            if item.names and not item.recorded:
+                item.recorded = True
+                accesses.add(self._now, item.name, self._length(item.name, item), self._encode_s([item]), item.rows)
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """Seconds that having back what vLLM's own cache gives up would cost, as far as is known without asking."""

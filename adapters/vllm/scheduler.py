@@ -8,7 +8,6 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from lmcache_ec.accesses import Accesses
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.place import Place
@@ -18,7 +17,7 @@ from .announcement import Announcer
 from .decisions import Decisions
 from .identifiers import names_of
 from .intake import Intake, stays_in_memory
-from .item import Item, Memo, Standing, items_of
+from .item import Memo, Standing, items_of
 from .loads import Loads
 from .lookups import LookUps
 from .metadata import StepMetadata
@@ -199,7 +198,7 @@ class SchedulerSide:
         end = memo.computed + self._policy.window
         wanted = [item for item in memo.items if item.start < end and item.end > memo.computed]
         if self.cache.accesses is not None:
-            self._record(wanted, self.cache.accesses)
+            self._look_ups.record(wanted, self.cache.accesses)
         standings = [self._waits.standing(memo, item, wanted, self._now) for item in wanted]
         if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
             standings = [self._waits.standing(memo, item, wanted, self._now) for item in wanted]
@@ -222,13 +221,6 @@ class SchedulerSide:
             return False
         self._waits.end(memo, self._now)
         return True
-
-    def _record(self, wanted: list[Item], accesses: Accesses) -> None:
-        """Once for each request. What is never cached is no encoder output that could be."""
-        for item in wanted:
-            if item.names and not item.recorded:
-                item.recorded = True
-                self._look_ups.access(item, accesses)
 
     def _starting(self) -> bool:
         """Whether the first requests still have to wait until the ranks have mapped the arena."""

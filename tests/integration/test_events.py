@@ -200,6 +200,7 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
             return True
 
         assert cache.book.changes is not None
+
         cache.book.changes.hand(cache.namespace, send)
         assert sent == [CpuChanges(cache.namespace, True, [], [])]
         cache.book.changes.begin_anew()

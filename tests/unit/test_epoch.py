@@ -166,7 +166,7 @@ def test_a_person_is_asked_and_reminded_of_what_the_command_does_not_do(folder: 
 
 
 def test_a_program_gets_one_object(folder: Path) -> None:
-    assert "say --yes" in words(run("--json", local_disk=folder).stderr)
+    assert "needed beside --json" in words(run("--json", local_disk=folder).stderr)
     done = run("--json", "--yes", local_disk=folder)
     report = json.loads(done.stdout)
     assert len(report.pop("notes")) == 2

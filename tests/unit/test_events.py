@@ -188,14 +188,14 @@ def test_all_entries_at_once_are_cleared_and_not_evicted_one_by_one() -> None:
     for number in range(1000):
         changes.evict(f"picture-{number}")
     changes.begin_anew()
-    sent: list[CpuChanges] = []
+    told: list[CpuChanges] = []
 
     def send(message: CpuChanges) -> bool:
-        sent.append(message)
+        told.append(message)
         return True
 
     changes.hand("other", send)
-    assert sent == [CpuChanges("other", True, [], [])]
+    assert told == [CpuChanges("other", True, [], [])]
 
 
 def test_an_engine_that_publishes_nothing_notes_nothing() -> None:
