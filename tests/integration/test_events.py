@@ -193,16 +193,15 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         cache.weights.report(0, 0, "of the start")
         cache.weights.report(0, 1, "others")
         assert cache.follow_weights()
-        sent: list[CpuChanges] = []
-
-        def send(message: CpuChanges) -> bool:
-            sent.append(message)
-            return True
-
+        told: list[CpuChanges] = []
         assert cache.book.changes is not None
 
+        def send(message: CpuChanges) -> bool:
+            told.append(message)
+            return True
+
         cache.book.changes.hand(cache.namespace, send)
-        assert sent == [CpuChanges(cache.namespace, True, [], [])]
+        assert told == [CpuChanges(cache.namespace, True, [], [])]
         cache.book.changes.begin_anew()
         bench.until("it is cleared", lambda: index.where(["picture"]) == {"picture": []})
         bench.encode(["picture"])
