@@ -54,6 +54,7 @@ def test_the_front_end_imports_the_class_without_the_cache(printed: dict[str, li
         "lmcache_ec.adapters.vllm.topology",
         "lmcache_ec.adapters.vllm.ours",
         "lmcache_ec.adapters.vllm.plugin",
+        "lmcache_ec.adapters.vllm.versions",
         "lmcache_ec.adapters.vllm.start",
         "lmcache_ec.adapters.vllm.worker_calls",
         "lmcache_ec.histogram",
