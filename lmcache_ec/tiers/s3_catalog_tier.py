@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from lmcache_ec.key import EncoderCacheKey, parse_object_name
 from lmcache_ec.signing import SigningKey
+from lmcache_ec.tiers.base import TierUnreachable
 from lmcache_ec.tiers.catalog import Catalog
 from lmcache_ec.tiers.s3_catalog import CatalogFolder, S3Catalog
 from lmcache_ec.tiers.s3_clock import StoreClock
 from lmcache_ec.tiers.s3_compactor import Compactor
+from lmcache_ec.tiers.s3_faults import reported
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -69,17 +71,21 @@ class Cataloged:
             self._begin()
 
     def _begin(self) -> None:
-        """Where it may not be written, or not under a condition, listings are kept."""
-        namespace, refused_until = self._namespace, time.monotonic() + _REFUSED_S
-        self._refused_until = refused_until
-        if not self._check_writes():
-            return
-        compactor = Compactor(
-            self._folder(namespace), partial(self._pages, namespace), self.catalog.pace, self._signing
-        )
-        if compactor.take(self.catalog.look):
-            self._compactor = compactor
-            compactor.start()
+        """Where it may not be written, or not under a condition, listings are kept for a while."""
+        namespace, self._refused_until = self._namespace, time.monotonic() + _REFUSED_S
+        try:
+            with reported("list for the catalog", writes=True):
+                if not self._check_writes():
+                    return
+                compactor = Compactor(
+                    self._folder(namespace), partial(self._pages, namespace), self.catalog.pace, self._signing
+                )
+                if compactor.take(self.catalog.look):
+                    self._compactor = compactor
+                    compactor.start()
+        except TierUnreachable:  # it was not refused: the next refresh tries again
+            self._refused_until = 0.0
+            raise
         self._refused_until = 0.0
 
     def announce(self) -> None:

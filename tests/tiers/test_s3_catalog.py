@@ -17,7 +17,7 @@ from benchmarks.testbed.servers.s3_front import Request, S3Front, s3_front
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.presence import MAX_SHARD_BYTES, PresenceWriter, shard_of
+from lmcache_ec.presence import MAX_SHARD_BYTES, SHARDS, PresenceWriter, shard_of
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.filter_shard import (
@@ -277,6 +277,19 @@ def test_who_may_not_write_the_catalog_lists(filled: str, front: S3Front, server
     one.refresh()
     assert one.lacks(*STORED) == []
     assert one.asked_for_nothing < 0.01
+
+
+def test_a_store_that_was_busy_for_a_moment_gets_its_catalog_at_the_next_refresh(
+    filled: str, front: S3Front, server: Seaweed
+) -> None:
+    front.rule = lambda request: (503, "SlowDown") if request.writes else None
+    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    with pytest.raises(TierError):
+        one.refresh()
+    front.rule = lambda request: None
+    one.refresh()
+    wait_until("it has listed", lambda: one.cataloged._compactor is not None and not one.cataloged._compactor.running)
+    assert len(objects(server, filled)) > SHARDS
 
 
 # ---- whoever dies, and whoever comes in between
