@@ -144,19 +144,19 @@ def tested(python: Path, tests: Sequence[str], clone: Path, report: Path, log: P
 
 
 def summed(report: ElementTree.Element, seconds: float) -> tuple[str, tuple[str, ...]]:
-    """Of pytest's JUnit report. Where nothing passed, nothing is shown: that is no success."""
-    cases = list(report.iter("testcase"))
-    failed = tuple(case.get("name", "?") for case in cases if case.find("failure") is not None or _erred(case))
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = len(cases) - skipped - len(failed)
+    """Of pytest's JUnit report, in which a test that fails, and then again as it is put away, is two cases. Where
+    nothing passed, nothing is shown: that is no success."""
+    came_of: dict[tuple[str, str], set[str]] = {}
+    for case in report.iter("testcase"):
+        test = case.get("classname", ""), case.get("name", "?")
+        came_of.setdefault(test, set()).update(found.tag for found in case)
+    failed = tuple(name for (_, name), found in came_of.items() if found & {"failure", "error"})
+    skipped = sum("skipped" in found for found in came_of.values())
+    passed = len(came_of) - skipped - len(failed)
     counts = [f"{passed} passed", *([f"{len(failed)} failed"] if failed else ())]
     counts += [f"{skipped} skipped"] if skipped else []
     text = f"{', '.join(counts)} in {seconds:.0f} s"
     return (text if passed or failed else f"{NOT_RUN}: {text}"), failed
-
-
-def _erred(case: ElementTree.Element) -> bool:
-    return case.find("error") is not None
 
 
 def run_interface() -> Row:

@@ -8,6 +8,7 @@ does not import vLLM.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,8 @@ def shows_metrics(version: str) -> bool:
 # ---- widths of encoder outputs
 
 
+_logger = logging.getLogger("vllm.lmcache_ec")
+
 _measured: dict[str, dict[str, int]] = {}
 """By engine (see `topology.engine_name`), in the process of its EngineCore."""
 
@@ -63,7 +66,7 @@ def measure_output_widths(vllm_config: VllmConfig, collective_rpc: Callable[[Any
 
 
 def encoded_widths(worker: Any) -> dict[str, int]:
-    """In a worker. Empty on one that has no encoder."""
+    """In a worker. Empty on one that has no encoder; without a modality for which vLLM cannot make a test item."""
     import torch
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -77,8 +80,12 @@ def encoded_widths(worker: Any) -> dict[str, int]:
     widths = {}
     with torch.inference_mode():
         for modality in budget.mm_max_toks_per_item:
-            item = [(modality, _dummy_item(budget, modality))]
-            _, _, arguments = next(group_and_batch_mm_kwargs(item, device=runner.device))
+            try:
+                item = _dummy_item(budget, modality)
+            except Exception:  # it is made by the model's own processor
+                _logger.warning("encoder cache: no width of %s outputs can be measured", modality, exc_info=True)
+                continue
+            _, _, arguments = next(group_and_batch_mm_kwargs([(modality, item)], device=runner.device))
             widths[modality] = int(runner.get_model().embed_multimodal(**arguments)[0].shape[-1])
     return widths
 

@@ -32,6 +32,11 @@ def test_what_failed_is_named() -> None:
     assert versions.summed(ElementTree.fromstring(mixed), 2.0) == ("1 passed, 2 failed in 2 s", ("a", "c"))
 
 
+def test_what_fails_twice_is_one_test() -> None:
+    twice = "<s><testcase name='a'><failure/></testcase><testcase name='a'><error/></testcase></s>"
+    assert versions.summed(ElementTree.fromstring(twice), 2.0) == ("0 passed, 1 failed in 2 s", ("a",))
+
+
 def engine(name: str, **transfer: Any) -> Any:
     return SimpleNamespace(
         instance_id="",
