@@ -58,7 +58,7 @@ class PluginSettings(BaseModel):
     signing_key_file: KeyFile = Field(None, description="As `ec.signing_key_file`: what entries are signed with.")
     namespace: Namespace | None = Field(None, description="Replaces the computed namespace.")
     salt: str = Field("", description="Any text; entries are shared among processes of the same salt only.")
-    epoch: int = Field(0, ge=0, description="Raise it to leave all entries so far behind.")
+    epoch: int = Field(0, ge=0, description="Increase it to abandon all existing entries.")
 
 
 def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:

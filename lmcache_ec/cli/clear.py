@@ -12,13 +12,13 @@ from lmcache_ec.cli.namespaces import look_and_remove
 
 def clear(
     tier: str = typer.Argument(..., metavar="TIER", help="Its name, as in `status`: disk, redis, s3, s3_2."),
-    namespace: str = typer.Option("", "--namespace", help="Remove the entries of this namespace alone."),
-    yes: bool = typer.Option(False, "--yes", help="Remove without a question."),
+    namespace: str = typer.Option("", "--namespace", help="Remove only the entries of this namespace."),
+    yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     force: bool = typer.Option(False, "--force", help="Remove even what an engine on this host uses now."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Remove all entries from one tier, after a question. Files, keys and objects of others stay.
+    """Remove all entries from one tier; asks first. Other files, keys and objects stay.
 
     Engines that run do not take it for a loss, and write nothing again. The exit status is 1 if something was not
     removed.

@@ -65,7 +65,7 @@ def _main(
 @app.command()
 def status(
     as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON list, one object an engine; with --record, one object."
+        False, "--json", help="Print one JSON list, one object per engine; with --record, one object."
     ),
     record: Path | None = typer.Option(  # noqa: B008
         None,
@@ -73,9 +73,9 @@ def status(
         metavar="FILE",
         help="Write what requests need to FILE, .csv or .csv.gz, for `lmcache-ec plan`.",
     ),
-    seconds: float | None = typer.Option(None, "--for", min=0.1, help="End the recording after so many seconds."),
-    engine: str = typer.Option("", "--engine", help="Record only engines whose names begin so."),
-    most_mib: float = typer.Option(256.0, "--most", min=0.001, help="End it at so many MiB, before compression."),
+    seconds: float | None = typer.Option(None, "--for", min=0.1, help="End the recording after this many seconds."),
+    engine: str = typer.Option("", "--engine", help="Record only engines whose names begin with this."),
+    most_mib: float = typer.Option(256.0, "--most", min=0.001, help="End it at this many MiB, before compression."),
 ) -> None:
     """What each engine's cache holds and has counted, as of its last scheduling pass.
 

@@ -19,7 +19,7 @@ class Shell(enum.StrEnum):
     FISH = "fish"
 
 
-def completion(shell: Shell = typer.Argument(..., help="The shell that is to read it.")) -> None:  # noqa: B008
+def completion(shell: Shell = typer.Argument(..., help="The shell that will read it.")) -> None:  # noqa: B008
     """A script that has a shell complete commands and options: `eval "$(lmcache-ec completion bash)"`."""
     variable = f"_{_PROGRAM.replace('-', '_')}_COMPLETE".upper()
     typer.echo(get_completion_script(prog_name=_PROGRAM, complete_var=variable, shell=shell.value))

@@ -66,7 +66,7 @@ class OpenTiers:
                 typer.echo(f"{name}: {text}", err=True)
 
 
-Namespaces = Annotated[list[str] | None, typer.Argument(metavar="NAMESPACE", help="Of these; without any, of all.")]
+Namespaces = Annotated[list[str] | None, typer.Argument(metavar="NAMESPACE", help="Only these; without any, all.")]
 """The arguments of a command that goes through entries."""
 
 

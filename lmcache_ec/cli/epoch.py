@@ -36,11 +36,11 @@ class _Refused(Exception):
 
 def begin_epoch(
     to: int | None = typer.Option(None, "--to", metavar="N", help="Its number; the present one plus 1 if not given."),
-    yes: bool = typer.Option(False, "--yes", help="Begin it without a question."),
+    yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Begin a new epoch, after a question: engines on this disk folder, running ones too, use nothing stored so far.
+    """Begin a new epoch; asks first. Engines on this disk folder, also running ones, then use nothing stored so far.
 
     The number is kept in the folder; the higher of it and ec.epoch holds. The exit status is 1 if none was begun.
     """

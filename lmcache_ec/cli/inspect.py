@@ -43,16 +43,16 @@ class Copy:
 def inspect(
     wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, sha256 of it, or object name."),
     namespace: str = typer.Option("", "--namespace", help="Look for it here; otherwise in all that the tiers list."),
-    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look at this tier alone."),
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     header_only: bool = typer.Option(False, "--header-only", help="Do not read and verify the payload."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What one entry says of itself, in which tiers it is, and whether it verifies there.
+    """What one entry's header says, which tiers have the entry, and whether it verifies there.
 
     What is shown of it is the header of a copy that verifies. Where none does, or with --header-only, it is not
-    verified, which the output says: whoever can write to the tier can have written anything there. The exit status is
-    1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
+    verified, which the output says: anyone who can write to the tier can have written anything there. The exit status
+    is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
     check_namespaces([namespace] if namespace else [])
     signing = signing_of(extra)

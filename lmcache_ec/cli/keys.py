@@ -12,7 +12,7 @@ from lmcache_ec.config.reference import key_entries, markdown
 
 
 def list_keys(
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object a key."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object per key."),
     as_markdown: bool = typer.Option(False, "--markdown", help="Print a table in Markdown."),
 ) -> None:
     """Every key of `ec:`, with its default, what it accepts, and what it does."""

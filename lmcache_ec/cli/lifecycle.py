@@ -34,7 +34,7 @@ class Rule:
 def check_and_set(
     apply: bool = typer.Option(False, "--set", help="Set the rule that follows from ec.ttl_s, and check it."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object an S3 remote."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object per S3 remote."),
 ) -> None:
     """Whether each S3 remote has a lifecycle rule that deletes what has outlived ec.ttl_s.
 

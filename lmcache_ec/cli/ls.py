@@ -52,10 +52,10 @@ class Row:
 
 def list_entries(
     namespaces: Namespaces = None,
-    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look at this tier alone."),
-    count: int = typer.Option(_SHOWN, "--count", min=0, help="At most so many, the newest first; 0: all."),
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
+    count: int = typer.Option(_SHOWN, "--count", min=0, help="At most this many, the newest first; 0: all."),
     identifiers: bool = typer.Option(
-        False, "--identifiers", help="Read identifiers from slow tiers, too: one request to S3 for each entry."
+        False, "--identifiers", help="Read identifiers from slow tiers, too: one request to S3 per entry."
     ),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),

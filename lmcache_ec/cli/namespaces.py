@@ -70,13 +70,13 @@ class Report:
 
 
 def find_and_remove(
-    remove: str = typer.Option("", "--remove", metavar="NAMESPACE", help="Remove this one, after a question."),
-    remove_unused: bool = typer.Option(False, "--remove-unused", help="Remove all that --unused-for finds."),
+    remove: str = typer.Option("", "--remove", metavar="NAMESPACE", help="Remove this namespace; asks first."),
+    remove_unused: bool = typer.Option(False, "--remove-unused", help="Remove everything that --unused-for finds."),
     unused_for: float = typer.Option(
-        0.0, "--unused-for", metavar="DAYS", min=0.0, help="Only those that no tier saw used for so long."
+        0.0, "--unused-for", metavar="DAYS", min=0.0, help="Only those that no tier saw used for this long."
     ),
-    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look at this tier alone."),
-    yes: bool = typer.Option(False, "--yes", help="Remove without a question."),
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
+    yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     force: bool = typer.Option(False, "--force", help="Remove even what an engine on this host uses now."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),

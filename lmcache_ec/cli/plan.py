@@ -32,7 +32,7 @@ def plan(
         _DEFAULT_TIERS,
         "--tiers",
         metavar="NAME=GIB,…",
-        help="Sizes of gpu, cpu, disk, redis, s3, once a row; redis and s3 are of all replicas together.",
+        help="Sizes of gpu, cpu, disk, redis, s3, once per row; redis and s3 are for all replicas together.",
     ),
     policies: list[str] = typer.Option(  # noqa: B008
         ["lru"],
@@ -49,7 +49,7 @@ def plan(
     keep: Path | None = typer.Option(None, "--write-trace", help="Write what is replayed to this CSV file."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What tiers of these sizes would save of a trace of requests: hits by tier, encoder time, network and money.
+    """What tiers of these sizes would save for a trace of requests: hits by tier, encoder time, network and money.
 
     A trace has the columns time_s, identifier, bytes, encode_s. The exit status is 2 for one that cannot be read.
     """

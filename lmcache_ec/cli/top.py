@@ -62,9 +62,9 @@ Look = tuple[float, Sequence[Mapping[str, Any]]]
 
 
 def top(
-    interval: float = typer.Option(2.0, "--interval", min=0.2, max=3600, help="Seconds between two looks."),
+    interval: float = typer.Option(2.0, "--interval", min=0.2, max=3600, help="Seconds between updates."),
     once: bool = typer.Option(False, "--once", help="Print the rates of one interval, and end."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON list a look, each on a line of its own."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON list per interval, each on its own line."),
 ) -> None:
     """What the caches of the engines on this host do now: each tier's rates per second. Ctrl-C ends it."""
     try:

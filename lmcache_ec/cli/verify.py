@@ -103,18 +103,18 @@ class Report:
 
 def verify(
     namespaces: Namespaces = None,
-    tier: str = typer.Option("", "--tier", metavar="NAME", help="Verify this tier alone."),
+    tier: str = typer.Option("", "--tier", metavar="NAME", help="Verify only this tier."),
     sample: str = typer.Option(
-        "100%", "--sample", metavar="N|P%", help="Only so many entries of each tier, chosen at random."
+        "100%", "--sample", metavar="N|P%", help="Only this many entries of each tier, chosen at random."
     ),
     remove: bool = typer.Option(False, "--remove", help="Delete what is corrupt; entries of other versions are kept."),
-    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries that are read at a time."),
+    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries to read at the same time."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Whether the entries of the tiers are what was sealed: read whole, and compared with their digests.
+    """Whether the entries of the tiers are intact: reads them whole and compares them with their digests.
 
-    To be verified is no use of an entry. Ctrl-C ends it at any time, with what was found until then. The exit status is
+    Verifying does not count as a use. Ctrl-C ends it at any time and shows what was found so far. The exit status is
     1 if an entry is corrupt or unreadable, or a tier could not be reached; 130 after Ctrl-C.
     """
     check_namespaces(namespaces or ())

@@ -116,19 +116,19 @@ class Report:
 def warm(
     namespace: str = typer.Argument("", help="Of this namespace; needed if the remote holds several."),
     source: str = typer.Option("", "--from", metavar="TIER", help="The remote to read; by default the first."),
-    count: int = typer.Option(0, "--count", metavar="N", min=0, help="At most so many entries, the newest."),
+    count: int = typer.Option(0, "--count", metavar="N", min=0, help="At most this many entries, the newest."),
     size: str = typer.Option("", "--bytes", metavar="SIZE", help="At most so much of the newest, such as 10GiB."),
     identifiers: typer.FileText | None = typer.Option(  # noqa: B008
-        None, "--identifiers", help="Only these: a file with one identifier a line, - for standard input."
+        None, "--identifiers", help="Only these: a file with one identifier per line, - for standard input."
     ),
     evict: bool = typer.Option(False, "--evict", help="Make room on a full disk, as an engine does."),
-    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries that are copied at a time."),
+    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries to copy at the same time."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Copy entries from a remote to the disk, verified, the newest first.
 
-    What is on the disk already is skipped: after Ctrl-C the same command goes on. Without --evict nothing is evicted,
+    What is on the disk already is skipped: after Ctrl-C the same command continues. Without --evict nothing is evicted,
     and it ends when the disk is full. The exit status is 1 if entries could not be read or did not verify, or a tier
     could not be reached; 130 after Ctrl-C.
     """

@@ -29,7 +29,7 @@ def where(
         help="Where a replica publishes (ec.events_endpoint), for example tcp://10.0.0.7:5757; once for each. With a "
         "comma the address of snapshots, if that is not 1000 ports above.",
     ),
-    namespace: str = typer.Option("", "--namespace", help="Count replicas of this namespace alone."),
+    namespace: str = typer.Option("", "--namespace", help="Count only replicas of this namespace."),
     timeout: float = typer.Option(3.0, "--timeout", min=0.1, max=60, help="Longest wait for all replicas, in seconds."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:

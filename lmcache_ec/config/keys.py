@@ -208,7 +208,7 @@ class EncoderCacheConfig(BaseModel):
     )
     salt: Text = Field("", description="Any text; entries are shared among engines of the same salt only.")
     epoch: Number = Field(
-        0, description="Raise it to leave all entries so far behind. `lmcache-ec epoch` does it in running engines."
+        0, description="Increase it to abandon all existing entries. `lmcache-ec epoch` does it in running engines."
     )
     key_by_engine_version: Flag = Field(
         True, description="Whether the engine's minor version is part of the namespace, as encoders change with it."
@@ -229,7 +229,7 @@ class EncoderCacheConfig(BaseModel):
     )
     cache_policy: Annotated[Literal["LRU", "cost"], BeforeValidator(_policy), Accepts("must be LRU or cost")] = Field(
         "LRU",
-        description="What LocalCPU evicts first: the least recently used, or what costs least to have again, for its "
+        description="What LocalCPU evicts first: the least recently used, or what costs least to get back, for its "
         "size and how often it is asked for (cost). LocalDisk always evicts the least recently used.",
     )
     extra_config: ExtraConfig = Field(
@@ -270,7 +270,7 @@ class EncoderCacheConfig(BaseModel):
     )
     start_timeout_s: Seconds = Field(10.0, description="Longest wait at start for store process and ranks.")
     store_timeout_s: Seconds = Field(10.0, description="A store process that is silent for so long is replaced.")
-    drain_s: SecondsFromZero = Field(30.0, description="Longest that writes go on after the engine has ended.")
+    drain_s: SecondsFromZero = Field(30.0, description="Longest that writes continue after the engine has ended.")
     producer_flush_s: Annotated[
         SecondsFromZero,
         Field(le=600),
