@@ -41,7 +41,7 @@ from lmcache_ec.tiers.resp import PayloadParser
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"
-QUICK = RedisOptions(timeout_s=0.3, connect_timeout_s=0.3)
+QUICK = RedisOptions(timeout_s=0.5, connect_timeout_s=0.5)
 TRAP = 64
 
 
