@@ -40,7 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update(_ENVIRONMENT)
     with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as folder:
-        about = header(Path(folder), options.rounds)
+        about = header("benchmarks.bench", Path(folder), options.rounds)
         collected = measure(folder, options.rounds, options.sizes)
     report("the arena under churn")
     arena = churn()

