@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests need, told to the store process while somebody records it (`lmcache-ec status --record`)."""
+"""What requests need, reported to the store process while somebody records it (`lmcache-ec status --record`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _WAITING = 8192
 """So many wait at most for room on the link."""
 
 _MESSAGE_BYTES = 64 << 10
+_MESSAGES_A_PASS = 4
 _ACCESS_BYTES = 40
 """Of an access in a message, beside its name, at most."""
 
@@ -44,8 +45,10 @@ class Accesses:
         self._waiting.append(_Waiting((now, name, length, seconds), guessed))
 
     def hand_over(self) -> None:
-        """Send what waits, as far as there is room. At the end of each pass."""
-        while self._waiting or self._lost:
+        """Send what waits, as far as a pass has time and the link has room. At the end of each pass."""
+        for _ in range(_MESSAGES_A_PASS):
+            if not (self._waiting or self._lost):
+                return
             batch, size = list[_Waiting](), 0
             for each in self._waiting:
                 size += _ACCESS_BYTES + 4 * len(each.access[1])

@@ -205,7 +205,7 @@ class EncoderCache:
         self._enter()
         self._fetches.forget(home.namespace)
         forgotten = self.book.forget_all()
-        self._tell_anew()
+        self._publish_anew()
         return forgotten
 
     def fetch(
@@ -332,7 +332,7 @@ class EncoderCache:
         elif self._send(CpuChanges(self.namespace, True, [], [])):  # nothing is promised any more
             self.book.changes = None
 
-    def _tell_anew(self) -> None:
+    def _publish_anew(self) -> None:
         if self.book.changes is not None:
             self.book.changes.begin_anew()
 
@@ -414,7 +414,7 @@ class EncoderCache:
                 base=self._engine.namespace,
             )
         )
-        self._tell_anew()
+        self._publish_anew()
         self._introduce_saver()
 
     def _introduce_saver(self) -> None:

@@ -130,7 +130,7 @@ class Ledger(Message, frozen=True):
 class CpuChanges(Message, frozen=True):
     """What came into LocalCPU (identifier, length in bytes), and what left it; each identifier stands here once.
 
-    Only for an engine that publishes. `anew`: all that was told before is void.
+    Only for an engine that publishes. `anew`: all that was sent before is void.
     """
 
     namespace: str
@@ -168,7 +168,7 @@ class Follow(Message, frozen=True):
 
 
 class Record(Message, frozen=True):
-    """Tell from now on what requests need, with `Accessed`; or, if not `on`, no more."""
+    """Report from now on what requests need, with `Accessed`; or, if not `on`, no more."""
 
     on: bool
 

@@ -23,7 +23,7 @@ class EpochWatch:
 
     def __init__(self, folder: Path, epoch: int, begun: Callable[[int], None], report: Report) -> None:
         """`epoch` is the one that the engine is in. `begun` is called with each later one, from the thread."""
-        self._epoch = self._told = epoch
+        self._epoch = self._reported = epoch
         self._folder = folder
         self._begun = begun
         self._report = report
@@ -40,17 +40,17 @@ class EpochWatch:
 
     def start(self) -> int:
         """Go on looking from now on. Returns the epoch as it is known by now."""
-        self._told = self._epoch
+        self._reported = self._epoch
         threading.Thread(target=self._watch, name="epoch", daemon=True).start()
-        return self._told
+        return self._reported
 
     def _watch(self) -> None:
         while True:
             time.sleep(_LOOK_S)
             self._look()
-            if self._epoch > self._told:
-                self._told = self._epoch
-                self._begun(self._told)
+            if self._epoch > self._reported:
+                self._reported = self._epoch
+                self._begun(self._reported)
 
     def _look(self) -> None:
         problem = ""

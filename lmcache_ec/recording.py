@@ -17,8 +17,8 @@ _BUSY = Notice("recording", "one engine is not in it: somebody else records that
 
 
 class Recording:
-    """Listens for one recorder at a time; as long as it stays, the scheduler side tells what requests need. Runs on the
-    store process's main thread, and never waits: what a recorder does not read in time is lost, and counted."""
+    """Listens for one recorder at a time; as long as it stays, the scheduler side reports what requests need. Runs on
+    the store process's main thread, and never waits: what a recorder does not read in time is lost, and counted."""
 
     def __init__(self, selector: selectors.BaseSelector, post: Callable[[Record], None]) -> None:
         """`selector` calls what is registered with a socket once there is something to read."""
@@ -33,15 +33,15 @@ class Recording:
         self._socket.setblocking(False)
         selector.register(self._socket, selectors.EVENT_READ, self._accept)
 
-    def pass_on(self, told: Accessed) -> None:
+    def pass_on(self, batch: Accessed) -> None:
         if self._link is None or not self._salt:
             return
-        accesses = [(at, self._digest(name), size, encode_s) for at, name, size, encode_s in told.accesses]
+        accesses = [(at, self._digest(name), size, encode_s) for at, name, size, encode_s in batch.accesses]
         try:
-            if self._link.send(Accessed(accesses, told.guessed, told.lost + self._lost)):
+            if self._link.send(Accessed(accesses, batch.guessed, batch.lost + self._lost)):
                 self._lost = 0
             else:
-                self._lost += told.lost + len(accesses)
+                self._lost += batch.lost + len(accesses)
         except LinkClosed:
             self._end()
 
@@ -59,13 +59,13 @@ class Recording:
         try:
             connection, _ = self._socket.accept()
         except OSError:
-            return  # whoever it was has gone
+            return  # it has closed the connection
         if not same_user(connection):
             connection.close()
             return
         link = Link(connection)
         if self._link is not None:
-            _tell_busy(link)
+            _refuse(link)
             return
         self._link = link
         self._selector.register(link, selectors.EVENT_READ, self._hear)
@@ -85,7 +85,7 @@ class Recording:
             self._end()
 
     def _end(self) -> None:
-        """Whoever recorded has gone, or says what nobody understands."""
+        """The recorder has disconnected, or sent what is no request."""
         link, self._link = self._link, None
         if link is not None:
             self._selector.unregister(link)
@@ -94,7 +94,7 @@ class Recording:
             self._post(Record(False))
 
 
-def _tell_busy(link: Link) -> None:
+def _refuse(link: Link) -> None:
     try:
         link.send(_BUSY)
     except LinkClosed:

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 
 _DISK_RESCAN_S = 30.0
 _FAREWELL_S = 1.0
-"""Longest that the end of this process waits for subscribers to be told that their engine has ended."""
+"""Longest that the end of this process waits until subscribers know that their engine has ended."""
 
 
 class Store:
@@ -189,7 +189,7 @@ class Store:
                 self._ledger, self._ledger_at = counts, time.monotonic()
             case CpuChanges():
                 if self._publisher is not None:
-                    self._publisher.tell(message)
+                    self._publisher.publish(message)
             case Accessed():
                 self._recording.pass_on(message)
             case Enter(namespace=namespace):

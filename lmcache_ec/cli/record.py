@@ -53,10 +53,10 @@ class Trace:
     def __post_init__(self) -> None:
         self._put(",".join(COLUMNS))
 
-    def add(self, told: Accessed) -> None:
-        self._coming += [access for access in told.accesses if access[0] >= self.begun]
-        self.guessed += told.guessed
-        self.lost += told.lost
+    def add(self, batch: Accessed) -> None:
+        self._coming += [access for access in batch.accesses if access[0] >= self.begun]
+        self.guessed += batch.guessed
+        self.lost += batch.lost
 
     def write(self) -> None:
         """What has come, in whole lines, until the file has its size. Times never fall: what one engine tells later
@@ -116,8 +116,8 @@ class Followed:
             try:
                 while (received := link.receive()) is not None:
                     match received[0]:
-                        case Accessed() as told:
-                            trace.add(told)
+                        case Accessed() as batch:
+                            trace.add(batch)
                         case Notice(text=text):
                             self.said.append(text)
             except LinkClosed:

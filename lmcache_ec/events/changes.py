@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of LocalCPU has changed and the store process has yet to be told."""
+"""What has changed in LocalCPU and has yet to go to the store process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MESSAGE_BYTES = 64 << 10
 """Of identifiers. The one that goes beyond goes with it: the longest that is ever stored has 4 KiB."""
 _MESSAGES_A_PASS = 4
 _NOTED = 65536
-"""More than this, and more than is live twice over, is not noted: all is told anew."""
+"""More than this, and more than is live twice over, is not recorded: everything is sent anew."""
 
 
 class Changes:
-    """The last word on each identifier that changed. Runs on the scheduler side's one thread: no lock, no I/O.
+    """The latest change of each identifier. Runs on the scheduler side's one thread: no lock, no I/O.
 
-    So it is told in any order, and an entry that came and left in between is an eviction that nobody needed.
+    So changes go in any order, and an entry that came and left in between is an eviction that nobody needed.
     """
 
     def __init__(self, live: Callable[[], Iterable[tuple[str, int]]]) -> None:
@@ -41,23 +41,23 @@ class Changes:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """What the store process was told is void, or it is another one. A microsecond for each live entry."""
+        """What the store process knows is void, or it is another one. A microsecond for each live entry."""
         self._anew = True
         self._noted = dict(self._live())
         self._most = _NOTED + 2 * len(self._noted)
 
     def hand(self, namespace: str, send: Callable[[CpuChanges], bool]) -> None:
-        """Tell what was noted: so much at once as a pass has time for, and as the link takes."""
+        """Send what was recorded: as much as a pass has time for, and as the link takes."""
         for _ in range(_MESSAGES_A_PASS):
             if not self._noted and not self._anew:
                 return
-            told = self._some()
-            admitted = [(identifier, length) for identifier, length in told.items() if length]
-            evicted = [identifier for identifier, length in told.items() if not length]
+            some = self._some()
+            admitted = [(identifier, length) for identifier, length in some.items() if length]
+            evicted = [identifier for identifier, length in some.items() if not length]
             if not send(CpuChanges(namespace, self._anew, admitted, evicted)):
                 return
             self._anew = False
-            for identifier in told:
+            for identifier in some:
                 del self._noted[identifier]
 
     def _some(self) -> dict[str, int]:

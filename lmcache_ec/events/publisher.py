@@ -33,7 +33,7 @@ _SNAPSHOT_SHARE = 10
 """Making snapshots takes one part in so many of the thread's time, however many ask."""
 _LINGER_MS = 500
 _PEER_SILENT_MS = 10_000
-"""A peer whose host is gone says nothing: its connection, and what waits for it, is given up."""
+"""A peer whose host is lost is silent: its connection, and what waits for it, is given up."""
 
 
 class Publisher:
@@ -49,7 +49,7 @@ class Publisher:
         self._report = report
         self._source = Source(publishing.rank, namespace)
         self._topic = publishing.topic.encode()
-        self._told: deque[CpuChanges] = deque()
+        self._pending: deque[CpuChanges] = deque()
         self._closing = threading.Event()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._events: zmq.Socket[bytes] | None = None
@@ -62,14 +62,14 @@ class Publisher:
 
     # ---- the main thread
 
-    def tell(self, changes: CpuChanges) -> None:
+    def publish(self, changes: CpuChanges) -> None:
         """Have changes published. Never waits."""
         if self._thread.is_alive():
-            self._told.append(changes)
+            self._pending.append(changes)
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Have it said that nothing is held any more, and the addresses given back."""
+        """Begin to publish that nothing is held any more, and to release the addresses."""
         self._closing.set()
         os.eventfd_write(self._wake, 1)
 
@@ -78,7 +78,7 @@ class Publisher:
         self._thread.join(timeout_s)
 
     def status(self) -> dict[str, object]:
-        """What whoever asks the store process is told."""
+        """What the store process answers about it."""
         return {
             "endpoint": self._publishing.events,
             "snapshot_endpoint": self._publishing.snapshots,
@@ -100,7 +100,7 @@ class Publisher:
                     self._unbind()
                     self._complain(f"{type(error).__name__}: {error}")
                     self._closing.wait(_BIND_AGAIN_S)
-            self._take_told()
+            self._take_pending()
             self._send(self._source.clear())
         finally:
             self._unbind()
@@ -124,13 +124,13 @@ class Publisher:
         ready = dict(poller.poll(1 + int(max(0.0, due_at - now) * 1000)))
         if self._wake in ready:
             os.eventfd_read(self._wake)
-            self._take_told()
+            self._take_pending()
         if self._snapshots in ready:
             self._answer()
 
-    def _take_told(self) -> None:
-        while self._told:
-            self._send(self._source.take(self._told.popleft()))
+    def _take_pending(self) -> None:
+        while self._pending:
+            self._send(self._source.take(self._pending.popleft()))
 
     def _send(self, batch: Numbered) -> None:
         self._beat_at = time.monotonic() + BEAT_S

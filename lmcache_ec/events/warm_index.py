@@ -23,7 +23,7 @@ from lmcache_ec.events.endpoints import Replica
 from lmcache_ec.events.mirror import Mirror
 
 STALE_S = 5.0
-"""What a replica was last known to hold so long ago is not told any more."""
+"""What a replica was last known to hold so long ago is left out."""
 
 MOST_ENTRIES = 1_000_000
 
@@ -42,8 +42,8 @@ _RECONNECT_MS = (100, 2000)
 class ReplicaState:
     """What is known of a replica. `age_s`: how long ago that was last known to be what it holds; None: never.
 
-    `state` is "following", "catching up" (a snapshot is awaited; what was known lately is still told), or "silent"
-    (nothing of it is told).
+    `state` is "following", "catching up" (a snapshot is awaited; what was known lately still counts), or "silent"
+    (it is left out).
     """
 
     replica: str

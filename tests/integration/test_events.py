@@ -281,10 +281,10 @@ def test_a_subscriber_that_missed_more_than_waits_for_it_gets_a_snapshot(publish
         with stopped(stuck.pid):
             began = time.monotonic()
             for number in range(20_000):
-                publisher.tell(admit(f"picture-{number}" + "x" * 100))
+                publisher.publish(admit(f"picture-{number}" + "x" * 100))
                 if number >= 1000:
-                    publisher.tell(CpuChanges("ns", False, [], [f"picture-{number - 1000}" + "x" * 100]))
-            wait_until("all is published", lambda: not publisher._told)
+                    publisher.publish(CpuChanges("ns", False, [], [f"picture-{number - 1000}" + "x" * 100]))
+            wait_until("all is published", lambda: not publisher._pending)
             assert time.monotonic() - began < 30
             wait_until("the other one has followed", lambda: len(known(index, endpoint) or ()) == 1000)
         wait_until("it knows what is held", lambda: told(stuck) == 1000)
@@ -295,7 +295,7 @@ def test_a_publisher_that_comes_after_its_subscribers_is_found(endpoint: str) ->
         assert not index.wait(0.3)
         assert [state.state for state in index.replicas()] == ["silent"]
         publisher = Publisher(Publishing(endpoint, f"{endpoint}.snapshots", "", 3), "ns", lambda kind, text: None)
-        publisher.tell(admit("picture"))
+        publisher.publish(admit("picture"))
         try:
             wait_until("it is followed", lambda: index.where(["picture"])["picture"])
             assert [state.data_parallel_rank for state in index.replicas()] == [3]
@@ -305,7 +305,7 @@ def test_a_publisher_that_comes_after_its_subscribers_is_found(endpoint: str) ->
 
 
 def test_replicas_come_and_go_while_others_are_followed(publisher: Publisher, endpoint: str) -> None:
-    publisher.tell(admit("picture"))
+    publisher.publish(admit("picture"))
     with WarmIndex() as index:
         assert index.wait(0)
         assert index.add(endpoint) == endpoint
@@ -322,7 +322,7 @@ def test_replicas_come_and_go_while_others_are_followed(publisher: Publisher, en
 
 def test_a_client_of_vllms_kv_events_reads_a_snapshot_as_it_reads_a_replay(publisher: Publisher, endpoint: str) -> None:
     """Frames as in vllm/distributed/kv_events.py: from a DEALER an empty one and a number; then batches, up to -1."""
-    publisher.tell(admit("one", "two"))
+    publisher.publish(admit("one", "two"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.setsockopt(zmq.LINGER, 0)
         replay.connect(f"{endpoint}.snapshots")
@@ -353,13 +353,13 @@ def test_events_can_be_selected_by_their_topic(publisher: Publisher, endpoint: s
 def test_whoever_asks_a_thousand_times_at_once_takes_a_share_of_the_threads_time_alone(
     publisher: Publisher, endpoint: str
 ) -> None:
-    publisher.tell(admit(*(f"picture-{number}" for number in range(20_000))))
+    publisher.publish(admit(*(f"picture-{number}" for number in range(20_000))))
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking, WarmIndex([endpoint]) as index:
         asking.setsockopt(zmq.LINGER, 0)
         asking.connect(f"{endpoint}.snapshots")
         for _ in range(1000):
             asking.send_multipart((b"", bytes(8)))
-        publisher.tell(admit("last"))
+        publisher.publish(admit("last"))
         wait_until("another subscriber follows all the same", lambda: index.where(["last"])["last"])
 
 
@@ -369,14 +369,14 @@ def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, fra
         asking.setsockopt(zmq.LINGER, 0)
         asking.connect(f"{endpoint}.snapshots")
         asking.send_multipart(frames)
-        publisher.tell(admit("picture"))
+        publisher.publish(admit("picture"))
         with WarmIndex([endpoint]) as index:
             assert index.wait(8)
             assert index.where(["picture"]) == {"picture": [endpoint]}
 
 
 def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(publisher: Publisher, endpoint: str) -> None:
-    publisher.tell(admit("picture"))
+    publisher.publish(admit("picture"))
     other = f"{endpoint}-other"
     with zmq.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as snapshots:
         for each, at in ((events, other), (snapshots, f"{other}.snapshots")):
@@ -406,7 +406,7 @@ def asked(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
-    publisher.tell(admit("picture"))
+    publisher.publish(admit("picture"))
     status, found = asked("picture", "--replica", endpoint)
     assert (status, found["identifiers"]) == (0, {"picture": [endpoint]})
     assert [(each["replica"], each["state"]) for each in found["replicas"]] == [(endpoint, "following")]

@@ -219,7 +219,12 @@ def test_what_finds_no_room_is_counted_and_nothing_grows_without_bound() -> None
         accesses.hand_over()
     accesses.add(0.0, "of unknown size", 0, 0.1, 4)
     open_link = True
-    accesses.hand_over()
+    while True:
+        before = len(sent)
+        accesses.hand_over()
+        assert len(sent) - before <= 4, "one pass sends what it has time for"
+        if len(sent) == before:
+            break
     told = [access for message in sent for access in message.accesses]
     assert len(told) + sum(message.lost for message in sent) == 10_001
     assert len(told) <= 8192
