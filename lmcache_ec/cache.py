@@ -28,8 +28,6 @@ from lmcache_ec.channel import (
     Hello,
     Landed,
     Ledger,
-    Link,
-    LinkClosed,
     Located,
     NotFilled,
     Notice,
@@ -46,8 +44,6 @@ from lmcache_ec.channel import (
     WeightsReport,
     Write,
     Written,
-    rank_address,
-    same_user,
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
@@ -60,6 +56,7 @@ from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.growth import Growth
 from lmcache_ec.host_memory import Growing, fitting
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.link import Link, LinkClosed, rank_address, same_user
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.presence import PresenceFilter

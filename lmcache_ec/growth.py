@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from lmcache_ec.book import Book
-from lmcache_ec.channel import Link, LinkClosed, Populate, Segment, SegmentReady
+from lmcache_ec.channel import Populate, Segment, SegmentReady
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.host_memory import Growing
+from lmcache_ec.link import Link, LinkClosed
 
 
 class Growth:

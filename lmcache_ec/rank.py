@@ -24,8 +24,6 @@ from lmcache_ec.channel import (
     Attach,
     Attached,
     Durable,
-    Link,
-    LinkClosed,
     Outcome,
     Report,
     Saved,
@@ -36,9 +34,8 @@ from lmcache_ec.channel import (
     StoreLink,
     Unstage,
     WeightsReport,
-    rank_address,
-    same_user,
 )
+from lmcache_ec.link import Link, LinkClosed, rank_address, same_user
 
 _logger = logging.getLogger(__name__)
 

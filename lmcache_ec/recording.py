@@ -9,7 +9,8 @@ import socket
 from collections.abc import Callable
 from hashlib import blake2b
 
-from lmcache_ec.channel import Accessed, Follow, Link, LinkClosed, Notice, Record, record_address, same_user
+from lmcache_ec.channel import Accessed, Follow, Notice, Record
+from lmcache_ec.link import Link, LinkClosed, record_address, same_user
 
 _SALT_BYTES = range(16, 65)
 _NAME_BYTES = 8

@@ -22,9 +22,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lmcache_ec.channel import Link, LinkClosed, Stage, Staged, Unstage
+from lmcache_ec.channel import Stage, Staged, Unstage
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.entry import room
+from lmcache_ec.link import Link, LinkClosed
 from lmcache_ec.place import Place
 
 STAGED_BYTES = 256 << 20

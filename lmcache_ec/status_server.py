@@ -8,7 +8,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from lmcache_ec.channel import same_user, status_address
+from lmcache_ec.link import same_user, status_address
 from lmcache_ec.tally import STATES
 from lmcache_ec.tiers.journal import Journal, Times
 from lmcache_ec.tiers.lane import Lane

@@ -39,8 +39,6 @@ from lmcache_ec.channel import (
     Hello,
     Landed,
     Ledger,
-    Link,
-    LinkClosed,
     Locate,
     NotFilled,
     Notice,
@@ -58,6 +56,7 @@ from lmcache_ec.engine import namespace_at
 from lmcache_ec.epoch_watch import EpochWatch
 from lmcache_ec.events.endpoints import Publishing
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.link import Link, LinkClosed
 from lmcache_ec.locate import Locator
 from lmcache_ec.recording import Recording
 from lmcache_ec.status_server import Status, StatusServer, tier_statuses

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 
-from lmcache_ec.channel import pair
+from lmcache_ec.link import pair
 
 _KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """What of the engine's environment a store process gets: enough to import itself and to name files. No secrets."""

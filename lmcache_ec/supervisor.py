@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from lmcache_ec.channel import Link, LinkClosed, Ping, ToStore
+from lmcache_ec.channel import Ping, ToStore
 from lmcache_ec.complaints import Complaints
+from lmcache_ec.link import Link, LinkClosed
 from lmcache_ec.store_process import StoreProcess
 
 _PING_INTERVAL_S = 1.0

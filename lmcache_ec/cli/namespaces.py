@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import typer
 
-from lmcache_ec.channel import STATUS_PREFIX
 from lmcache_ec.cli.named_tiers import NamedTier, wanted_tiers
 from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.cli.status import engines
 from lmcache_ec.cli.wording import counted, table
 from lmcache_ec.key import check_namespace
+from lmcache_ec.link import STATUS_PREFIX
 from lmcache_ec.sizes import precise_size
 from lmcache_ec.tiers.base import NamespaceUse, message
 

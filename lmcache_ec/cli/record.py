@@ -19,10 +19,11 @@ from typing import IO
 
 import typer
 
-from lmcache_ec.channel import RECORD_PREFIX, Access, Accessed, Follow, Link, LinkClosed, Notice, same_user
+from lmcache_ec.channel import Access, Accessed, Follow, Notice
 from lmcache_ec.cli.progress import Progress
 from lmcache_ec.cli.status import engines, sockets
 from lmcache_ec.cli.wording import counted
+from lmcache_ec.link import RECORD_PREFIX, Link, LinkClosed, same_user
 from lmcache_ec.plan.traces import COLUMNS, opened
 from lmcache_ec.sizes import precise_size
 

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from lmcache_ec.channel import STATUS_PREFIX, rank_address, same_user
 from lmcache_ec.cli.wording import counted, span
+from lmcache_ec.link import STATUS_PREFIX, rank_address, same_user
 from lmcache_ec.sizes import precise_size, rounded_size
 
 _TIMEOUT_S = 2.0

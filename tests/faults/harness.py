@@ -19,10 +19,10 @@ from benchmarks.testbed.core import process_state, stopped, temporaries
 from benchmarks.testbed.engine_env import Layout, Output
 from benchmarks.testbed.engine_runner import Begin, EngineProcess, Forget, Generate, descendants
 from benchmarks.testbed.media import Prompt
-from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli.status import engines
 from lmcache_ec.entry import TensorSpec, entry_length, room, seal, verify
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.link import rank_address, status_address
 from tests import warm_start
 from tests.engine.rig import wait_until
 

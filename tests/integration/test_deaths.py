@@ -31,8 +31,9 @@ from benchmarks.testbed.core import (
     temporaries,
 )
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec.channel import Attach, Attached, Link, Message, StoreLink, rank_address
+from lmcache_ec.channel import Attach, Attached, Message, StoreLink
 from lmcache_ec.entry import room
+from lmcache_ec.link import Link, rank_address
 from lmcache_ec.rank import Rank
 
 IMAGES = names("image", 10)

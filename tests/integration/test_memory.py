@@ -20,7 +20,7 @@ from benchmarks.testbed.core import (
     store_processes,
 )
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec.channel import rank_address
+from lmcache_ec.link import rank_address
 
 
 def mappings() -> list[str]:

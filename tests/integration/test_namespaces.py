@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 from benchmarks.testbed.core import NAMESPACE, Bench, names, stored
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
-from lmcache_ec.channel import status_address
 from lmcache_ec.cli import namespaces as module
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.link import status_address
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.redis import open_redis

@@ -21,9 +21,10 @@ from typer.testing import CliRunner
 from benchmarks.testbed.stand_ins import Served, digest, request
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.accesses import Accesses
-from lmcache_ec.channel import RECORD_PREFIX, Accessed, Follow, Link, LinkClosed, Notice, ToStore
+from lmcache_ec.channel import Accessed, Follow, Notice, ToStore
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.status import sockets
+from lmcache_ec.link import RECORD_PREFIX, Link, LinkClosed
 from lmcache_ec.plan.traces import COLUMNS
 from lmcache_ec.recording import Recording
 

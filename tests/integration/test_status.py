@@ -23,9 +23,9 @@ from typer.testing import CliRunner
 
 from benchmarks.testbed.core import NAMESPACE, Bench, Worker, length, names, path_of, stuck
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec.channel import rank_address, status_address
 from lmcache_ec.cli.commands import app
 from lmcache_ec.cli.top import EngineRates, TierRates, look, rates, view
+from lmcache_ec.link import rank_address, status_address
 
 KEYS = {"pid", "engine", "namespace", "incarnation", "scan_complete", "jobs", "store", "book"}
 """What scripts read."""

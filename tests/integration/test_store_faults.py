@@ -34,7 +34,8 @@ from benchmarks.testbed.core import (
 )
 from benchmarks.testbed.engine_env import PLUGIN
 from benchmarks.testbed.waiting import DEADLINE_S, wait_until
-from lmcache_ec.channel import AnyMessage, Link, StoreLink
+from lmcache_ec.channel import AnyMessage, StoreLink
+from lmcache_ec.link import Link
 
 
 def places(*steps: Step) -> list[tuple[int, int]]:

@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 from benchmarks.testbed.stand_ins import PATIENCE_S
 from lmcache_ec import arena
-from lmcache_ec.channel import Attach, Link, Report, Segment, SegmentReady, StoreLink, rank_address
+from lmcache_ec.channel import Attach, Report, Segment, SegmentReady, StoreLink
+from lmcache_ec.link import Link, rank_address
 
 
 class SchedulerEnd:

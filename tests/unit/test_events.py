@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lmcache_ec.book import Book
-from lmcache_ec.channel import CpuChanges, Outcome, pair
+from lmcache_ec.channel import CpuChanges, Outcome
 from lmcache_ec.config import ConfigError, resolve
 from lmcache_ec.entry import TensorSpec
 from lmcache_ec.events.batch import EntriesAdmitted, EventBatch, decode, encode
@@ -20,6 +20,7 @@ from lmcache_ec.events.changes import Changes
 from lmcache_ec.events.endpoints import Replica, of_rank, snapshots_of
 from lmcache_ec.events.mirror import Mirror
 from lmcache_ec.events.source import Numbered, Source
+from lmcache_ec.link import pair
 from lmcache_ec.place import Place
 
 PAGE = 4096

@@ -17,8 +17,9 @@ from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.metadata import Load, Save, StepMetadata
 from lmcache_ec.adapters.vllm.tensors import dtype_name, view
 from lmcache_ec.adapters.vllm.worker import Agree, WorkerSide
-from lmcache_ec.channel import LinkClosed, Outcome, Report, Saved, Stage
+from lmcache_ec.channel import Outcome, Report, Saved, Stage
 from lmcache_ec.entry import TensorSpec, entry_length, room
+from lmcache_ec.link import LinkClosed
 from lmcache_ec.rank import Rank
 from tests.unit.preallocated import PreallocatedCache
 from tests.unit.scheduler_end import SchedulerEnd
