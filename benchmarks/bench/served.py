@@ -48,9 +48,13 @@ class Engine(Served):
 
     def connector(self) -> ECLMCacheConnector:
         """The connector's shell around this scheduler side, made by its own constructor."""
-        transfer = SimpleNamespace(is_ec_producer=True, is_ec_consumer=True)
+        config = SimpleNamespace(
+            ec_transfer_config=SimpleNamespace(is_ec_producer=True, is_ec_consumer=True, engine_id="bench"),
+            instance_id=f"{id(self):x}",
+            parallel_config=SimpleNamespace(data_parallel_index=0),
+        )
         with patch.object(build, "build_scheduler_side", lambda *_: (self.side, None)):
-            return ECLMCacheConnector(SimpleNamespace(ec_transfer_config=transfer), ECConnectorRole.SCHEDULER)
+            return ECLMCacheConnector(config, ECConnectorRole.SCHEDULER)
 
     def save(self, identifier: str, rows: int, pause: Pause, pass_s: float) -> Saving:
         item = request(identifier, identifier, rows=rows)

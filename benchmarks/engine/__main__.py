@@ -34,6 +34,8 @@ def main() -> int:
     )
     parser.add_argument("--pictures", type=int, default=20, help="of each kind of hit")
     parser.add_argument("--tiny-pictures", type=int, default=300, help="the same, for `overhead`")
+    parser.add_argument("--rounds", type=int, default=8, help="over the pictures of a hit in memory and on disk")
+    parser.add_argument("--pairs", type=int, default=4, help="of servers, with and without the cache, for `overhead`")
     parser.add_argument("--requests", type=int, default=30, help="of each rate and each share")
     parser.add_argument("--folder", type=Path, help="where models and entries are put (default: TMPDIR)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where figures and pictures go")
@@ -48,10 +50,11 @@ def main() -> int:
             with stores(folder) as behind:
                 match part:
                     case "hits" | "overhead":
-                        of, count = (
-                            (subject, options.pictures) if part == "hits" else (models[_TINY], options.tiny_pictures)
-                        )
-                        by_model[of.model] = rows(hits.measure(of, folder, behind, count, report))
+                        of, counts = {
+                            "hits": (subject, hits.Counts(options.pictures, options.rounds, 1)),
+                            "overhead": (models[_TINY], hits.Counts(options.tiny_pictures, 1, options.pairs)),
+                        }[part]
+                        by_model[of.model] = rows(hits.measure(of, folder, behind, counts, report))
                     case "mixed":
                         capacity = _capacity(by_model, subject.model)
                         batches = mixed.mixed(subject, folder, behind, capacity, options.requests, report)

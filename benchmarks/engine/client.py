@@ -16,6 +16,9 @@ from benchmarks.testbed.media import picture
 from benchmarks.testbed.servers.openai import chat, image_part
 
 TOKENS = 16
+FEW_TOKENS = 2
+"""Of an answer of which only the time to its first token is wanted."""
+
 _PATIENCE = aiohttp.ClientTimeout(total=600)
 _SCALE = 8
 
@@ -41,9 +44,10 @@ def photograph(seed: int, side: int) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-async def ask(session: aiohttp.ClientSession, url: str, seed: int, side: int) -> Timing:
-    """One chat about one picture. Raises aiohttp.ClientError, or RuntimeError for what is no complete answer."""
-    body = chat(image_part(photograph(seed, side)), max_tokens=TOKENS, stream=True, logprobs=False)
+async def ask(session: aiohttp.ClientSession, url: str, seed: int, side: int, count: int = TOKENS) -> Timing:
+    """One chat about one picture, answered with `count` tokens. Raises aiohttp.ClientError, or RuntimeError for what is
+    no complete answer."""
+    body = chat(image_part(photograph(seed, side)), max_tokens=count, stream=True, logprobs=False)
     data = json.dumps(body).encode()
     arrivals: list[float] = []
     tokens: list[int] = []
@@ -57,9 +61,9 @@ async def ask(session: aiohttp.ClientSession, url: str, seed: int, side: int) ->
                 arrivals += [time.perf_counter()] * len(new)
                 tokens += new
     total = time.perf_counter() - began
-    if len(tokens) != TOKENS:
-        raise RuntimeError(f"{url} answered with {len(tokens)} tokens, expected were {TOKENS}")
-    return Timing(arrivals[0] - began, (arrivals[-1] - arrivals[0]) / (TOKENS - 1), total, tuple(tokens))
+    if len(tokens) != count:
+        raise RuntimeError(f"{url} answered with {len(tokens)} tokens, expected were {count}")
+    return Timing(arrivals[0] - began, (arrivals[-1] - arrivals[0]) / (count - 1), total, tuple(tokens))
 
 
 def _tokens_of(line: bytes) -> Sequence[int]:
@@ -72,11 +76,11 @@ def _tokens_of(line: bytes) -> Sequence[int]:
     return [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
 
 
-def ask_once(url: str, seed: int, side: int) -> Timing:
+def ask_once(url: str, seed: int, side: int, count: int = TOKENS) -> Timing:
     """The same, for a caller that does nothing else meanwhile."""
 
     async def once() -> Timing:
         async with aiohttp.ClientSession() as session:
-            return await ask(session, url, seed, side)
+            return await ask(session, url, seed, side, count)
 
     return asyncio.run(once())

@@ -16,8 +16,8 @@ from benchmarks.engine.report import bars, rows
 from benchmarks.testbed.models import ROOT
 
 
-def timings(*first_token_s: float) -> dict[int, Timing]:
-    return {seed: Timing(first, 0.002, first + 0.03, (1,) * 16) for seed, first in enumerate(first_token_s)}
+def timings(*first_token_s: float) -> dict[tuple[int, int], Timing]:
+    return {(seed, 0): Timing(first, 0.002, first + 0.03, (1,) * 16) for seed, first in enumerate(first_token_s)}
 
 
 def test_a_ratio_compares_what_was_measured_side_by_side() -> None:
