@@ -32,10 +32,11 @@ def main() -> int:
     parser.add_argument(
         "--model", choices=sorted(models), default="gemma3_so400m_lm", help="of all parts but `overhead`"
     )
-    parser.add_argument("--pictures", type=int, default=20, help="of each kind of hit")
-    parser.add_argument("--tiny-pictures", type=int, default=300, help="the same, for `overhead`")
+    parser.add_argument("--pictures", type=int, default=12, help="of each kind of hit")
+    parser.add_argument("--tiny-pictures", type=int, default=120, help="the same, for `overhead`")
     parser.add_argument("--rounds", type=int, default=8, help="over the pictures of a hit in memory and on disk")
-    parser.add_argument("--pairs", type=int, default=4, help="of servers, with and without the cache, for `overhead`")
+    parser.add_argument("--misses", type=int, default=1000, help="for `overhead`, beside those of its pictures")
+    parser.add_argument("--pairs", type=int, default=5, help="of servers, with and without the cache, for `overhead`")
     parser.add_argument("--requests", type=int, default=30, help="of each rate and each share")
     parser.add_argument("--folder", type=Path, help="where models and entries are put (default: TMPDIR)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where figures and pictures go")
@@ -51,8 +52,11 @@ def main() -> int:
                 match part:
                     case "hits" | "overhead":
                         of, counts = {
-                            "hits": (subject, hits.Counts(options.pictures, options.rounds, 1)),
-                            "overhead": (models[_TINY], hits.Counts(options.tiny_pictures, 1, options.pairs)),
+                            "hits": (subject, hits.Counts(options.pictures, options.rounds, 0, 1)),
+                            "overhead": (
+                                models[_TINY],
+                                hits.Counts(options.tiny_pictures, 1, options.misses, options.pairs),
+                            ),
                         }[part]
                         by_model[of.model] = rows(hits.measure(of, folder, behind, counts, report))
                     case "mixed":

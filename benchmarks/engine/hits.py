@@ -20,6 +20,8 @@ from benchmarks.testbed.waiting import wait_until
 
 BLOCK = 4
 """Pictures from one kind of hit to the next: more than the processor cache holds, fewer than vLLM's own cache."""
+_MORE = 500_000
+"""Where the pictures that are asked for once begin."""
 WARM_UP = (1_000_001, 1_000_002)
 """Pictures of requests that are not counted."""
 _LOADS = {"LocalCPU": "cpu", "disk": "disk", "Redis": "redis", "S3": "s3"}
@@ -31,11 +33,12 @@ Measured = dict[str, dict[tuple[int, int], Timing]]
 
 @dataclass(frozen=True)
 class Counts:
-    """How much is measured: pictures of each kind, rounds over them of hits in memory and on disk, and pairs of servers
-    that share the pictures of misses."""
+    """How much is measured: pictures of each kind, rounds over them of hits in memory and on disk; `misses` more
+    pictures that are asked for once; and pairs of servers that share all these."""
 
     pictures: int
     rounds: int
+    misses: int
     pairs: int
 
 
@@ -51,7 +54,10 @@ def measure(subject: Subject, folder: Path, behind: Stores, counts: Counts, repo
     measured: Measured = {}
     seeds = range(counts.pictures)
     for pair in range(counts.pairs):
-        _measure_misses(measured, subject, folder / f"pair-{pair}", behind, seeds[pair :: counts.pairs], counts, report)
+        share = slice(pair, None, counts.pairs)
+        more = range(_MORE, _MORE + counts.misses)
+        pair_folder = folder / f"pair-{pair}"
+        _measure_misses(measured, subject, pair_folder, behind, seeds[share], more[share], counts.rounds, report)
     report(f"{subject.model}: filling Redis and S3")
     with _served(subject, folder / "filling", ours(behind.tiers("redis", "s3")), behind) as cached:
         for seed in seeds:
@@ -85,10 +91,11 @@ def _measure_misses(
     folder: Path,
     behind: Stores,
     seeds: Sequence[int],
-    counts: Counts,
+    more: Sequence[int],
+    rounds: int,
     report: Report,
 ) -> None:
-    """In two servers side by side, and what is in memory then."""
+    """In two servers side by side, and what of `seeds` is in memory then."""
     report(f"{subject.model}: misses with and without the cache, hits in memory")
     with (
         _served(subject, folder / "off", None, behind) as off,
@@ -96,16 +103,21 @@ def _measure_misses(
     ):
         written = _writes(cached)
         for block in _blocks(seeds):
-            for seed in block:
-                pair = {"off": off, "miss": cached}
-                for kind in sorted(pair, reverse=seed % 2 == 1):
-                    _each(measured, kind, pair[kind], subject, [seed], encodes=1)
+            _miss(measured, subject, off, cached, block)
             _each(measured, "off own", off, subject, block)
-            for number in range(counts.rounds):
+            for number in range(rounds):
                 cached.forget()
                 _each(measured, "LocalCPU", cached, subject, block, number, loads="cpu")
                 _each(measured, "LocalCPU own", cached, subject, block, number)
+        _miss(measured, subject, off, cached, more)
         wait_until("all is written", lambda: _writes(cached) >= written + len(seeds), _WRITES_S, pause_s=0.2)
+
+
+def _miss(measured: Measured, subject: Subject, off: OpenAIServer, cached: OpenAIServer, seeds: Sequence[int]) -> None:
+    for position, seed in enumerate(seeds):
+        pair = {"off": off, "miss": cached}
+        for kind in sorted(pair, reverse=position % 2 == 1):
+            _each(measured, kind, pair[kind], subject, [seed], encodes=1)
 
 
 @contextmanager
