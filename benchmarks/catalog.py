@@ -37,7 +37,7 @@ from lmcache_ec.tiers.s3 import S3Tier, open_s3
 
 NAMESPACE = "catalog"
 STRANGERS = 20_000
-_WRITERS = 64
+_WRITERS = 32
 _REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1\.1\r\n")
 _PRICES = {"LIST": 0.005 / 1000, "PUT": 0.005 / 1000, "GET": 0.0004 / 1000, "HEAD": 0.0004 / 1000}
 """Dollars a request, S3 Standard in us-east-1; DELETE costs nothing, nor do bytes within the region."""
@@ -144,7 +144,7 @@ def on_a_server(server: Seaweed, entries: int) -> None:
     port = int(server.endpoint.rpartition(":")[2])
     meter = Meter(port)
     began = time.perf_counter()
-    direct = open_s3(f"s3://{server.bucket}/bench?endpoint={server.endpoint}", timeout_s=10.0)
+    direct = open_s3(f"s3://{server.bucket}/bench?endpoint={server.endpoint}", timeout_s=60.0)
     asyncio.run(fill(direct, entries))
     print(f"{entries} objects were put in {time.perf_counter() - began:.0f} s\n", flush=True)
     with measured(meter, "plain: opened, first hit by a question"):

@@ -8,10 +8,10 @@ a send never waits. File descriptors travel beside a message.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import secrets
-import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -28,13 +28,62 @@ _FDS = 4
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
-_poll = ctypes.PyDLL(None).poll
-"""Called with the GIL held, as it does not wait. What releases the GIL in a scheduler's pass, as every call of `socket`
-does, hands it to vLLM's thread that serializes the outputs of the pass before, and the workers wait for both."""
+_libc = ctypes.PyDLL(None, use_errno=True)
+"""Called with the GIL held, as these calls do not wait. What releases the GIL in a scheduler's pass, as the calls of
+`socket` do, hands it to vLLM's thread that serializes the outputs of the pass before, and the workers wait for both."""
+_send, _recvmsg = _libc.send, _libc.recvmsg
+_send.restype = _recvmsg.restype = ctypes.c_ssize_t
+_LATER = (errno.EAGAIN, errno.EINTR)
 
 
-class _PollFd(ctypes.Structure):
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+class _Vector(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Header(ctypes.Structure):
+    """struct msghdr."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("vectors", ctypes.POINTER(_Vector)),
+        ("count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_CONTROL = struct.Struct("@Nii")
+"""struct cmsghdr: length with the descriptors behind it, level, type."""
+
+
+class _Inbox:
+    """The memory into which a link's messages are received."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(_MESSAGE_BYTES)
+        self._control = ctypes.create_string_buffer(socket.CMSG_SPACE(_FDS * 4))
+        memory = (ctypes.c_char * len(self.data)).from_buffer(self.data)
+        self._vector = _Vector(ctypes.addressof(memory), len(self.data))
+        self._header = _Header(None, 0, ctypes.pointer(self._vector), 1, ctypes.addressof(self._control), 0, 0)
+        self._reference = ctypes.byref(self._header)
+
+    def receive(self, fileno: int) -> int:
+        """Bytes received; less than 0 where there is an error, which `ctypes.get_errno` names."""
+        self._header.control_length = len(self._control)
+        return int(_recvmsg(fileno, self._reference, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC))
+
+    def fds(self) -> list[int]:
+        """Those that came with what was received last."""
+        if not self._header.control_length:
+            return []
+        length, level, kind = _CONTROL.unpack_from(self._control)
+        if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            return []
+        return list(struct.unpack_from(f"{(length - _CONTROL.size) // 4}i", self._control, _CONTROL.size))
 
 
 class LinkClosed(ConnectionError):
@@ -48,9 +97,7 @@ class Link:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self._socket = sock
-        self._polled = ctypes.pointer(_PollFd(sock.fileno(), select.POLLIN))
-        self._buffer = bytearray(_MESSAGE_BYTES)
-        self._ancillary = socket.CMSG_SPACE(_FDS * 4)
+        self._inbox = _Inbox()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -60,7 +107,16 @@ class Link:
         data = _encoder.encode(message)
         if len(data) > _MESSAGE_BYTES:
             raise ValueError(f"a message of {len(data)} bytes does not fit a link ({_MESSAGE_BYTES} bytes)")
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))] if fds else []
+        if fds:
+            return self._send_with(data, fds)
+        if _send(self.fileno(), data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) < 0:
+            if (number := ctypes.get_errno()) not in _LATER:
+                raise LinkClosed(os.strerror(number))
+            return False
+        return True
+
+    def _send_with(self, data: bytes, fds: Sequence[int]) -> bool:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))]
         try:
             self._socket.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
@@ -71,24 +127,19 @@ class Link:
 
     def receive(self) -> tuple[AnyMessage, list[int]] | None:
         """The next message and its descriptors, now owned by the caller; None if none waits. Raises LinkClosed."""
-        if not _poll(self._polled, 1, 0) and self.fileno() >= 0:
-            return None
-        try:
-            size, ancillary, _, _ = self._socket.recvmsg_into([self._buffer], self._ancillary, socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, InterruptedError):
-            return None
-        except ConnectionResetError:
-            return self.receive()  # it closed with messages unread: reported once, ahead of what it had sent
-        except OSError as error:
-            raise LinkClosed(str(error)) from None
-        fds: list[int] = []
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds += struct.unpack(f"{len(data) // 4}i", data[: len(data) // 4 * 4])
+        size = self._inbox.receive(self.fileno())
+        if size < 0:
+            number = ctypes.get_errno()
+            if number in _LATER:
+                return None
+            if number == errno.ECONNRESET:
+                return self.receive()  # it closed with messages unread: reported once, ahead of what it had sent
+            raise LinkClosed(os.strerror(number))
+        fds = self._inbox.fds()
         if not size:
             raise LinkClosed("the other end is closed")
         try:
-            return _decoder.decode(memoryview(self._buffer)[:size]), fds
+            return _decoder.decode(memoryview(self._inbox.data)[:size]), fds
         except msgspec.DecodeError as error:
             for fd in fds:
                 os.close(fd)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What carries the messages between processes."""
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from lmcache_ec.channel import Ping
+from lmcache_ec.channel import Ledger, Ping
 from lmcache_ec.link import Link, LinkClosed, pair
 
 
@@ -31,13 +33,53 @@ def running() -> Iterator[list[int]]:
     sys.setswitchinterval(interval)
 
 
-def test_to_find_that_no_message_has_come_lets_no_other_thread_run(running: list[int]) -> None:
+def test_messages_come_and_leave_without_letting_another_thread_run(running: list[int]) -> None:
     """vLLM's thread that serializes a step's outputs would run before the next step, while the workers wait."""
-    link, _theirs = pair()
+    link, theirs = pair()
+    other = Link(theirs)
     time.sleep(0)
     before = running[0]
-    assert [link.receive() for _ in range(1000)] == [None] * 1000
+    for number in range(1000):
+        assert link.receive() is None
+        assert other.send(Ping(number))
+        assert link.receive() == (Ping(number), [])
     assert running[0] == before
+
+
+def test_a_full_link_takes_no_more_and_loses_nothing() -> None:
+    link, theirs = pair()
+    other = Link(theirs)
+    sent = 0
+    while link.send(Ledger({f"{sent:08d}" * 1000: sent})):
+        sent += 1
+    received = [other.receive() for _ in range(sent)]
+    assert received == [(Ledger({f"{number:08d}" * 1000: number}), []) for number in range(sent)]
+    assert other.receive() is None
+    assert link.send(Ping(1))
+
+
+def test_descriptors_travel_beside_a_message_and_with_no_other(tmp_path: Path) -> None:
+    link, theirs = pair()
+    other = Link(theirs)
+    with (tmp_path / "one").open("w") as one, (tmp_path / "two").open("w") as two:
+        link.send(Ping(1), [one.fileno(), two.fileno()])
+        link.send(Ping(2))
+        with_fds, without = other.receive(), other.receive()
+    assert with_fds is not None
+    message, fds = with_fds
+    assert (message, without) == (Ping(1), (Ping(2), []))
+    for fd, name in zip(fds, ("one", "two"), strict=True):
+        assert not os.get_inheritable(fd)
+        os.write(fd, name.encode())
+        os.close(fd)
+        assert (tmp_path / name).read_text() == name
+
+
+def test_to_send_where_nobody_reads_any_more_says_so() -> None:
+    link, theirs = pair()
+    theirs.close()
+    with pytest.raises(LinkClosed, match="Broken pipe"):
+        link.send(Ping(1))
 
 
 def test_a_message_and_the_end_of_a_link_are_found() -> None:
