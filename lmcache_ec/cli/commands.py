@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import math
 from pathlib import Path
 
 import typer
 
+from lmcache_ec.cli.arguments import number, one_of
 from lmcache_ec.cli.clear import clear
 from lmcache_ec.cli.completion import completion
 from lmcache_ec.cli.doctor import examine, render
@@ -29,13 +29,8 @@ from lmcache_ec.cli.where import where
 from lmcache_ec.sizes import MIB
 from lmcache_ec.version import __version__
 
-
-class Role(enum.StrEnum):
-    """vLLM's `ec_role`."""
-
-    BOTH = "ec_both"
-    PRODUCER = "ec_producer"
-    CONSUMER = "ec_consumer"
+_ROLES = ("ec_both", "ec_producer", "ec_consumer")
+"""vLLM's `ec_role`."""
 
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
@@ -73,9 +68,13 @@ def status(
         metavar="FILE",
         help="Write what requests need to FILE, .csv or .csv.gz, for `lmcache-ec plan`.",
     ),
-    seconds: float | None = typer.Option(None, "--for", min=0.1, help="End the recording after this many seconds."),
+    seconds: float | None = typer.Option(
+        None, "--for", parser=number(0.1), metavar="SECONDS", help="End the recording after this many seconds."
+    ),
     engine: str = typer.Option("", "--engine", help="Record only engines whose names begin with this."),
-    most_mib: float = typer.Option(256.0, "--most", min=0.001, help="End it at this many MiB, before compression."),
+    most_mib: float = typer.Option(
+        256.0, "--most", parser=number(0.001), metavar="MIB", help="End it at this many MiB, before compression."
+    ),
 ) -> None:
     """What each engine's cache holds and has counted, as of its last scheduling pass.
 
@@ -93,14 +92,21 @@ def status(
 @app.command()
 def doctor(
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
-    role: Role = typer.Option(Role.BOTH, "--role", help="The ec_role for the command that is printed."),  # noqa: B008
+    role: str = typer.Option(
+        _ROLES[0],
+        "--role",
+        parser=one_of(*_ROLES),
+        autocompletion=lambda: [*_ROLES],
+        metavar="|".join(_ROLES),
+        help="The ec_role for the command that is printed.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """What an engine started in this environment would find: configuration, versions, memory and disk.
 
     The exit status is 1 if there are problems.
     """
-    report = examine(extra, role=role.value)
+    report = examine(extra, role=role)
     typer.echo(report.to_json() if as_json else render(report))
     raise typer.Exit(1 if report.problems else 0)
 
