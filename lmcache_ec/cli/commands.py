@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -42,6 +44,12 @@ app = typer.Typer(
 )
 
 
+def _add(name: str, command: Callable[..., None]) -> None:
+    """Its docstring is the help, in which typer would keep the ends of lines."""
+    paragraphs = re.split(r"\n\s*\n", command.__doc__ or "")
+    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"lmcache-ec {__version__}")
@@ -57,7 +65,6 @@ def _main(
     pass
 
 
-@app.command()
 def status(
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON list, one object per engine; with --record, one object."
@@ -89,7 +96,6 @@ def status(
         show(found)
 
 
-@app.command()
 def doctor(
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
     role: str = typer.Option(
@@ -111,16 +117,18 @@ def doctor(
     raise typer.Exit(1 if report.problems else 0)
 
 
-app.command("ls")(list_entries)
-app.command("inspect")(inspect)
-app.command("verify")(verify)
-app.command("warm")(warm)
-app.command("clear")(clear)
-app.command("epoch")(begin_epoch)
-app.command("keys")(list_keys)
-app.command("namespaces")(find_and_remove)
-app.command("lifecycle")(check_and_set)
-app.command("top")(top)
-app.command("where")(where)
-app.command("plan")(plan)
-app.command("completion")(completion)
+_add("status", status)
+_add("doctor", doctor)
+_add("ls", list_entries)
+_add("inspect", inspect)
+_add("verify", verify)
+_add("warm", warm)
+_add("clear", clear)
+_add("epoch", begin_epoch)
+_add("keys", list_keys)
+_add("namespaces", find_and_remove)
+_add("lifecycle", check_and_set)
+_add("top", top)
+_add("where", where)
+_add("plan", plan)
+_add("completion", completion)

@@ -30,6 +30,18 @@ def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) 
     assert (err, top.returncode in (-signal.SIGINT, 130, 0)) == (b"", True), (out, err, top.returncode)
 
 
+@pytest.mark.parametrize("arguments", [["keys"], ["keys", "--json"], ["status"], ["top", "--once"]], ids=" ".join)
+def test_a_command_whose_output_has_no_room_says_so_in_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", "from lmcache_ec.cli import main; main()", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (1, b"Standard output cannot be written: No space left on device\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["keys"], ["keys", "--markdown"], ["keys", "--json"], ["--help"], ["doctor"], ["status"], ["top", "--once"]],

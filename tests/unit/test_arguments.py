@@ -66,3 +66,10 @@ def test_an_extra_configuration_that_is_no_map_ends_every_command_in_the_same_wa
     text = refusal(command, *arguments, "--extra", extra)
     assert says in text
     assert CANARY not in text
+
+
+@pytest.mark.parametrize("command", get_group(app).commands)
+def test_the_help_of_a_command_breaks_its_lines_where_the_terminal_ends(command: str) -> None:
+    text = get_group(app).commands[command].help
+    assert text
+    assert "\n" not in text.replace("\n\n", "")
