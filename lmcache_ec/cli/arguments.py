@@ -15,14 +15,14 @@ from lmcache_ec.mask import masked_unknown
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
-def whole(least: int, most: int | None = None) -> Callable[[object], int]:
-    """Reads a whole number from `least` to `most`."""
+def whole(least: int | None = None, most: int | None = None) -> Callable[[object], int]:
+    """Reads a whole number from `least` to `most`, as far as these are given."""
 
     def read(given: object) -> int:
         text = str(given)
         number = int(text) if _WHOLE.fullmatch(text) and len(text) < _LONGEST else None
-        if number is None or number < least or (most is not None and number > most):
-            raise typer.BadParameter(f"must be a whole number {_from(least, most)}, not {text!r}")
+        if number is None or not _within(number, least, most):
+            raise typer.BadParameter(f"must be a whole number{_range(least, most)}, not {text!r}")
         return number
 
     return read
@@ -36,8 +36,8 @@ def number(least: float, most: float | None = None) -> Callable[[object], float]
             found = float(str(given))
         except ValueError:
             found = math.nan
-        if not math.isfinite(found) or found < least or (most is not None and found > most):
-            raise typer.BadParameter(f"must be a number {_from(least, most)}, not {str(given)!r}")
+        if not math.isfinite(found) or not _within(found, least, most):
+            raise typer.BadParameter(f"must be a number{_range(least, most)}, not {str(given)!r}")
         return found
 
     return read
@@ -77,8 +77,12 @@ _LONGEST = 32
 """Digits; Python refuses to read numbers of thousands."""
 
 
-def _from(least: float, most: float | None) -> str:
-    return f"from {_plain(least)}" if most is None else f"from {_plain(least)} to {_plain(most)}"
+def _within(number: float, least: float | None, most: float | None) -> bool:
+    return (least is None or number >= least) and (most is None or number <= most)
+
+
+def _range(least: float | None, most: float | None) -> str:
+    return f"{'' if least is None else f' from {_plain(least)}'}{'' if most is None else f' to {_plain(most)}'}"
 
 
 def _plain(limit: float) -> str:

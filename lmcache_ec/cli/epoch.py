@@ -15,7 +15,6 @@ from lmcache_ec.cli.arguments import whole
 from lmcache_ec.cli.named_tiers import configured
 from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.config import EncoderCacheConfig
-from lmcache_ec.key import MAX_EPOCH
 from lmcache_ec.tiers.disk_epoch import EPOCH_FILE, EpochError, check_above, present_epoch, raise_epoch
 
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -38,7 +37,7 @@ class _Refused(Exception):
 
 def begin_epoch(
     to: int | None = typer.Option(
-        None, "--to", parser=whole(1, MAX_EPOCH), metavar="N", help="Its number; the present one plus 1 if not given."
+        None, "--to", parser=whole(), metavar="N", help="Its number; the present one plus 1 if not given."
     ),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
