@@ -138,7 +138,7 @@ class TierConformance:
         key, other = (EncoderCacheKey(new_namespace(), "picture") for _ in range(2))
         tier.put(key, value("a", 10))
         tier.put(other, value("b", 10))
-        tier.delete(key)
+        assert tier.delete(key) is True
         assert fetch(tier, key) is None
         assert fetch(tier, other) == value("b", 10)
         assert tier.put(key, value("c", 20)) is True

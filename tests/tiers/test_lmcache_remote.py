@@ -69,9 +69,9 @@ class WithRecord(Tier):
     def contains(self, key: EntryName) -> int | None:
         return self.tier.contains(key)
 
-    def delete(self, key: EntryName) -> None:
-        self.tier.delete(key)
+    def delete(self, key: EntryName) -> bool:
         self.record.pop(key, None)
+        return self.tier.delete(key)
 
     def list(self, namespace: str) -> Iterator[Listed]:
         assert list(self.tier.list(namespace)) == []
