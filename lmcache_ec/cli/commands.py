@@ -35,6 +35,9 @@ _ROLES = ("ec_both", "ec_producer", "ec_consumer")
 """vLLM's `ec_role`."""
 
 
+_MOST_MIB = 256
+"""Of a recording, if nothing else is said."""
+
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
     add_completion=True,
@@ -79,8 +82,12 @@ def status(
         None, "--for", parser=number(0.1), metavar="SECONDS", help="End the recording after this many seconds."
     ),
     engine: str = typer.Option("", "--engine", help="Record only engines whose names begin with this."),
-    most_mib: float = typer.Option(
-        256.0, "--most", parser=number(0.001), metavar="MIB", help="End it at this many MiB, before compression."
+    most_mib: float | None = typer.Option(
+        None,
+        "--most",
+        parser=number(0.001),
+        metavar="MIB",
+        help=f"End it at this many MiB, before compression. {_MOST_MIB} if not given.",
     ),
 ) -> None:
     """What each engine's cache holds and has counted, as of its last scheduling pass.
@@ -88,7 +95,11 @@ def status(
     With --record, what requests need from now on, until Ctrl-C: no name is written, only its digest with a secret salt.
     """
     if record is not None:
-        raise typer.Exit(record_trace(record, engine, seconds or math.inf, int(most_mib * MIB), as_json))
+        most_bytes = int((most_mib or _MOST_MIB) * MIB)
+        raise typer.Exit(record_trace(record, engine, seconds or math.inf, most_bytes, as_json))
+    for option, given in (("--for", seconds), ("--engine", engine), ("--most", most_mib)):
+        if given:
+            raise typer.BadParameter("is about a recording: needs --record", param_hint=option)
     found = all_engines()
     if as_json:
         typer.echo(json.dumps(found))

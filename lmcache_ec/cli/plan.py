@@ -60,6 +60,8 @@ def plan(
     """
     try:
         paid = parse_prices(prices)
+        _check_writable(picture, "--picture")
+        _check_writable(keep, "--write-trace")
         scenarios = [
             Scenario(
                 _sizes(text), _one_of(policy, POLICIES, "--policy"), replicas, _one_of(routing, ROUTINGS, "--routing")
@@ -90,6 +92,15 @@ def plan(
         typer.echo(json.dumps({"prices": _prices(paid), "sample": sample, "scenarios": rows}, indent=2))
     else:
         _show(labels, outcomes, paid, sample)
+
+
+def _check_writable(path: Path | None, option: str) -> None:
+    """Before the replay, which may take long."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise TraceError(f"{option} {path}: must be a file that can be written: {error.strerror}") from None
 
 
 def _batches(trace: str, share: float) -> Trace:

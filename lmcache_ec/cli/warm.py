@@ -209,7 +209,11 @@ def _only_namespace(tier: Tier, name: str) -> str:
 
 
 def _listed_in(lines: TextIO, namespace: str) -> Sequence[Wanted]:
-    identifiers = dict.fromkeys(line.rstrip("\r\n") for line in lines)
+    try:
+        identifiers = dict.fromkeys(line.rstrip("\r\n") for line in lines)
+    except UnicodeDecodeError:
+        text = f"{lines.name}: must be text in UTF-8 with one identifier per line"
+        raise typer.BadParameter(text, param_hint="--identifiers") from None
     keys = [EncoderCacheKey(namespace, identifier) for identifier in identifiers if identifier]
     return [Wanted(ObjectName(namespace, key.digest)) for key in keys]
 

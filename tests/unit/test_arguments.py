@@ -38,6 +38,10 @@ def refusal(*arguments: str) -> str:
         (["plan", "zipf", "--sample", "2"], "'--sample': must be a number from 0.000001 to 1, not '2'"),
         (["plan", "zipf", "--replicas", "0"], "'--replicas': must be a whole number from 1 to 10000, not '0'"),
         (["doctor", "--role", "both"], "'--role': must be one of ec_both, ec_producer, ec_consumer, not 'both'"),
+        (["status", "--for", "3"], "--for: is about a recording: needs --record"),
+        (["status", "--json", "--engine", "5c41"], "--engine: is about a recording: needs --record"),
+        (["status", "--most", "1"], "--most: is about a recording: needs --record"),
+        (["keys", "--json", "--markdown"], "--markdown: must be given without --json"),
         (["completion", "pwsh"], "must be one of bash, zsh, fish, not 'pwsh'"),
     ],
 )
