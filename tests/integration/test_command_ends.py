@@ -14,8 +14,20 @@ import pytest
 
 # A shell's background jobs, and what they start, ignore Ctrl-C.
 HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-BEGUN = "import os, sys; os.write(2, b'begun\\n')"
-COMMAND = [sys.executable, "-c", f"{HANDLED}; from lmcache_ec.cli import main; {BEGUN}; main()"]
+FIRST = """
+import os, signal
+handle = signal.signal
+def first_moment(*given):
+    handle(*given)
+    signal.signal = handle
+    os.write(2, b"begun\\n")
+"""
+COMMAND = [
+    sys.executable,
+    "-c",
+    f"{HANDLED}; from lmcache_ec.cli import main{FIRST}signal.signal = first_moment; main()",
+]
+"""It says when it has taken the signal over, with the first thing that it does."""
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])

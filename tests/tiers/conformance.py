@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from lmcache_ec.key import EncoderCacheKey, ObjectName
 from lmcache_ec.tiers.base import Tier, TierError
+from tests.examples import examples
 
 MIB = 1 << 20
 
@@ -287,7 +288,7 @@ class TierConformance:
         assert fetch(tier, key) == value(str(won.index(True)), 50_000)
 
     def test_a_tier_is_a_dictionary(self, tier: Tier) -> None:
-        live(tier, self.examples)
+        live(tier, examples(self.examples))
 
     @pytest.mark.slow
     def test_a_tier_is_a_dictionary_in_many_more_lives(self, tier: Tier) -> None:
