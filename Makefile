@@ -22,7 +22,7 @@ READY := $(VENV)/.ready
 WITH_ENGINE := tests/engine tests/faults
 WITHOUT_ENGINE := $(filter-out $(WITH_ENGINE) tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 # An engine has all cores for itself. The other tests share them: most of their time they wait for processes and servers.
-PARALLEL := --numprocesses 4 --dist loadfile
+PARALLEL := --numprocesses 3 --dist loadfile
 # Each process of the tests imports vLLM and the tests themselves: once compiled is enough.
 unexport PYTHONDONTWRITEBYTECODE
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.
@@ -66,8 +66,8 @@ test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),\
 	  $(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) && $(BIN)/python -m pytest $(WITH_ENGINE))
 
-test-all: $(READY)  ## Run the slow ones too
-	@$(BIN)/python -m pytest tests -m "" $(ARGS)
+test-all: $(READY)  ## Run the slow ones too, and each through all of its examples
+	@$(BIN)/python -m pytest tests -m "" --hypothesis-profile=all $(ARGS)
 
 lint: types  ## Check style and types
 	@$(BIN)/ruff check .

@@ -7,21 +7,16 @@ import logging
 import os
 import secrets
 import select
-import socket
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from lmcache_ec import arena
 from lmcache_ec.accesses import Accesses
 from lmcache_ec.book import Book
 from lmcache_ec.channel import (
-    Attach,
-    Attached,
     Back,
     Born,
     CpuChanges,
-    Enter,
     Entered,
     Epoch,
     Filled,
@@ -34,34 +29,25 @@ from lmcache_ec.channel import (
     Pong,
     Populated,
     Record,
-    Report,
     Sealed,
-    SegmentReady,
-    Staged,
     Start,
-    StoreLink,
     ToStore,
-    WeightsReport,
     Write,
     Written,
 )
 from lmcache_ec.complaints import Complaints
 from lmcache_ec.config import ConfigError, EncoderCacheConfig
-from lmcache_ec.copies import CopyTimes
 from lmcache_ec.engine import Engine as Engine
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.events.changes import Changes
 from lmcache_ec.eviction import Below, restore_s
 from lmcache_ec.fetches import Fetches, Probe
-from lmcache_ec.growth import Growth
-from lmcache_ec.host_memory import Growing, fitting
+from lmcache_ec.host_memory import fitting
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.link import Link, LinkClosed, rank_address, same_user
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
-from lmcache_ec.presence import PresenceFilter
+from lmcache_ec.ranks import Ranks
 from lmcache_ec.sizes import precise_size
-from lmcache_ec.staging import Staging
 from lmcache_ec.supervisor import Supervisor
 from lmcache_ec.tally import Tallies
 from lmcache_ec.tiers.kinds import environment_of
@@ -69,9 +55,6 @@ from lmcache_ec.tiers_below import TiersBelow
 from lmcache_ec.weights import Held, Home, Weights
 
 _logger = logging.getLogger(__name__)
-
-_Take = Callable[[object, list[int], float], None]
-"""Acts on a message: the message, its descriptors, the time of the pass."""
 
 _LOOK_S = 2.0
 """Between two looks whether a tier was emptied."""
@@ -102,8 +85,6 @@ class EncoderCache:
         self.in_doubt = self.held is None
         """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
         self._home = self.weights.home_of_start
-        self._listed = self.namespace  # what the store process lists
-        self._enters = False  # whether the presence filter may still be about another namespace
         self._config = config
         self._engine = engine
         fit = fitting(aligned(config.max_local_cpu_bytes))
@@ -120,14 +101,11 @@ class EncoderCache:
         self.arena_id = secrets.token_hex(8)
         """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
         self._complaints = Complaints(_logger)
-        self._growth = Growth(self.book, engine.ranks, self._send, self._complaints, Growing())
-        self._presence: PresenceFilter | None = None
-        self.copies = CopyTimes()
         self.accesses: Accesses | None = None
         """While somebody records what requests need."""
         self.tallies = Tallies()
         """What the store processes have counted."""
-        self.below = TiersBelow(self.book, self._complaints, config, engine)
+        self.below = TiersBelow(self.book, self._complaints, config, engine, self._send)
         self._handed = (-1, -1)  # revision of the book, and ping, of the last ledger
         self._closed = False
         self._arena_fd = arena.create(capacity)
@@ -139,12 +117,13 @@ class EncoderCache:
             complaints=self._complaints,
             follower=self,
         )
-        self._fetches = Fetches(self.book, self._store, self.namespace, largest, self._candidates, self.policy)
-        self._ranks: list[Link] = []
-        self.staging = Staging(self._ranks, self._complaints)
-        self._rank_takers: list[tuple[Link, _Take]] = []
+        self._fetches = Fetches(self.book, self._store, self.namespace, largest, self.below.candidates, self.policy)
+        self._ranks = Ranks(
+            engine.ranks, self.book, self.policy, self.weights, self._store, self._complaints, self._give_up
+        )
+        self.staging, self.copies = self._ranks.staging, self._ranks.copies
         try:
-            self._connect_ranks()
+            self._ranks.connect(engine.name, self.arena_id, self._arena_fd)
             self._begin_store()
             self._await_start()
             if self.weights.epoch > self._home.epoch:
@@ -158,7 +137,11 @@ class EncoderCache:
     @property
     def ready(self) -> bool:
         """Whether every rank has mapped the arena and reported its weights, and the store process serves."""
-        return self._growth.attached and self.weights.started and self.book.opened and self._presence is not None
+        return self._ranks.growth.attached and self.weights.started and self.book.opened and self._served
+
+    @property
+    def _served(self) -> bool:
+        return self.below.presence is not None
 
     @property
     def namespace(self) -> str:
@@ -198,8 +181,7 @@ class EncoderCache:
     def _move(self, home: Home) -> int:
         """Forget all that is held, and use what there is of this home. Returns how many entries are forgotten."""
         self._home = home
-        self._enters = home.persists and home.namespace != self._listed
-        self._enter()
+        self.below.enter(home)
         self._fetches.forget(home.namespace)
         forgotten = self.book.forget_all()
         self._publish_anew()
@@ -237,12 +219,7 @@ class EncoderCache:
 
     def _asks_tiers(self, now: float) -> bool:
         """Whether there are tiers to ask, and somebody who does."""
-        return self._presence is not None and self.ready and self.persists and self._responsive(now)
-
-    def _candidates(self, digest: bytes) -> Sequence[int]:
-        """The tiers that may have the entry of this key, as far as each is known, in their order."""
-        presence = None if self._enters else self._presence
-        return range(len(self.below.names)) if presence is None else presence.candidates(digest)
+        return self.ready and self.persists and self._responsive(now)
 
     def restore_s(self, names: Sequence[str], length: int, modality: str, rows: int) -> float:
         """What having an item back costs, in seconds, that has `length` bytes and may be stored under each of `names`:
@@ -250,11 +227,9 @@ class EncoderCache:
         encode_s = self.policy.restore_s(0, length, modality, rows)
         if any(self.book.live(name) for name in names):
             return restore_s(Below.MEMORY, length, rows, encode_s)
-        if self._presence is None or self._enters or not self._asks_tiers(time.monotonic()):
+        if not self._asks_tiers(time.monotonic()):
             return encode_s
-        held, digests = 0, [EncoderCacheKey(self.namespace, name).digest for name in names]
-        for number, tier in enumerate(self.below.names):
-            held |= any(self._presence.may_contain(digest, tier) for digest in digests) << number
+        held = self.below.may_have([EncoderCacheKey(self.namespace, name).digest for name in names])
         return self.policy.restore_s(held, length, modality, rows)
 
     def check_fits(self, identifier: str, spec: TensorSpec) -> None:
@@ -283,15 +258,12 @@ class EncoderCache:
         """Take in what ranks and store process have reported. Once a scheduling pass, before anything is decided."""
         if self.inert:
             return
-        for link, take in self._rank_takers:
-            self._drain(link, take, now)
+        self._ranks.drain()
         self._store.drain(self._from_store, now)
         self._store.look_after(now)
         self._fetches.ask_again(now)
-        self._introduce_saver()
-        self._growth.advance(self._ranks)
-        self.staging.advance()
-        self._enter()
+        self._ranks.advance()
+        self.below.advance()
         while (place := self.book.owed_write()) is not None and self._send(self._write(place)):
             self.book.begin_write(place, self._store.number)
         while (place := self.book.owed_rewrite()) is not None and self._send(self._write(place, place.owed)):
@@ -351,45 +323,25 @@ class EncoderCache:
         if self._closed:
             return
         self._closed = True
-        if self._presence is not None and not self.inert:
+        if self._served and not self.inert:
             self._store.drain(self._from_store, time.monotonic())  # the last news of the tiers
         for place in self.book.unwritten():
             self._send(self._write(place))
         for place in self.book.owed_rewrites():
             self._send(self._write(place, place.owed))
-        for link in self._ranks:
-            link.close()
+        self._ranks.close()
         self._store.close()
-        if self._presence is not None:
-            self._presence.close()
-            self._presence = None
+        self.below.close()
         self.tallies.close()
         os.close(self._arena_fd)
-        self._ranks.clear()
         self.inert = self.inert or "closed"
 
     # ---- starting
 
-    def _connect_ranks(self) -> None:
-        for rank in range(self._engine.ranks):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            try:
-                sock.connect(rank_address(self._engine.name, rank))
-                if not same_user(sock):
-                    raise PermissionError("its address is held by another user")
-                link = Link(sock)
-                self._ranks.append(link)
-                self._rank_takers.append((link, partial(self._from_rank, rank)))
-                link.send(Attach(self.arena_id), [self._arena_fd])
-            except OSError as error:
-                sock.close()
-                self._give_up(f"rank {rank} cannot be reached on this host ({error})")
-                return
-
     def _begin_store(self) -> None:
         """The first message to a new store process, and its link for the saving rank."""
         self._handed = (-1, -1)
-        self._listed, self._enters = self.namespace, False
+        self.below.begin(self.namespace)
         disk = self._config.local_disk
         self._send(
             Start(
@@ -412,18 +364,7 @@ class EncoderCache:
             )
         )
         self._publish_anew()
-        self._introduce_saver()
-
-    def _introduce_saver(self) -> None:
-        """Hand the saving rank its end of the store process's link, now or when its own link has room."""
-        socket_ = self._store.process.saver_socket
-        if socket_.fileno() < 0 or not self._ranks:
-            return
-        try:
-            if self._ranks[0].send(StoreLink(self._store.number), [socket_.fileno()]):
-                socket_.close()
-        except LinkClosed:
-            pass  # found and answered by the next drain
+        self._ranks.introduce_saver()
 
     def _await_start(self) -> None:
         """Until the store process serves and what the ranks register first is registered: no request waits for that.
@@ -433,20 +374,19 @@ class EncoderCache:
         deadline = time.monotonic() + self._config.start_timeout_s
         while not self._started() and (left := deadline - time.monotonic()) > 0:
             poller = select.poll()
-            for link in (self._store.link, *(() if self.inert else self._ranks)):
+            for link in (self._store.link, *(() if self.inert else self._ranks.links)):
                 poller.register(link, select.POLLIN)
             poller.poll(left * 1000)
             now = time.monotonic()
             self._store.drain(self._first_message, now)
             if not self.inert:
-                for link, take in self._rank_takers:
-                    self._drain(link, take, now)
-                self._growth.advance(self._ranks)
+                self._ranks.drain()
+                self._ranks.advance()
         if self._store.closed:
             raise OSError(f"the encoder cache's store process ended at once: {self._store.last_errors()}")
 
     def _started(self) -> bool:
-        return self._store.closed or (self._presence is not None and (self.ready or bool(self.inert)))
+        return self._store.closed or (self._served and (self.ready or bool(self.inert)))
 
     def _first_message(self, message: object, fds: list[int], now: float) -> None:
         if isinstance(message, Hello) and message.problem:
@@ -454,30 +394,7 @@ class EncoderCache:
             raise ConfigError(message.problem)
         self._from_store(message, fds, now)
 
-    # ---- links
-
-    def _drain(self, link: Link, take: _Take, now: float) -> None:
-        try:
-            while (received := link.receive()) is not None:
-                take(*received, now)
-        except LinkClosed:
-            self._give_up("the link to a rank has ended")
-
-    def _from_rank(self, rank: int, message: object, fds: list[int], now: float) -> None:
-        match message:
-            case Report(step=step, outcomes=outcomes, encode_s=encode_s):
-                self.book.report(rank, step, outcomes, self._store.alive())
-                if rank == 0:  # all have the same to do, and that one saves, too
-                    self.copies.add(message.load_ns, message.save_ns)
-                    self.policy.encoded(step, encode_s)
-            case Attached(registers=registers):
-                self._growth.rank_attached(rank, registers)
-            case WeightsReport(calls=calls, digest=digest):
-                self.weights.report(rank, calls, digest)
-            case SegmentReady():
-                self._growth.answered(rank, message)
-            case Staged():
-                self.staging.answered(rank, message)
+    # ---- what the store process says
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
@@ -501,10 +418,10 @@ class EncoderCache:
                 self.below.back(tier)
             case Born(tier=tier, name=name):
                 self.below.born(tier, name)
-            case Entered(namespace=namespace) if namespace == self.namespace:
-                self._enters = False
+            case Entered(namespace=namespace):
+                self.below.entered(namespace)
             case Populated(offset=offset):
-                self._growth.populated(offset)
+                self._ranks.growth.populated(offset)
             case Pong(number=number):
                 self._store.answered(number, now)
             case Record(on=on):
@@ -516,18 +433,12 @@ class EncoderCache:
             case Hello(problem=problem, tiers=tiers):
                 self._store.introduce(fds[0], now)
                 if self._begin_epoch(message.epoch):
-                    self._listed = self._engine.namespace_at(message.epoch)
+                    self.below.lists(self._engine.namespace_at(message.epoch))
                 if problem:
                     self._complaints.warn("tier", problem)
                 if len(fds) > 1:
-                    self._adopt_presence(fds[1], tiers)
+                    self.below.adopt(tiers, fds[1], replaced=self._store.number > 1)
                     self.tallies.adopt(self._store.number, fds[2], tiers)
-                    self.below.adopt(tiers, replaced=self._store.number > 1)
-
-    def _adopt_presence(self, fd: int, tiers: list[str]) -> None:
-        if self._presence is not None:
-            self._presence.close()
-        self._presence = PresenceFilter.attach(fd, tiers)
 
     def _begin_epoch(self, number: int) -> bool:
         """Whether the folder's epoch is later than ours; `follow_weights` then acts on it."""
@@ -562,11 +473,7 @@ class EncoderCache:
     def store_started(self) -> None:
         """Another one has started."""
         self._begin_store()
-        self._growth.store_replaced()
-
-    def _enter(self) -> None:
-        if self._enters and self._listed != self.namespace and self._send(Enter(self.namespace)):
-            self._listed = self.namespace
+        self._ranks.growth.store_replaced()
 
     def _write(self, place: Place, tiers: int = 0) -> Write:
         return Write(place.id, place.offset, place.length, self.namespace, place.identifier, tiers)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.engine_env import apply_environment
+from tests.examples import take_few
 
 apply_environment()
+take_few()
 gc.disable()  # while vLLM, torch and the tests are imported, nothing becomes garbage that would be worth the search
 
 

@@ -218,9 +218,8 @@ class Scheduler:
 
     def scanned_disk(self) -> None:
         """Of a disk and a remote that is asked, not listed."""
-        self.until(
-            "the folder is scanned", lambda: self.cache._presence is not None and self.cache._presence.complete("disk")
-        )
+        below = self.cache.below
+        self.until("the folder is scanned", lambda: below.presence is not None and below.presence.complete("disk"))
 
     def arena_inode(self) -> int:
         return self.arena

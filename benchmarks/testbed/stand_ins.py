@@ -246,7 +246,7 @@ class Served:
 
     def _scanned(self) -> bool:
         """Remotes that answer quickly are asked, and never listed."""
-        presence, disk = self.cache._presence, "disk" in self.cache.below.names
+        presence, disk = self.cache.below.presence, "disk" in self.cache.below.names
         return presence is not None and (presence.complete("disk") if disk else presence.all_complete)
 
     def until(self, what: str, condition: Callable[[], object]) -> None:

@@ -22,11 +22,12 @@ def wait_until(
     deadline_s: float = DEADLINE_S,
     *,
     doing: Callable[[], object] = lambda: None,
-    pause_s: float = 0.001,
+    pause_s: float | None = None,
     despite: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> T:
     """What `condition` returns, once that is true: it is called again and again, each time after `doing`, with a pause
-    between. AssertionError at the deadline. Where one of them raises one of `despite`, it does not hold yet.
+    between: `pause_s`, or a twentieth of what has been waited, from one to five milliseconds. AssertionError at the
+    deadline. Where one of them raises one of `despite`, it does not hold yet.
     """
     began, raised = time.monotonic(), ""
     deadline = began + deadline_s
@@ -39,9 +40,10 @@ def wait_until(
                 return met
         except despite as error:
             raised = f"; last: {error!r}"
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise AssertionError(f"waited {deadline_s:g} s until {what}{raised}")
-        time.sleep(pause_s)
+        time.sleep(min(max(0.001, (now - began) / 20), 0.005) if pause_s is None else pause_s)
 
 
 def wait_for_server(

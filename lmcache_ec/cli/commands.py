@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
+from lmcache_ec.cli.arguments import number, one_of
 from lmcache_ec.cli.clear import clear
 from lmcache_ec.cli.completion import completion
 from lmcache_ec.cli.doctor import examine, render
@@ -29,14 +31,12 @@ from lmcache_ec.cli.where import where
 from lmcache_ec.sizes import MIB
 from lmcache_ec.version import __version__
 
+_ROLES = ("ec_both", "ec_producer", "ec_consumer")
+"""vLLM's `ec_role`."""
 
-class Role(enum.StrEnum):
-    """vLLM's `ec_role`."""
 
-    BOTH = "ec_both"
-    PRODUCER = "ec_producer"
-    CONSUMER = "ec_consumer"
-
+_MOST_MIB = 256
+"""Of a recording, if nothing else is said."""
 
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
@@ -45,6 +45,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="The encoder cache on this host.",
 )
+
+
+def _add(name: str, command: Callable[..., None]) -> None:
+    """Its docstring is the help, in which typer would keep the ends of lines."""
+    paragraphs = re.split(r"\n\s*\n", command.__doc__ or "")
+    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -62,7 +68,6 @@ def _main(
     pass
 
 
-@app.command()
 def status(
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON list, one object per engine; with --record, one object."
@@ -73,16 +78,28 @@ def status(
         metavar="FILE",
         help="Write what requests need to FILE, .csv or .csv.gz, for `lmcache-ec plan`.",
     ),
-    seconds: float | None = typer.Option(None, "--for", min=0.1, help="End the recording after this many seconds."),
+    seconds: float | None = typer.Option(
+        None, "--for", parser=number(0.1), metavar="SECONDS", help="End the recording after this many seconds."
+    ),
     engine: str = typer.Option("", "--engine", help="Record only engines whose names begin with this."),
-    most_mib: float = typer.Option(256.0, "--most", min=0.001, help="End it at this many MiB, before compression."),
+    most_mib: float | None = typer.Option(
+        None,
+        "--most",
+        parser=number(0.001),
+        metavar="MIB",
+        help=f"End it at this many MiB, before compression. {_MOST_MIB} if not given.",
+    ),
 ) -> None:
     """What each engine's cache holds and has counted, as of its last scheduling pass.
 
     With --record, what requests need from now on, until Ctrl-C: no name is written, only its digest with a secret salt.
     """
     if record is not None:
-        raise typer.Exit(record_trace(record, engine, seconds or math.inf, int(most_mib * MIB), as_json))
+        most_bytes = int((most_mib or _MOST_MIB) * MIB)
+        raise typer.Exit(record_trace(record, engine, seconds or math.inf, most_bytes, as_json))
+    for option, given in (("--for", seconds), ("--engine", engine), ("--most", most_mib)):
+        if given:
+            raise typer.BadParameter("is about a recording: needs --record", param_hint=option)
     found = all_engines()
     if as_json:
         typer.echo(json.dumps(found))
@@ -90,31 +107,39 @@ def status(
         show(found)
 
 
-@app.command()
 def doctor(
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
-    role: Role = typer.Option(Role.BOTH, "--role", help="The ec_role for the command that is printed."),  # noqa: B008
+    role: str = typer.Option(
+        _ROLES[0],
+        "--role",
+        parser=one_of(*_ROLES),
+        autocompletion=lambda: [*_ROLES],
+        metavar="|".join(_ROLES),
+        help="The ec_role for the command that is printed.",
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """What an engine started in this environment would find: configuration, versions, memory and disk.
 
     The exit status is 1 if there are problems.
     """
-    report = examine(extra, role=role.value)
+    report = examine(extra, role=role)
     typer.echo(report.to_json() if as_json else render(report))
     raise typer.Exit(1 if report.problems else 0)
 
 
-app.command("ls")(list_entries)
-app.command("inspect")(inspect)
-app.command("verify")(verify)
-app.command("warm")(warm)
-app.command("clear")(clear)
-app.command("epoch")(begin_epoch)
-app.command("keys")(list_keys)
-app.command("namespaces")(find_and_remove)
-app.command("lifecycle")(check_and_set)
-app.command("top")(top)
-app.command("where")(where)
-app.command("plan")(plan)
-app.command("completion")(completion)
+_add("status", status)
+_add("doctor", doctor)
+_add("ls", list_entries)
+_add("inspect", inspect)
+_add("verify", verify)
+_add("warm", warm)
+_add("clear", clear)
+_add("epoch", begin_epoch)
+_add("keys", list_keys)
+_add("namespaces", find_and_remove)
+_add("lifecycle", check_and_set)
+_add("top", top)
+_add("where", where)
+_add("plan", plan)
+_add("completion", completion)

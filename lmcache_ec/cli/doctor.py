@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_ec.cli import surroundings
+from lmcache_ec.cli.arguments import extra_map
 from lmcache_ec.cli.named_tiers import named_tiers
 from lmcache_ec.cli.near_keys import near_keys
 from lmcache_ec.cli.round_trip import look_up_mode
@@ -31,7 +32,7 @@ from lmcache_ec.config.sources import ENV_PREFIX, EXTRA, FILE_VARIABLE, NO_KEYS,
 from lmcache_ec.events.endpoints import why_unusable
 from lmcache_ec.host import Disk, disk, memory, memory_warning, stored_bytes
 from lmcache_ec.host_memory import fitting
-from lmcache_ec.mask import HIDDEN, masked, masked_name, masked_unknown
+from lmcache_ec.mask import HIDDEN, masked, masked_name
 from lmcache_ec.sizes import GIB, rounded_size
 from lmcache_ec.store_process import environment
 from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
@@ -240,18 +241,7 @@ def _text(name: str, value: object) -> str:
 
 def _configuration(report: Report, extra: str, environ: Mapping[str, str]) -> Resolved | None:
     try:
-        parsed = json.loads(extra)
-    except ValueError as error:
-        where = f" (character {error.pos + 1})" if isinstance(error, json.JSONDecodeError) else ""
-        report.prevent_start(f'--extra is not JSON{where}: must be a map, for example \'{{"local_disk": "/data"}}\'')
-        return None
-    if not isinstance(parsed, dict):
-        report.prevent_start(
-            f'--extra is {masked_unknown(parsed)}: must be a map, for example \'{{"local_disk": "/data"}}\''
-        )
-        return None
-    try:
-        resolved = resolve(parsed, environ)
+        resolved = resolve(extra_map(extra), environ)
     except ConfigError as error:
         report.prevent_start(*error.args)
         report.keys = [asdict(entry) for entry in near_keys(error.args)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import typer
 
+from lmcache_ec.cli.arguments import whole
 from lmcache_ec.cli.named_tiers import configured
 from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.config import EncoderCacheConfig
@@ -35,7 +36,9 @@ class _Refused(Exception):
 
 
 def begin_epoch(
-    to: int | None = typer.Option(None, "--to", metavar="N", help="Its number; the present one plus 1 if not given."),
+    to: int | None = typer.Option(
+        None, "--to", parser=whole(), metavar="N", help="Its number; the present one plus 1 if not given."
+    ),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),

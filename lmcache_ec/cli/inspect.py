@@ -64,7 +64,9 @@ def inspect(
         for name in dict.fromkeys(copy.name.object_name for copy in copies):
             _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
         if not copies:
-            typer.echo(f"No tier has {printable(wanted)!r}.", err=True)
+            where = f" in namespace {namespace}" if namespace else ""
+            holder = f"{tier} does not have" if tier else "No tier has"
+            typer.echo(f"{holder} {printable(wanted)!r}{where}.", err=True)
         opened.report()
     raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)
 

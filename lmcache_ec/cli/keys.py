@@ -16,6 +16,8 @@ def list_keys(
     as_markdown: bool = typer.Option(False, "--markdown", help="Print a table in Markdown."),
 ) -> None:
     """Every key of `ec:`, with its default, what it accepts, and what it does."""
+    if as_json and as_markdown:
+        raise typer.BadParameter("must be given without --json", param_hint="--markdown")
     if as_json:
         typer.echo(json.dumps([{**asdict(entry), "variable": entry.variable} for entry in key_entries()]))
     elif as_markdown:

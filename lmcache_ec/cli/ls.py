@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import typer
 
 from lmcache_ec import entry
+from lmcache_ec.cli.arguments import whole
 from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, header_of, held_in, report_absent
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import Progress, results
@@ -53,7 +54,9 @@ class Row:
 def list_entries(
     namespaces: Namespaces = None,
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
-    count: int = typer.Option(_SHOWN, "--count", min=0, help="At most this many, the newest first; 0: all."),
+    count: int = typer.Option(
+        _SHOWN, "--count", parser=whole(0), metavar="N", help="At most this many, the newest first; 0: all."
+    ),
     identifiers: bool = typer.Option(
         False, "--identifiers", help="Read identifiers from slow tiers, too: one request to S3 per entry."
     ),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import closing
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import typer
 
+from lmcache_ec.cli.arguments import extra_map
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
 from lmcache_ec.mask import masked_name, masked_url
 from lmcache_ec.tiers.base import Tier
@@ -53,13 +53,7 @@ def configured(extra: str) -> EncoderCacheConfig:
     Ends the command with what is wrong, if something is.
     """
     try:
-        parsed = json.loads(extra)
-    except ValueError:
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise typer.BadParameter('must be a JSON map, for example \'{"local_disk": "/data"}\'', param_hint="--extra")
-    try:
-        return resolve(parsed).config
+        return resolve(extra_map(extra)).config
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from lmcache_ec.cli.arguments import number
 from lmcache_ec.cli.named_tiers import NamedTier, wanted_tiers
 from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.cli.status import engines
@@ -73,7 +74,7 @@ def find_and_remove(
     remove: str = typer.Option("", "--remove", metavar="NAMESPACE", help="Remove this namespace; asks first."),
     remove_unused: bool = typer.Option(False, "--remove-unused", help="Remove everything that --unused-for finds."),
     unused_for: float = typer.Option(
-        0.0, "--unused-for", metavar="DAYS", min=0.0, help="Only those that no tier saw used for this long."
+        0.0, "--unused-for", parser=number(0), metavar="DAYS", help="Only those that no tier saw used for this long."
     ),
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),

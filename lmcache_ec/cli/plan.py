@@ -14,6 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lmcache_ec.cli.arguments import number, whole
 from lmcache_ec.plan.money import Prices, monthly, parse_prices
 from lmcache_ec.plan.picture import draw
 from lmcache_ec.plan.simulate import MEDIA, POLICIES, ROUTINGS, Outcome, Scenario, Simulation
@@ -39,11 +40,15 @@ def plan(
         "--policy",
         help="How memory evicts, lru or cost; give it twice for both.",
     ),
-    replicas: int = typer.Option(1, "--replicas", min=1, max=10_000, help="Engines that serve the trace together."),
+    replicas: int = typer.Option(
+        1, "--replicas", parser=whole(1, 10_000), metavar="N", help="Engines that serve the trace together."
+    ),
     routing: str = typer.Option(
         "random", "--routing", help=f"To which of them a request goes: {' or '.join(ROUTINGS)}."
     ),
-    sample: float = typer.Option(1.0, "--sample", min=1e-6, max=1.0, help="Replay this share of the identifiers."),
+    sample: float = typer.Option(
+        1.0, "--sample", parser=number(1e-6, 1), metavar="SHARE", help="Replay this share of the identifiers."
+    ),
     prices: list[str] = typer.Option([], "--price", metavar="NAME=NUMBER", help="Of money, see --json."),  # noqa: B008
     picture: Path | None = typer.Option(None, "--picture", help="Write an SVG file here."),  # noqa: B008
     keep: Path | None = typer.Option(None, "--write-trace", help="Write what is replayed to this CSV file."),  # noqa: B008
@@ -55,6 +60,8 @@ def plan(
     """
     try:
         paid = parse_prices(prices)
+        _check_writable(picture, "--picture")
+        _check_writable(keep, "--write-trace")
         scenarios = [
             Scenario(
                 _sizes(text), _one_of(policy, POLICIES, "--policy"), replicas, _one_of(routing, ROUTINGS, "--routing")
@@ -85,6 +92,15 @@ def plan(
         typer.echo(json.dumps({"prices": _prices(paid), "sample": sample, "scenarios": rows}, indent=2))
     else:
         _show(labels, outcomes, paid, sample)
+
+
+def _check_writable(path: Path | None, option: str) -> None:
+    """Before the replay, which may take long."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise TraceError(f"{option} {path}: must be a file that can be written: {error.strerror}") from None
 
 
 def _batches(trace: str, share: float) -> Trace:

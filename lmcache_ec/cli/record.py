@@ -140,8 +140,9 @@ def record_trace(path: Path, engine: str, seconds: float, most_bytes: int, as_js
     begun, followed = time.monotonic(), Followed(engine)
     followed.look()
     if not followed:
+        named = f" whose name begins with {engine!r}" if engine else ""
         typer.echo(
-            "No engine that is meant, with an encoder cache of this version, runs here under this user.", err=True
+            f"No engine{named} with an encoder cache of this version runs on this host under this user.", err=True
         )
         return 1
     try:

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lmcache_ec.cli.arguments import number
 from lmcache_ec.cli.status import engines, hit_rate, short_names, tier_state
 from lmcache_ec.cli.wording import counted
 from lmcache_ec.sizes import MIB, precise_size, rounded_size
@@ -62,7 +63,9 @@ Look = tuple[float, Sequence[Mapping[str, Any]]]
 
 
 def top(
-    interval: float = typer.Option(2.0, "--interval", min=0.2, max=3600, help="Seconds between updates."),
+    interval: float = typer.Option(
+        2.0, "--interval", parser=number(0.2, 3600), metavar="SECONDS", help="Seconds between updates."
+    ),
     once: bool = typer.Option(False, "--once", help="Print the rates of one interval, and end."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list per interval, each on its own line."),
 ) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 import typer
 
 from lmcache_ec import entry
+from lmcache_ec.cli.arguments import whole
 from lmcache_ec.cli.entries import (
     Held,
     Namespaces,
@@ -108,7 +109,9 @@ def verify(
         "100%", "--sample", metavar="N|P%", help="Only this many entries of each tier, chosen at random."
     ),
     remove: bool = typer.Option(False, "--remove", help="Delete what is corrupt; entries of other versions are kept."),
-    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries to read at the same time."),
+    threads: int = typer.Option(
+        _THREADS, "--threads", parser=whole(1, 256), metavar="N", help="Entries to read at the same time."
+    ),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:

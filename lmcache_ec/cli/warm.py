@@ -17,6 +17,7 @@ from typing import TextIO
 import typer
 
 from lmcache_ec import entry
+from lmcache_ec.cli.arguments import whole
 from lmcache_ec.cli.entries import Held, check_namespaces, held_in
 from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
 from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
@@ -116,13 +117,17 @@ class Report:
 def warm(
     namespace: str = typer.Argument("", help="Of this namespace; needed if the remote holds several."),
     source: str = typer.Option("", "--from", metavar="TIER", help="The remote to read; by default the first."),
-    count: int = typer.Option(0, "--count", metavar="N", min=0, help="At most this many entries, the newest."),
+    count: int = typer.Option(
+        0, "--count", parser=whole(0), metavar="N", help="At most this many entries, the newest; 0: all."
+    ),
     size: str = typer.Option("", "--bytes", metavar="SIZE", help="At most so much of the newest, such as 10GiB."),
     identifiers: typer.FileText | None = typer.Option(  # noqa: B008
         None, "--identifiers", help="Only these: a file with one identifier per line, - for standard input."
     ),
     evict: bool = typer.Option(False, "--evict", help="Make room on a full disk, as an engine does."),
-    threads: int = typer.Option(_THREADS, "--threads", min=1, max=256, help="Entries to copy at the same time."),
+    threads: int = typer.Option(
+        _THREADS, "--threads", parser=whole(1, 256), metavar="N", help="Entries to copy at the same time."
+    ),
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
@@ -204,7 +209,11 @@ def _only_namespace(tier: Tier, name: str) -> str:
 
 
 def _listed_in(lines: TextIO, namespace: str) -> Sequence[Wanted]:
-    identifiers = dict.fromkeys(line.rstrip("\r\n") for line in lines)
+    try:
+        identifiers = dict.fromkeys(line.rstrip("\r\n") for line in lines)
+    except UnicodeDecodeError:
+        text = f"{lines.name}: must be text in UTF-8 with one identifier per line"
+        raise typer.BadParameter(text, param_hint="--identifiers") from None
     keys = [EncoderCacheKey(namespace, identifier) for identifier in identifiers if identifier]
     return [Wanted(ObjectName(namespace, key.digest)) for key in keys]
 

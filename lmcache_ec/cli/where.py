@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from lmcache_ec.cli.arguments import number
 from lmcache_ec.cli.ls import printable
 from lmcache_ec.cli.wording import span, table
 
@@ -30,7 +31,9 @@ def where(
         "comma the address of snapshots, if that is not 1000 ports above.",
     ),
     namespace: str = typer.Option("", "--namespace", help="Count only replicas of this namespace."),
-    timeout: float = typer.Option(3.0, "--timeout", min=0.1, max=60, help="Longest wait for all replicas, in seconds."),
+    timeout: float = typer.Option(
+        3.0, "--timeout", parser=number(0.1, 60), metavar="SECONDS", help="Longest wait for all replicas."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Which replicas hold these entries in LocalCPU, by what they publish. No engine is asked.

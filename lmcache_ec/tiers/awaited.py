@@ -56,8 +56,8 @@ class AwaitedTier(Tier):
     def check_writes(self) -> bool:
         return self._opened().check_writes()
 
-    def delete(self, key: EntryName) -> None:
-        self._opened().delete(key)
+    def delete(self, key: EntryName) -> bool:
+        return self._opened().delete(key)
 
     def list(self, namespace: str) -> Iterator[Listed]:
         return self._opened().list(namespace)

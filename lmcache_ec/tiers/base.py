@@ -188,8 +188,8 @@ class Tier(abc.ABC):
         return self.put(key, data)
 
     @abc.abstractmethod
-    def delete(self, key: EntryName) -> None:
-        """Remove an entry; none there is no error."""
+    def delete(self, key: EntryName) -> bool:
+        """Remove an entry; none there is no error. Whether there was one; True, too, if the store does not say."""
 
     @abc.abstractmethod
     def list(self, namespace: str) -> Iterator[Listed]:

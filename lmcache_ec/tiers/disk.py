@@ -183,9 +183,9 @@ class DiskTier(Tier):
                     raise
         return None
 
-    def delete(self, key: EntryName) -> None:
+    def delete(self, key: EntryName) -> bool:
         with self._reporting("delete", key.object_name):
-            self._remove(key.object_name)
+            return self._remove(key.object_name) is not None
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier; and removes what killed writers left. The walk is the first part of a survey."""
@@ -399,14 +399,14 @@ class DiskTier(Tier):
                     break
                 used, name = self._victims.popleft()
             known = True
-            length = self._remove(name, used)
+            length = self._remove(name, used) or 0
             wanted -= length
             if length:
                 self.evicted(length)
         return known
 
-    def _remove(self, name: str, used: int | None = None) -> int:
-        """Remove an entry and give its room back: its length, or 0 if it was removed, or was used since `used` (ns)."""
+    def _remove(self, name: str, used: int | None = None) -> int | None:
+        """Remove an entry and give its room back: its length; None if it is not there, or used since `used` (ns)."""
         with self._looking:
             account = self._account.read()
             try:
@@ -415,10 +415,9 @@ class DiskTier(Tier):
             except OSError as error:
                 if error.errno not in GONE:
                     raise
-                return 0
-            if length is None:
-                return 0
-            self._give_back(length, account)
+                return None
+            if length is not None:
+                self._give_back(length, account)
             return length
 
     def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:

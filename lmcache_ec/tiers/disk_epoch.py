@@ -4,8 +4,9 @@
     <root>/.epoch    the number in decimal digits and the end of a line; without the file it is 0
 
 Whoever raises it holds a lock (flock) on the folder meanwhile, writes a temporary and renames it: so a reader finds the
-number before or the one after, and two who raise it at once leave the higher one. Both are synced, unlike entries: a
-loss of power must not bring back an epoch that was left. Plain functions, which block as long as the file system does.
+number before or the one after, and two who raise it at once leave the higher one. What stayed of one who was killed is
+removed by the next. Both are synced, unlike entries: a loss of power must not bring back an epoch that was left. Plain
+functions, which block as long as the file system does.
 """
 
 import errno
@@ -20,6 +21,7 @@ from lmcache_ec.tiers.disk_folder import LISTED, Descriptor, create_file, open_b
 
 EPOCH_FILE = ".epoch"
 _ACCOUNT = ".usage"
+_TEMPORARY = re.compile(r"\.epoch\.[0-9a-f]{24}")
 _TEXT = re.compile(rb"[0-9]{1,10}\n?")
 _MOST_BYTES = 16
 _LOCK_TIMEOUT_S = 5.0
@@ -52,8 +54,10 @@ def raise_epoch(folder: Path, to: int) -> None:
     """Have the folder in epoch `to`. ValueError if that is not above the present one; OSError if the file cannot be
     written, and whatever `present_epoch` raises."""
     with Descriptor(open_root(str(folder))) as root, Descriptor(open_below(root, ".", LISTED)) as locked:
-        _lock(locked)
+        alone = _lock(locked)
         check_above(to, _present(root, folder))
+        if alone:
+            _sweep(locked)
         _write(root, to)
         with suppress(OSError):  # a file system that syncs no folders
             os.fsync(locked)
@@ -62,9 +66,7 @@ def raise_epoch(folder: Path, to: int) -> None:
 def check_above(epoch: int, present: int) -> None:
     """ValueError for what cannot follow the present epoch."""
     if not present < epoch <= MAX_EPOCH:
-        raise ValueError(
-            f"{epoch} is not above the present epoch: must be a whole number from {present + 1} to {MAX_EPOCH}"
-        )
+        raise ValueError(f"must be above the present epoch, {present}: a whole number up to {MAX_EPOCH}, not {epoch}")
 
 
 def _present(root: int, folder: Path) -> int:
@@ -106,11 +108,20 @@ def _write(root: int, epoch: int) -> None:
             raise
 
 
-def _lock(folder: int) -> None:
-    """Alone from here on, where there are locks."""
+def _sweep(folder: int) -> None:
+    """Remove what others, killed before they renamed it, left: whoever has the lock knows that nobody writes there."""
+    for name in os.listdir(folder):
+        if _TEMPORARY.fullmatch(name):
+            with suppress(OSError):  # a folder of that name, or another user's file
+                os.unlink(name, dir_fd=folder)
+
+
+def _lock(folder: int) -> bool:
+    """Alone from here on; False where there are no locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    while try_lock(folder) is False:
+    while (locked := try_lock(folder)) is False:
         if time.monotonic() > deadline:
             text = f"another process has held its lock for {_LOCK_TIMEOUT_S:g} s; try again"
             raise TimeoutError(errno.ETIMEDOUT, text)
         time.sleep(_LOCK_RETRY_S)
+    return locked is True

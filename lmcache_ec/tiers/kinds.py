@@ -6,6 +6,7 @@ A new kind is a module that defines a `RemoteKind` and a line in `KINDS`; nothin
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 from urllib.parse import urlsplit
 
@@ -32,8 +33,19 @@ def kind_of(url: str) -> RemoteKind:
     if why := REFUSED.get(scheme):
         raise ValueError(f"{scheme}:// cannot keep encoder outputs: {why}")
     if scheme not in SCHEMES:
-        raise ValueError(f"no tier serves {scheme or 'a URL without scheme'}://; accepted are {', '.join(SCHEMES)}")
+        raise ValueError(_unserved(scheme))
     return SCHEMES[scheme]
+
+
+def _unserved(scheme: str) -> str:
+    """Two dozen schemes would help nobody to see which one was meant."""
+    given = f"{scheme}://" if scheme else "an address without a scheme"
+    near = difflib.get_close_matches(scheme, SCHEMES, 1)
+    if near:
+        return f"no tier serves {given}: did you mean {near[0]}://?"
+    known = ", ".join(f"{kind.schemes[0]}://" for kind in KINDS)
+    store = " (an S3 store: s3://bucket/prefix?endpoint=…)" if scheme in ("http", "https") else ""
+    return f"no tier serves {given}: must be {known} or another of docs/configuration.md#addresses-of-stores{store}"
 
 
 def configured(

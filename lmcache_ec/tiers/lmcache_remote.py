@@ -192,7 +192,7 @@ class LMCacheRemoteTier(Tier):
         found = self._ask(entry, self._timeout_s, what, lambda there: self._read(there, entry, _NO_LENGTH))
         return None if found is None else found[0]
 
-    def delete(self, key: EntryName) -> None:
+    def delete(self, key: EntryName) -> bool:
         entry = Entry(key.namespace, key.digest)
 
         async def remove(there: Connection) -> None:
@@ -206,6 +206,7 @@ class LMCacheRemoteTier(Tier):
             self._void.pop(entry, None)
 
         self._ask(entry, self._timeout_s, f"delete {key.object_name}", remove)
+        return True
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """Every entry of `fs://`, with 0 for the time, which is not known; of any other connector nothing at all."""

@@ -155,9 +155,9 @@ class RedisTier(Tier):
             start: bytes = _or_raise(found)
             return start or (b"" if self._ask(Command(("EXISTS", name))) else None)
 
-    def delete(self, key: EntryName) -> None:
+    def delete(self, key: EntryName) -> bool:
         with self._call(f"delete {key.object_name}"):
-            self._ask_master(Command(("UNLINK", self._name(key))))
+            return bool(self._ask_master(Command(("UNLINK", self._name(key)))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries, in the time that one call may take.

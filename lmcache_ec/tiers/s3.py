@@ -249,9 +249,10 @@ class S3Tier(Tier):
             found = _unless_absent(lambda: self._prompt.get(key.object_name, options={"range": (0, most)}))
             return None if found is None else bytes(found.bytes())
 
-    def delete(self, key: EntryName) -> None:
+    def delete(self, key: EntryName) -> bool:
         with reported(f"delete {key.object_name}"):
             _unless_absent(lambda: self._prompt.delete(key.object_name))
+        return True
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel. One

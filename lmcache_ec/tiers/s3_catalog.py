@@ -151,6 +151,8 @@ class S3Catalog:
         self._sample = sample
         self.writes = True
         """Whether deltas and shards may be written."""
+        self.failure: Exception | None = None
+        """Why what was put here could not be announced the last time, if so."""
         self._writer, self._number = os.urandom(8).hex(), 0
         self._pending: dict[str, bytearray] = {}
         self._lock = threading.Lock()
@@ -285,6 +287,7 @@ class S3Catalog:
         from obstore.exceptions import BaseError
 
         announced = []
+        self.failure = None
         for begin in range(0, len(pending), MOST_KEYS * KEY_BYTES):
             keys = pending[begin : begin + MOST_KEYS * KEY_BYTES]
             name, self._number = f"{self._writer}-{self._number:08x}", self._number + 1
@@ -292,8 +295,9 @@ class S3Catalog:
             try:
                 folder.write(f"delta/{name}", data, None)
                 self._deltas[name] = keys
-            except (BaseError, OSError):
+            except (BaseError, OSError) as error:
                 self._give_back(folder.namespace, keys)
+                self.failure = error
             announced.append(keys)
         return announced
 

@@ -59,7 +59,11 @@ class Cataloged:
         return self.catalog.read(namespace, signing)
 
     def maintain(self) -> None:
-        """Begin to list for all, where that is due. The failure of the last time is raised here."""
+        """Begin to list for all, where that is due. What failed the last time is raised here."""
+        self._list_for_all()
+        self._raise_failure()
+
+    def _list_for_all(self) -> None:
         compactor = self._compactor
         if compactor is not None and not compactor.running:
             self._compactor = None
@@ -90,6 +94,13 @@ class Cataloged:
 
     def announce(self) -> None:
         self.catalog.announce(self._signing)
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """The catalog is read all the same, and what could not be announced is tried again with the next refresh."""
+        if self.catalog.failure is not None:
+            with reported(f"announce in the catalog of {self._namespace} what was written here", writes=True):
+                raise self.catalog.failure
 
     def stop(self) -> None:
         if self._compactor is not None:

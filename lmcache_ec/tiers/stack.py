@@ -265,8 +265,8 @@ class Stack:
         if lane.tier.read_only:
             return
         try:
-            lane.tier.delete(key)
-            lane.lost()
+            if lane.tier.delete(key):
+                lane.lost()
         except Exception as error:
             self._journal.count(f"{lane.name}_delete_errors")
             self._journal.report(f"{lane.name}-delete", f"{lane.name}: {error}")

@@ -14,8 +14,20 @@ import pytest
 
 # A shell's background jobs, and what they start, ignore Ctrl-C.
 HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-BEGUN = "import os, sys; os.write(2, b'begun\\n')"
-COMMAND = [sys.executable, "-c", f"{HANDLED}; from lmcache_ec.cli import main; {BEGUN}; main()"]
+FIRST = """
+import os, signal
+handle = signal.signal
+def first_moment(*given):
+    handle(*given)
+    signal.signal = handle
+    os.write(2, b"begun\\n")
+"""
+COMMAND = [
+    sys.executable,
+    "-c",
+    f"{HANDLED}; from lmcache_ec.cli import main{FIRST}signal.signal = first_moment; main()",
+]
+"""It says when it has taken the signal over, with the first thing that it does."""
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
@@ -28,6 +40,18 @@ def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) 
         top.send_signal(signal.SIGINT)
         out, err = top.communicate(timeout=60)
     assert (err, top.returncode in (-signal.SIGINT, 130, 0)) == (b"", True), (out, err, top.returncode)
+
+
+@pytest.mark.parametrize("arguments", [["keys"], ["keys", "--json"], ["status"], ["top", "--once"]], ids=" ".join)
+def test_a_command_whose_output_has_no_room_says_so_in_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", "from lmcache_ec.cli import main; main()", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (ended.returncode, ended.stderr) == (1, b"Standard output cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def store(rig: Rig, card: Card, *names: str) -> None:
 
 def grown(rig: Rig) -> None:
     """Until nothing is being registered."""
-    rig.until("the arena has grown", lambda: rig.cache._growth._segment is None)
+    rig.until("the arena has grown", lambda: rig.cache._ranks.growth._segment is None)
 
 
 def served(rig: Rig, *names: str) -> bool:
@@ -199,7 +199,7 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
         rig.rank.worker.abandon()
     elif way == "its link thread has failed":
         monkeypatch.setattr(rank, "_take", lambda *_: 1 / 0)
-        rig.cache._ranks[0].send(Segment(0, 0))
+        rig.cache._ranks.links[0].send(Segment(0, 0))
     if way != "its scheduler side is gone":
         wait_until("its link is closed", lambda: rank._link is None)
         rig.step(promised, {})

@@ -188,6 +188,9 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
     assert [text.count(said) for said in ("4 x 64 BF16", "host:41234", "verifies")] == [2, 2, 3]
     missing = run("inspect", "another")
     assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
+    elsewhere = run("inspect", identifier, "--namespace", "elsewhere", "--tier", "redis").stderr
+    assert elsewhere.startswith("redis does not have ")
+    assert elsewhere.endswith(" in namespace elsewhere.\n")
 
 
 @pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
@@ -385,6 +388,9 @@ def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(st
     (tmp_path / "list").write_text("one\nü\nnowhere\n\none\n")
     unnamed = run("warm", "--identifiers", str(tmp_path / "list"))
     assert (unnamed.exit_code, "holds 2 namespaces, name one: ns, other" in unnamed.stderr) == (1, True)
+    (tmp_path / "latin").write_bytes("ü\n".encode("latin-1"))
+    latin = run("warm", "ns", "--identifiers", str(tmp_path / "latin"))
+    assert (latin.exit_code, "value for --identifiers" in latin.stderr) == (2, True)
     report = answered("warm", "ns", "--identifiers", str(tmp_path / "list"))
     assert (report["chosen"], report["copied"], report["absent"]) == (3, 2, 1), json.dumps(report)
     assert {found.digest for found in stores.disk.list("ns")} == {

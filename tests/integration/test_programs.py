@@ -26,6 +26,7 @@ from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, ConfigError, Tensor
 from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.standalone import cache as module
+from tests.examples import examples
 
 PICTURE = numpy.arange(6 * 8, dtype=numpy.float32).reshape(6, 8)
 _NUMPY = [dtype.torch for dtype in DTYPES.values() if dtype.torch not in ("bfloat16", "float8_e4m3fn", "float8_e5m2")]
@@ -61,7 +62,7 @@ def files(folder: Path) -> set[str]:
 # ---- what goes in comes out
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     array=st.sampled_from(_NUMPY).flatmap(lambda name: arrays.arrays(name, arrays.array_shapes(min_dims=0, min_side=0)))
 )

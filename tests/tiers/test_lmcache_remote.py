@@ -69,9 +69,9 @@ class WithRecord(Tier):
     def contains(self, key: EntryName) -> int | None:
         return self.tier.contains(key)
 
-    def delete(self, key: EntryName) -> None:
-        self.tier.delete(key)
+    def delete(self, key: EntryName) -> bool:
         self.record.pop(key, None)
+        return self.tier.delete(key)
 
     def list(self, namespace: str) -> Iterator[Listed]:
         assert list(self.tier.list(namespace)) == []
@@ -397,7 +397,11 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ("fs://", "must be fs:///<folder>"),
         ("fs://folder/below", "must be fs:///<folder>"),
         ("lm://user:canary@host:1", "takes neither user nor password"),
-        ("nfs://host/folder", "no tier serves nfs://; accepted are .*lm, fs, mooncakestore, plugin"),
+        ("nfs://host/folder", r"no tier serves nfs://: did you mean fs://\?"),
+        (
+            "http://host/folder",
+            r"no tier serves http://: must be redis://, .* \(an S3 store: s3:",
+        ),
     ],
 )
 def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, said: str) -> None:

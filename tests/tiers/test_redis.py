@@ -38,6 +38,7 @@ from lmcache_ec.tiers.redis import RedisTier, open_redis
 from lmcache_ec.tiers.redis_client import connect, fault_of
 from lmcache_ec.tiers.redis_url import Deployment, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import PayloadParser
+from tests.examples import examples
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"
@@ -395,7 +396,7 @@ class _Line:
         return size
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(REPLIES, st.lists(st.integers(1, 300), max_size=60))
 def test_answers_are_read_alike_however_they_arrive(replies: list[tuple[str, bytes, int]], sizes: list[int]) -> None:
     encoded: dict[str, Callable[[bytes], bytes]] = {

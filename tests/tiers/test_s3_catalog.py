@@ -180,6 +180,22 @@ def test_a_writer_that_ends_announces_what_it_wrote_last(filled: str) -> None:
     assert other.lacks("last") == []
 
 
+def test_what_cannot_be_announced_is_told_and_announced_later(filled: str, front: S3Front, server: Seaweed) -> None:
+    one, other = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}")), Replica(filled)
+    one.compact()
+    one.refresh()
+    one.put("new")
+    front.rule = lambda request: (403, "AccessDenied") if request.writes and "/delta/" in request.path else None
+    for tell in (one.refresh, one.tier.announce):
+        with pytest.raises(TierError, match=f"could not announce in the catalog of {NAMESPACE} what was written here"):
+            tell()
+    assert one.lacks("new", *STORED) == []
+    front.rule = lambda request: None
+    one.refresh()
+    other.refresh()
+    assert other.lacks("new") == []
+
+
 def test_what_was_deleted_is_forgotten_with_the_next_full_listing(filled: str) -> None:
     one, other = Replica(filled), Replica(filled)
     one.compact()

@@ -56,8 +56,8 @@ class Memory(Tier):
         found = self.entries.get(key.digest)
         return None if found is None else len(found)
 
-    def delete(self, key: EntryName) -> None:
-        self.entries.pop(key.digest, None)
+    def delete(self, key: EntryName) -> bool:
+        return self.entries.pop(key.digest, None) is not None
 
     def list(self, namespace: str) -> Iterator[Listed]:
         yield from (Listed(digest, len(data), 0.0) for digest, data in self.entries.items())
@@ -216,6 +216,18 @@ def test_what_does_not_verify_is_deleted_and_mended_from_the_next_tier(tmp_path:
     assert into == data
     assert (here.count["disk_corrupt"], here.count["near_corrupt"], here.count["far_hits"]) == (1, 1, 1)
     assert [kind for kind, _ in here.lines] == ["disk-corrupt", "near-corrupt"]
+
+
+def test_of_what_a_folder_does_not_have_nothing_is_deducted_from_what_it_lists(tmp_path: Path) -> None:
+    here = Setting(tmp_path)
+    lane = here.stack.lanes[0]
+    lane.listed = 2
+    here.stack.delete(lane, KEY)
+    assert lane.listed == 2
+    here.written(sealed())
+    here.stack.delete(lane, KEY)
+    here.stack.delete(lane, KEY)
+    assert lane.listed == 2, "one was written, and one deleted"
 
 
 def test_who_asks_with_no_buffer_or_one_of_another_length_hears_the_length_and_nothing_is_promoted() -> None:

@@ -15,6 +15,7 @@ from lmcache_ec.channel import Outcome
 from lmcache_ec.entry import TensorSpec, entry_length
 from lmcache_ec.place import Place, State
 from lmcache_ec.tiers.base import Landing
+from tests.examples import examples
 
 MIB = 1 << 20
 RANKS = 2
@@ -336,7 +337,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLife.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 class LifeByCost(Life):
@@ -346,7 +347,7 @@ class LifeByCost(Life):
 
 
 TestLifeByCost = LifeByCost.TestCase
-TestLifeByCost.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+TestLifeByCost.settings = settings(max_examples=examples(50), stateful_step_count=60, deadline=None)
 
 
 def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:

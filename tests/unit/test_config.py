@@ -371,11 +371,19 @@ MISTAKES = {
         "ec: {remote_url: 'lm://host:65432', remote_lookup: catalog}",
     ),
     "an address without its ://": Mistake(
-        ("remotes=<hidden>", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
+        (
+            "remotes=<hidden>",
+            "LMCACHE_EC_REMOTE_URL",
+            "must be redis://, s3://, lm:// or another of docs",
+        ),
         environ={"LMCACHE_EC_REMOTE_URL": "redis//u:hunter2@host"},
     ),
     "a remote that is no address": Mistake(
-        ("remotes='myhost'", "LMCACHE_EC_REMOTE_URL", "accepted are redis, "),
+        (
+            "remotes='myhost'",
+            "LMCACHE_EC_REMOTE_URL",
+            "must be redis://, s3://, lm:// or another of docs",
+        ),
         environ={"LMCACHE_EC_REMOTE_URL": "myhost"},
     ),
     "a bucket's name": Mistake(

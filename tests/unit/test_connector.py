@@ -171,8 +171,8 @@ def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
     side = scheduler._scheduler
     assert side is not None
     assert not side.cache.persists
-    assert side.cache._presence is not None
-    assert side.cache._presence.all_complete, "there is no tier"
+    assert side.cache.below.presence is not None
+    assert side.cache.below.presence.all_complete, "there is no tier"
     assert not (tmp_path / "entries").exists()
     assert ["memory only" in error.getMessage() for error in errors] == [True]
 

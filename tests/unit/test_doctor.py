@@ -120,8 +120,6 @@ def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ("{epoch: 1}", "--extra is not JSON (character 2): must be a map"),
-        ("[1]", "--extra is <list>: must be a map"),
         ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: must be a whole number"),
     ],
 )

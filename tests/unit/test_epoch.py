@@ -3,6 +3,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -117,6 +120,23 @@ def test_of_those_who_raise_it_at_once_the_highest_remains_and_a_reader_never_se
     assert seen == sorted(seen)
 
 
+def test_what_a_killed_command_left_is_removed_by_the_next_one_and_nothing_else_is(folder: Path) -> None:
+    code = (
+        "import os, pathlib, signal, sys\n"
+        "from lmcache_ec.tiers import disk_epoch\n"
+        "disk_epoch.os.rename = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "disk_epoch.raise_epoch(pathlib.Path(sys.argv[1]), 7)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(folder)], check=False).returncode == -signal.SIGKILL
+    [left] = folder.glob(".epoch.*")
+    others = {folder / ".epoch.md", folder / f".epoch.{'0' * 23}", folder / f"epoch.{'0' * 24}"}
+    for other in others:
+        other.touch()
+    raise_epoch(folder, 1)
+    assert not left.exists()
+    assert {*folder.iterdir()} == others | {folder / ".epoch", folder / ".usage"}
+
+
 def test_the_file_is_for_those_who_may_use_the_folder(folder: Path) -> None:
     folder.chmod(0o2770)
     raise_epoch(folder, 1)
@@ -184,9 +204,7 @@ def test_a_number_that_is_not_above_the_present_one_is_refused_with_what_would_b
     raise_epoch(folder, 3)
     refused = run("--yes", "--to", number, local_disk=folder)
     assert refused.exit_code == 2
-    assert f"{number} is not above the present epoch: must be a whole number from 4 to 1000000000" in words(
-        refused.stderr
-    )
+    assert f"must be above the present epoch, 3: a whole number up to 1000000000, not {number}" in words(refused.stderr)
     assert read_epoch(folder) == 3
 
 

@@ -22,6 +22,7 @@ from lmcache_ec.events.mirror import Mirror
 from lmcache_ec.events.source import Numbered, Source
 from lmcache_ec.link import pair
 from lmcache_ec.place import Place
+from tests.examples import examples
 
 PAGE = 4096
 IDENTIFIERS = st.integers(0, 11).map("picture-{}".format)
@@ -156,7 +157,7 @@ class Following(RuleBasedStateMachine):
 
 
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestFollowing.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 
 
 def test_a_snapshot_that_is_older_than_what_is_known_sets_nothing_back() -> None:

@@ -33,6 +33,7 @@ from lmcache_ec.adapters.vllm.identifiers import (
     signed_identifiers,
 )
 from lmcache_ec.adapters.vllm.ours import NAME
+from tests.examples import examples
 
 front_end.install()
 front_end.install()
@@ -278,7 +279,7 @@ def asks() -> st.SearchStrategy[Ask]:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(asks(), max_size=12), st.booleans())
 def test_no_request_gets_an_output_that_its_own_name_never_stood_for(sequence: list[Ask], vouched: bool) -> None:
     """LocalCPU and the tiers as dictionaries. An output is (picture, arguments). Behind a front end without this

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -23,16 +22,18 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(name: str, file: Path) -> Iterator[str]:
+@cache
+def imported(name: str, file: Path) -> list[str]:
     """Every module that a file names in an import, wherever that stands: in a function, or for type checkers alone."""
-    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    package, found = name if file.name == "__init__.py" else name.rpartition(".")[0], list[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return found
 
 
 @cache
@@ -86,7 +87,8 @@ def test_a_rank_needs_neither_the_book_nor_the_store() -> None:
 def test_nobody_imports_from_the_tests_but_tests() -> None:
     """What tests and benchmarks share is in `benchmarks/testbed`."""
     folders = {"benchmarks": ROOT / "benchmarks", **FOLDERS}
-    files = [(package, file) for package, folder in folders.items() for file in folder.rglob("*.py")]
+    ours = {file: name for name, file in modules().items()}
+    files = [(ours.get(file, package), file) for package, folder in folders.items() for file in folder.rglob("*.py")]
     assert len(files) > 100
     wrong = [str(file) for package, file in files for each in imported(package, file) if each.split(".")[0] == "tests"]
     assert not wrong

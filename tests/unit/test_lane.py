@@ -53,7 +53,7 @@ class Scripted(Tier):
             raise self.refusal
         return True
 
-    def delete(self, key: EntryName) -> None:
+    def delete(self, key: EntryName) -> bool:
         raise NotImplementedError
 
     def list(self, namespace: str) -> Iterator[Listed]:

@@ -207,6 +207,8 @@ def test_the_command_answers_with_a_table_json_and_a_picture(tmp_path: Path) -> 
         ["zipf:requests=9", "--routing", "sticky"],
         ["zipf:requests=9", "--price", "gold=1"],
         ["zipf:requests=9", "--price", "gpu_hour=-1"],
+        ["zipf:requests=9", "--picture", "/no/such/folder/plan.svg"],
+        ["zipf:requests=9", "--write-trace", "/dev/full/kept.csv"],
     ],
     ids=" ".join,
 )

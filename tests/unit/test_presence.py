@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import presence as module
 from lmcache_ec.presence import PresenceFilter, PresenceWriter
+from tests.examples import examples
 
 TIERS = ["disk", "redis"]
 KIB, MIB = 1 << 10, 1 << 20
@@ -212,7 +213,7 @@ def actions() -> st.SearchStrategy[Action]:
 
 
 @given(st.lists(st.tuples(actions(), st.sampled_from(KEYS), st.lists(actions(), max_size=5)), max_size=30))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_what_was_added_is_never_denied_whatever_happens_between_two_reads_of_a_look(
     program: list[tuple[Action, bytes, list[Action]]],
 ) -> None:
@@ -350,10 +351,11 @@ def test_after_a_listing_fewer_than_one_in_a_hundred_others_is_mistaken_in_25_bi
     assert all(map(writer.may_contain, keys))
 
 
-def test_a_filter_that_fills_between_two_listings_grows(writer: PresenceWriter) -> None:
+def test_a_filter_that_fills_between_two_listings_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It errs more often than one that was sized for its count, and far less than one that had not grown."""
-    keys = digests("in", 400_000)
-    list_all(writer, keys[:1000])
+    monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
+    writer, keys = PresenceWriter.create(TIERS), digests("in", 50_000)
+    list_all(writer, keys[:100])
     with reader_of(writer) as reader:
         for key in keys:
             writer.add("disk", key)
@@ -361,17 +363,19 @@ def test_a_filter_that_fills_between_two_listings_grows(writer: PresenceWriter) 
         assert mistaken(reader) <= 0.15
         list_all(writer, keys)
         assert mistaken(reader) <= 0.01
+    writer.close()
 
 
-def test_a_filter_ends_somewhere(writer: PresenceWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_ends_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its largest size it takes more keys and no more memory."""
-    monkeypatch.setattr(module, "_REGION_BYTES", 256 * KIB)
-    small, keys = PresenceWriter.create(["disk"]), digests("in", 400_000)
+    monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
+    monkeypatch.setattr(module, "_REGION_BYTES", 32 * KIB)
+    small, keys = PresenceWriter.create(["disk"]), digests("in", 50_000)
     for key in keys:
         small.add("disk", key)
     list_all(small, keys)
     assert all(map(small.may_contain, keys))
-    assert resident_bytes(small) <= 256 * KIB + 8 * KIB
+    assert resident_bytes(small) <= 32 * KIB + 8 * KIB
     small.close()
 
 

@@ -844,9 +844,8 @@ def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
 def test_first_requests_wait_for_the_ranks_and_then_no_longer(clock: Clock) -> None:
     served = Served(None, start_timeout_s=3.0)
     try:
-        served.cache._growth._attached.clear()
-        served.cache._from_rank = lambda *_: None  # type: ignore[method-assign]
-        served.cache._rank_takers = []
+        served.cache._ranks.growth._attached.clear()
+        served.cache._ranks.drain = lambda: None  # type: ignore[method-assign]
         early = metadata_only("early", X)
         assert served.vllm.offer(early) is None
         assert served.side.take_unavailable_requests() == set()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.soak.judge import Answer, Ask, Judge, Life, Question, Ticket, Verdict, Way
+from tests.examples import examples
 
 PICTURES = range(5)
 LARGE = 4
@@ -326,7 +327,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=40))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_every_verdict_is_that_of_the_whole_history(events: list[Any]) -> None:
     history = History()
     history.begin(0, False)

@@ -25,6 +25,7 @@ from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Request, Runner, Se
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.adapters.vllm.worker import WorkerSide
+from tests.examples import examples
 
 ITEMS = [digest(f"picture {number}") for number in range(6)]
 
@@ -506,7 +507,7 @@ class PersistentTraining(Training):
 
 
 _SETTINGS = settings(
-    max_examples=12, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(12), stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestTraining = Training.TestCase
 TestTraining.settings = _SETTINGS

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command's error about its arguments names the option, what was given and what must be."""
+
+from __future__ import annotations
+
+import pytest
+from typer.main import get_group
+from typer.testing import CliRunner
+
+from lmcache_ec.cli.commands import app
+
+CANARY = "hunter2-canary"
+
+
+def refusal(*arguments: str) -> str:
+    """What a command says of a wrong command line, on one line."""
+    done = CliRunner().invoke(app, arguments)
+    assert (done.exit_code, done.stdout) == (2, "")
+    return " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["ls", "--count", "-1"], "'--count': must be a whole number from 0, not '-1'"),
+        (["ls", "--count", "ten"], "'--count': must be a whole number from 0, not 'ten'"),
+        (["ls", "--count", "9" * 5000], "'--count': must be a whole number from 0"),
+        (["warm", "--count", "1.5"], "'--count': must be a whole number from 0, not '1.5'"),
+        (["warm", "--threads", "0"], "'--threads': must be a whole number from 1 to 256, not '0'"),
+        (["verify", "--threads", "257"], "'--threads': must be a whole number from 1 to 256, not '257'"),
+        (["epoch", "--to", "next"], "'--to': must be a whole number, not 'next'"),
+        (["top", "--interval", "0"], "'--interval': must be a number from 0.2 to 3600, not '0'"),
+        (["top", "--interval", "nan"], "'--interval': must be a number from 0.2 to 3600, not 'nan'"),
+        (["where", "--replica", "tcp://a:1", "--timeout", "soon"], "must be a number from 0.1 to 60, not 'soon'"),
+        (["namespaces", "--unused-for", "-1"], "'--unused-for': must be a number from 0, not '-1'"),
+        (["status", "--record", "x.csv", "--for", "0"], "'--for': must be a number from 0.1, not '0'"),
+        (["status", "--record", "x.csv", "--most", "inf"], "'--most': must be a number from 0.001, not 'inf'"),
+        (["plan", "zipf", "--sample", "2"], "'--sample': must be a number from 0.000001 to 1, not '2'"),
+        (["plan", "zipf", "--replicas", "0"], "'--replicas': must be a whole number from 1 to 10000, not '0'"),
+        (["doctor", "--role", "both"], "'--role': must be one of ec_both, ec_producer, ec_consumer, not 'both'"),
+        (["status", "--for", "3"], "--for: is about a recording: needs --record"),
+        (["status", "--json", "--engine", "5c41"], "--engine: is about a recording: needs --record"),
+        (["status", "--most", "1"], "--most: is about a recording: needs --record"),
+        (["keys", "--json", "--markdown"], "--markdown: must be given without --json"),
+        (["completion", "pwsh"], "must be one of bash, zsh, fish, not 'pwsh'"),
+    ],
+)
+def test_a_value_out_of_range_is_named_with_the_range(arguments: list[str], says: str) -> None:
+    assert says in refusal(*arguments)
+
+
+TAKES_EXTRA = [
+    name for name, command in get_group(app).commands.items() if any("--extra" in one.opts for one in command.params)
+]
+
+
+@pytest.mark.parametrize("command", TAKES_EXTRA)
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (f"{{{CANARY}", '--extra: is not JSON (character 2): must be a map, for example \'{"local_disk": "/data"}\''),
+        (f'["{CANARY}"]', "--extra: is <list>: must be a map"),
+    ],
+)
+def test_an_extra_configuration_that_is_no_map_ends_every_command_in_the_same_way(
+    command: str, extra: str, says: str
+) -> None:
+    arguments = {"inspect": ["picture"], "clear": ["disk"]}.get(command, [])
+    text = refusal(command, *arguments, "--extra", extra)
+    assert says in text
+    assert CANARY not in text
+
+
+@pytest.mark.parametrize("command", get_group(app).commands)
+def test_the_help_of_a_command_breaks_its_lines_where_the_terminal_ends(command: str) -> None:
+    text = get_group(app).commands[command].help
+    assert text
+    assert "\n" not in text.replace("\n\n", "")
