@@ -44,8 +44,13 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+_LONGEST_ADDRESS = 108
+"""Bytes of `sun_path`, the 0 at its end included."""
+
+
 class RedisServer:
-    """One server process, on 127.0.0.1 and a socket in its folder. Used by the test's thread."""
+    """One server process, on 127.0.0.1 and, where the path is short enough, a socket in its folder. Used by the test's
+    thread."""
 
     def __init__(self, folder: Path, *settings: str, port: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +74,8 @@ class RedisServer:
     def command(self) -> Sequence[str]:
         return [
             binary(),
-            *("--bind", "127.0.0.1", "--port", str(self.port), "--unixsocket", str(self.socket)),
+            *("--bind", "127.0.0.1", "--port", str(self.port)),
+            *(("--unixsocket", str(self.socket)) if len(bytes(self.socket)) < _LONGEST_ADDRESS else ()),
             *("--dir", str(self.folder), "--save", "", "--appendonly", "no", "--logfile", str(self.log)),
             *self.settings,
         ]
