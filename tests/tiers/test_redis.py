@@ -936,7 +936,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
         (_wrong_password, "authentication failed"),
         (_no_password, "authentication failed: it wants a password, and none is configured"),
         (_no_rights, "no right"),
-        (_unknown_host, "no-such-host.invalid:6379: a host of this name is not known"),
+        (_unknown_host, "no-such-host.invalid:6379: the name of the host does not resolve"),
         (_nobody_listens, "nothing listens there"),
         (_no_socket, "/no/such/socket: nothing listens there"),
         (_silent, "no answer in time"),
@@ -1096,7 +1096,7 @@ def test_a_password_that_is_replaced_in_its_file_is_used_by_the_next_connection(
             assert "canary" not in str(caught.value)
             rotate("canary-three")
             assert tier.contains(key) == 100
-        with pytest.raises(ValueError, match="cannot be read, or is empty"):
+        with pytest.raises(ValueError, match="cannot be read: "):
             open_redis(f"{running.url}?password_file={tmp_path / 'none'}")
         with pytest.raises(ValueError, match="must be given once"):
             open_redis(f"redis://:secret@127.0.0.1:{running.port}?password_file={file}")
