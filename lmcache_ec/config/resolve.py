@@ -119,7 +119,7 @@ def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
 
 def _overruled(config: EncoderCacheConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
     """Of what was set, what another key leaves without effect."""
-    reasons = {}
+    reasons: dict[str, str] = {}
     if config.namespace is not None:
         reasons |= dict.fromkeys(
             ("salt", "epoch", "key_by_engine_version"), "as namespace replaces what they determine"
