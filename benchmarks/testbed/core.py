@@ -40,7 +40,9 @@ ROWS = 16
 MIB = 1 << 20
 LARGEST = 96 * MIB
 
-_spawn = multiprocessing.get_context("spawn")
+_children = multiprocessing.get_context("forkserver")
+"""Forked from a process that has imported this module and runs no thread; with the environment of the first of them."""
+_children.set_forkserver_preload([__name__])
 
 
 def spec(rows: int = ROWS) -> TensorSpec:
@@ -318,8 +320,8 @@ class Remote:
     """A `Worker` or `Scheduler` in a child process. A call is answered before the next one."""
 
     def __init__(self, side: type[Worker] | type[Scheduler], *arguments: Any, **keys: Any) -> None:
-        self._link, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=_serve, args=(theirs, side, arguments, keys), daemon=True)
+        self._link, theirs = _children.Pipe()
+        self.process = _children.Process(target=_serve, args=(theirs, side, arguments, keys), daemon=True)
         self.process.start()
         theirs.close()
         self._answer()
