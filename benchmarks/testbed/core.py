@@ -139,6 +139,8 @@ class Scheduler:
         **keys: Any,
     ) -> None:
         before = own_arenas()
+        if not keys.get("remotes"):
+            keys.setdefault("load_deadline_ms", 5000)  # a disk always answers, and on a busy machine late
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
         epoch = config.epoch if config.namespace is None else None

@@ -43,6 +43,8 @@ from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, 
 
 USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"
 QUICK = RedisOptions(timeout_s=0.5, connect_timeout_s=0.5)
+PATIENT = RedisOptions(timeout_s=10.0, connect_timeout_s=10.0)
+"""More so than by default: servers under test share this machine with other tests."""
 TRAP = 64
 
 
@@ -52,7 +54,7 @@ def new_key() -> EncoderCacheKey:
 
 @contextmanager
 def opened(url: str, options: RedisOptions | None = None) -> Iterator[RedisTier]:
-    tier = open_redis(url, options)
+    tier = open_redis(url, options or PATIENT)
     try:
         yield tier
     finally:
