@@ -40,7 +40,9 @@ ROWS = 16
 MIB = 1 << 20
 LARGEST = 96 * MIB
 
-_spawn = multiprocessing.get_context("spawn")
+_children = multiprocessing.get_context("forkserver")
+"""Forked from a process that has imported this module and runs no thread; with the environment of the first of them."""
+_children.set_forkserver_preload([__name__])
 
 
 def spec(rows: int = ROWS) -> TensorSpec:
@@ -137,6 +139,8 @@ class Scheduler:
         **keys: Any,
     ) -> None:
         before = own_arenas()
+        if not keys.get("remotes"):
+            keys.setdefault("load_deadline_ms", 5000)  # a disk always answers, and on a busy machine late
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
         epoch = config.epoch if config.namespace is None else None
@@ -318,8 +322,8 @@ class Remote:
     """A `Worker` or `Scheduler` in a child process. A call is answered before the next one."""
 
     def __init__(self, side: type[Worker] | type[Scheduler], *arguments: Any, **keys: Any) -> None:
-        self._link, theirs = _spawn.Pipe()
-        self.process = _spawn.Process(target=_serve, args=(theirs, side, arguments, keys), daemon=True)
+        self._link, theirs = _children.Pipe()
+        self.process = _children.Process(target=_serve, args=(theirs, side, arguments, keys), daemon=True)
         self.process.start()
         theirs.close()
         self._answer()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How tests, and what they run on, wait for what other threads and processes do."""
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -44,6 +46,20 @@ def wait_until(
         if now > deadline:
             raise AssertionError(f"waited {deadline_s:g} s until {what}{raised}")
         time.sleep(min(max(0.001, (now - began) / 20), 0.005) if pause_s is None else pause_s)
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and wait until all of its threads stand still: on a busy machine they go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    wait_until("it has stopped", lambda: {_state(thread) for thread in threads.iterdir()} <= {"T", "Z"})
+
+
+def _state(thread: Path) -> str:
+    try:
+        return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"  # it has ended
 
 
 def wait_for_server(

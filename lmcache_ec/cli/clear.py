@@ -20,7 +20,7 @@ def clear(
 ) -> None:
     """Remove all entries from one tier; asks first. Other files, keys and objects stay.
 
-    Engines that run do not take it for a loss, and write nothing again. The exit status is 1 if something was not
+    Running engines do not treat this as a loss, and write nothing back. The exit status is 1 if something was not
     removed.
     """
     check_namespaces([namespace] if namespace else [])

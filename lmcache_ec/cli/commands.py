@@ -92,7 +92,7 @@ def status(
 ) -> None:
     """What each engine's cache holds and has counted, as of its last scheduling pass.
 
-    With --record, what requests need from now on, until Ctrl-C: no name is written, only its digest with a secret salt.
+    With --record, record what requests need, until Ctrl-C. No names are written, only their digests with a secret salt.
     """
     if record is not None:
         most_bytes = int((most_mib or _MOST_MIB) * MIB)

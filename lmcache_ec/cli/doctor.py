@@ -163,7 +163,7 @@ def _events(report: Report, config: EncoderCacheConfig) -> None:
         report.problems.append("events_endpoint: nothing is published without pyzmq: pip install 'lmcache-ec[events]'")
     for endpoint in (publishing.events, publishing.snapshots):
         if why := why_unusable(endpoint):
-            report.notes.append(f"{endpoint}: {why}; an engine would publish nothing until it can be had")
+            report.notes.append(f"{endpoint}: {why}; an engine would publish nothing until it is free")
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:

@@ -117,6 +117,6 @@ def _notes(epoch: int) -> list[str]:
     return [
         "Engines on this folder follow within two seconds, an idle one with its next request. vLLM's own caches on the "
         "device do not: reset the encoder cache and the prefix cache of each engine (docs/weights.md).",
-        f"The number is in {EPOCH_FILE} of this folder alone. Engines with other folders: run `lmcache-ec epoch --to "
-        f"{epoch}` there. Where the folder may be lost, set ec.epoch: {epoch} in the configuration, too.",
+        f"The number is stored in {EPOCH_FILE} in this folder only. Engines with other folders: run `lmcache-ec epoch "
+        f"--to {epoch}` there. Where the folder may be lost, set ec.epoch: {epoch} in the configuration, too.",
     ]

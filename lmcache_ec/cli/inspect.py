@@ -50,8 +50,8 @@ def inspect(
 ) -> None:
     """What one entry's header says, which tiers have the entry, and whether it verifies there.
 
-    What is shown of it is the header of a copy that verifies. Where none does, or with --header-only, it is not
-    verified, which the output says: anyone who can write to the tier can have written anything there. The exit status
+    The header is that of a copy that verifies. If none does, or with --header-only, it is not verified, and the output
+    says so: anyone who can write to the tier may have written it. The exit status
     is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
     check_namespaces([namespace] if namespace else [])

@@ -65,8 +65,8 @@ def list_entries(
 ) -> None:
     """Which entries the tiers hold: size, age and tiers of each, and its identifier where it takes little to read it.
 
-    Age counts from the last use; in S3, from the write. That an identifier is the one of its entry's name is checked;
-    nothing else is verified here: `inspect` and `verify` do that. The exit status is 1 if a tier could not be reached.
+    Age counts from the last use; in S3, from the write. Each identifier is checked against its entry's name; nothing
+    else is verified here, as `inspect` and `verify` do that. The exit status is 1 if a tier could not be reached.
     """
     check_namespaces(namespaces or ())
     with OpenTiers(wanted_tiers(extra, tier)) as opened:

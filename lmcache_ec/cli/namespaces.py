@@ -74,7 +74,11 @@ def find_and_remove(
     remove: str = typer.Option("", "--remove", metavar="NAMESPACE", help="Remove this namespace; asks first."),
     remove_unused: bool = typer.Option(False, "--remove-unused", help="Remove everything that --unused-for finds."),
     unused_for: float = typer.Option(
-        0.0, "--unused-for", parser=number(0), metavar="DAYS", help="Only those that no tier saw used for this long."
+        0.0,
+        "--unused-for",
+        parser=number(0),
+        metavar="DAYS",
+        help="Only those that no tier reports as used in this many days.",
     ),
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
@@ -82,7 +86,7 @@ def find_and_remove(
     extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What each namespace takes in the tiers of an engine that is started in this environment, and when it was used.
+    """How much each namespace takes in the tiers of this configuration, and when it was last used.
 
     Changes nothing, unless something is to be removed. The exit status is 1 if a tier could not be reached, or if what
     was to be removed was not.

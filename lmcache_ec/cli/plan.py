@@ -44,12 +44,12 @@ def plan(
         1, "--replicas", parser=whole(1, 10_000), metavar="N", help="Engines that serve the trace together."
     ),
     routing: str = typer.Option(
-        "random", "--routing", help=f"To which of them a request goes: {' or '.join(ROUTINGS)}."
+        "random", "--routing", help=f"How requests are spread over them: {' or '.join(ROUTINGS)}."
     ),
     sample: float = typer.Option(
         1.0, "--sample", parser=number(1e-6, 1), metavar="SHARE", help="Replay this share of the identifiers."
     ),
-    prices: list[str] = typer.Option([], "--price", metavar="NAME=NUMBER", help="Of money, see --json."),  # noqa: B008
+    prices: list[str] = typer.Option([], "--price", metavar="NAME=NUMBER", help="A price; --json shows all of them."),  # noqa: B008
     picture: Path | None = typer.Option(None, "--picture", help="Write an SVG file here."),  # noqa: B008
     keep: Path | None = typer.Option(None, "--write-trace", help="Write what is replayed to this CSV file."),  # noqa: B008
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
@@ -193,4 +193,6 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
         mean = (first.encoder.bytes + sum(served.bytes for served in first.by_tier.values())) / first.requests
         sizes = [outcome.scenario.tiers[name] * share for outcome in outcomes if outcome.scenario.tiers.get(name)]
         if share < 1 and min(sizes) / mean < _FEW_ENTRIES:
-            console.print(f"{name}: the sample's has room for {min(sizes) / mean:.0f} entries; take a larger --sample")
+            console.print(
+                f"{name}: in the sample there is room for {min(sizes) / mean:.0f} entries; take a larger --sample"
+            )

@@ -199,7 +199,7 @@ def _dropped(trace: Trace) -> Iterator[str]:
     if trace.lost:
         yield f"{trace.lost:,} more are not in it: there was no room for them on the way, or nobody knew their size"
     if trace.guessed:
-        yield f"the encode time of {trace.guessed:,} is a guess: their engine had measured none"
+        yield f"guessed encode times: {trace.guessed:,}, as their engines had measured none"
 
 
 @contextmanager

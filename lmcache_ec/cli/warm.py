@@ -120,7 +120,7 @@ def warm(
     count: int = typer.Option(
         0, "--count", parser=whole(0), metavar="N", help="At most this many entries, the newest; 0: all."
     ),
-    size: str = typer.Option("", "--bytes", metavar="SIZE", help="At most so much of the newest, such as 10GiB."),
+    size: str = typer.Option("", "--bytes", metavar="SIZE", help="At most this much of the newest, for example 10GiB."),
     identifiers: typer.FileText | None = typer.Option(  # noqa: B008
         None, "--identifiers", help="Only these: a file with one identifier per line, - for standard input."
     ),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def where(
     identifiers: list[str] = typer.Argument(  # noqa: B008
-        None, metavar="[IDENTIFIER]...", help="Of the entries; none: list the replicas."
+        None, metavar="IDENTIFIER", help="Identifiers of entries; without any, the replicas are listed."
     ),
     replicas: list[str] = typer.Option(  # noqa: B008
         ...,
@@ -36,7 +36,7 @@ def where(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Which replicas hold these entries in LocalCPU, by what they publish. No engine is asked.
+    """Which replicas hold these entries in LocalCPU, according to what they publish. No engine is asked.
 
     The exit status is 1 if an entry is held by none, or a replica did not answer.
     """

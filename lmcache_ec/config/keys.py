@@ -225,7 +225,7 @@ class EncoderCacheConfig(BaseModel):
         16.0, description="Limit of the LocalDisk folder; engines that share it count together."
     )
     min_free_disk_size: Gibibytes = Field(
-        1.0, description="With less than this free on the file system of LocalDisk nothing is written."
+        1.0, description="Nothing is written while the file system of LocalDisk has less than this free."
     )
     cache_policy: Annotated[Literal["LRU", "cost"], BeforeValidator(_policy), Accepts("must be LRU or cost")] = Field(
         "LRU",
@@ -233,12 +233,12 @@ class EncoderCacheConfig(BaseModel):
         "size and how often it is asked for (cost). LocalDisk always evicts the least recently used.",
     )
     extra_config: ExtraConfig = Field(
-        default_factory=dict, description="LMCache's; of it, what belongs to S3 or to a remote of LMCache's is used."
+        default_factory=dict, description="As in LMCache. Only what belongs to S3 or to a remote of LMCache is used."
     )
     remotes: Remotes = Field(
         (),
-        description="URLs of remote tiers, the one that is asked first in front; `remote_url` is the form for one. "
-        "`${NAME}` in one is an environment variable.",
+        description="URLs of the remote tiers, in the order in which they are asked. For a single one there is "
+        "`remote_url`. `${NAME}` stands for an environment variable.",
     )
     ttl_s: Lifetime = Field(None, description="How long an entry lives in a remote tier. Unset: no limit.")
     blocking_timeout_secs: Annotated[
@@ -254,29 +254,33 @@ class EncoderCacheConfig(BaseModel):
     ] = Field(MAX_ENTRY_BYTES / GIB, description="Largest entry that is sent to Redis.")
     remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("must be auto, probe or catalog")] = Field(
         "auto",
-        description="How a remote is asked for what no listing mentions: always (probe), only what its listing has "
-        "(catalog), or, auto, S3 by its catalog and Redis always as long as it answers quickly.",
+        description="What a remote is asked for: everything (probe), or only what its listing has (catalog). auto: S3 "
+        "for what its listing has; Redis for everything, as long as it answers quickly.",
     )
-    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Between two listings of a remote.")
+    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Time between two listings of a remote.")
     load_deadline_ms: Milliseconds = Field(
         1000,
-        description="Longest wait of a request for all its entries to arrive, and with load_policy auto no longer than "
-        "their encodes are expected to take; then vLLM encodes.",
+        description="How long a request may wait for its entries to arrive; with load_policy auto, no longer than "
+        "their encodes are expected to take. After that vLLM encodes.",
     )
     load_policy: Annotated[Literal["auto", "always"], Accepts("must be auto or always")] = Field(
         "auto",
         description="What a request waits for: entries that are expected sooner than vLLM would have encoded them "
         "(auto), or all that a tier has (always).",
     )
-    start_timeout_s: Seconds = Field(10.0, description="Longest wait at start for store process and ranks.")
-    store_timeout_s: Seconds = Field(10.0, description="A store process that is silent for so long is replaced.")
-    drain_s: SecondsFromZero = Field(30.0, description="Longest that writes continue after the engine has ended.")
+    start_timeout_s: Seconds = Field(
+        10.0, description="How long an engine may wait at its start for the store process and the ranks."
+    )
+    store_timeout_s: Seconds = Field(
+        10.0, description="A store process that does not answer for this long is replaced."
+    )
+    drain_s: SecondsFromZero = Field(30.0, description="How long writes may continue after the engine has ended.")
     producer_flush_s: Annotated[
         SecondsFromZero,
         Field(le=600),
         Accepts("must be a number of seconds from 0 to 600, without a unit", "s"),
     ] = Field(
-        10.0, description="Longest that a producer's step waits until its entries are in every tier; 0: not at all."
+        10.0, description="How long a producer's step may wait until its entries are in every tier; 0: not at all."
     )
     wait_for_producer_ms: Annotated[
         int,
@@ -304,19 +308,21 @@ class EncoderCacheConfig(BaseModel):
         "namespace with the weights' digest (true), or with the version that vLLM was given (by_version).",
     )
     weights_check_s: SecondsFromZero = Field(
-        60.0, description="Between two looks at the weights for a change that no call to the workers made; 0: none."
+        60.0,
+        description="Time between two checks whether the weights have changed without a call to the workers; 0: no "
+        "check.",
     )
     events_endpoint: Endpoint = Field(
         None,
-        description="Where is published what comes into LocalCPU and leaves it, for routers (docs/events.md). Unset: "
-        "nowhere. Data-parallel engines publish at the next ports.",
+        description="Address at which an engine publishes, for routers, what enters and leaves LocalCPU "
+        "(docs/events.md). Unset: nothing is published. Data-parallel engines publish at the next ports.",
     )
     events_snapshot_endpoint: Endpoint = Field(
         None,
-        description="Where subscribers get what LocalCPU holds. Unset: 1000 ports above events_endpoint, or its path "
-        "with `.snapshots`.",
+        description="Address from which subscribers get all that LocalCPU holds. Unset: 1000 ports above "
+        "events_endpoint, or its path with `.snapshots`.",
     )
-    events_topic: Text = Field("", description="First frame of each event, which subscribers can select by.")
+    events_topic: Text = Field("", description="First frame of each event, by which subscribers can select.")
 
     @field_validator("max_local_disk_size")
     @classmethod

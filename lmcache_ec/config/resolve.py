@@ -84,7 +84,8 @@ def resolve(
         raise ConfigError(*problems)
     origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
     notes += [*_ignored(ignored.values(), service_links(environ)), *_slow_before_quick(config.remotes)]
-    return Resolved(config, origins, (*notes, *_without_effect(written.values())))
+    notes += [*_without_effect(written.values()), *_overruled(config, origins)]
+    return Resolved(config, origins, tuple(notes))
 
 
 def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = None) -> str:
@@ -114,6 +115,20 @@ def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
             reasons.setdefault(NOTED[setting.key], []).append(f"{setting.key} ({setting.origin.location})")
     for why, named in reasons.items():
         yield f"accepted without effect, {why}: {', '.join(named)}"
+
+
+def _overruled(config: EncoderCacheConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
+    """Of what was set, what another key leaves without effect."""
+    reasons: dict[str, str] = {}
+    if config.namespace is not None:
+        reasons |= dict.fromkeys(
+            ("salt", "epoch", "key_by_engine_version"), "as namespace replaces what they determine"
+        )
+    if config.events_endpoint is None:
+        reasons |= dict.fromkeys(("events_snapshot_endpoint", "events_topic"), "as events_endpoint is not set")
+    for key, why in reasons.items():
+        if getattr(config, key) != default(key):
+            yield f"{key}={describe(config, key)} in {origins[key].location}: has no effect, {why}"
 
 
 def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple[EncoderCacheConfig | None, list[str]]:

@@ -182,7 +182,7 @@ class Cache:
         if room.readonly:
             raise TypeError(f"target of type {type(target).__name__}: must be a buffer that can be written")
         if room.nbytes != found.data.nbytes:
-            raise ValueError(f"{identifier}: a buffer of {room.nbytes} bytes for a tensor of {found.data.nbytes}")
+            raise ValueError(f"{identifier}: a buffer of {room.nbytes} bytes for a tensor of {found.data.nbytes} bytes")
         room[:] = found.data
         return Tensor(found.shape, found.dtype, room)
 

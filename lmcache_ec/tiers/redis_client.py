@@ -222,7 +222,11 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ((BusyLoadingError,), errno.EAGAIN, "the server is loading its data"),
     ((MasterDownError,), errno.EAGAIN, "the server is a replica that has lost its master"),
     ((AskError,), errno.EPROTO, "this is a server of a Cluster: redis-cluster:// is what follows its redirects"),
-    ((socket.gaierror,), errno.EHOSTUNREACH, "a host of this name is not known"),
+    (
+        (socket.gaierror,),
+        errno.EHOSTUNREACH,
+        "the name of the host does not resolve: is it spelled correctly, and does DNS answer?",
+    ),
     ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
     ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
     ((InvalidResponse,), errno.EPROTO, "what answers is not Redis' protocol; TLS is rediss://"),

@@ -188,10 +188,12 @@ def _kill(group: int) -> None:
 def _in_file(path: str) -> str:
     try:
         text = Path(path).read_text().strip()
-    except (OSError, ValueError):
-        text = ""
+    except OSError as error:
+        raise CredentialsUnavailable(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise CredentialsUnavailable(f"{path} cannot be read: must be text in UTF-8") from None
     if not text:
-        raise CredentialsUnavailable(f"{path} cannot be read, or is empty")
+        raise CredentialsUnavailable(f"{path} is empty: must hold the user or the password, and nothing else")
     return text
 
 

@@ -149,7 +149,7 @@ def _query(text: str) -> dict[str, Any]:
         try:
             found[key] = readers[key](value)
         except ValueError:
-            raise ValueError(f"S3 URL: {key} is true or false") from None
+            raise ValueError(f"S3 URL: {key} must be true or false") from None
         if value == "":
             raise ValueError(f"S3 URL: {key} is empty")
     return found

@@ -279,7 +279,7 @@ def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.bind(rank_address(name, 1))
         silent.listen()
-        scheduler = Scheduler(tmp_path, name, ranks=2)
+        scheduler = Scheduler(tmp_path, name, ranks=2, start_timeout_s=1.0)
         try:
             wait_until("the other rank is there", lambda: worker.rank.arena_id)
             assert nothing_is_promised(scheduler)

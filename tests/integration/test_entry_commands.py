@@ -412,6 +412,8 @@ def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     monkeypatch.setenv("LMCACHE_EC_MAX_LOCAL_DISK_SIZE", f"{5.5 * length / GIB:.12f}")
     own = [f"own {number}" for number in range(3)]
     put(stores.disk, *own)
+    for path in stores.folder.rglob("*.safetensors"):
+        os.utime(path, (time.time() - 3600,) * 2)  # Redis says in whole seconds when an entry was used
     put(stores.redis, *(f"picture {number}" for number in range(4)))
     result = run("warm", "--from", "redis", "--threads", "1")
     assert (result.exit_code, "2 copied" in result.stdout) == (0, True)

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,19 +61,24 @@ def test_what_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: P
                     finds(two, identifier)
 
 
+def some_of(folder: Path, identifiers: list[str], some: int) -> bool:
+    return sum(path_of(folder, identifier).exists() for identifier in identifiers) >= some
+
+
 def test_what_was_written_before_a_store_process_was_killed_is_found_within_a_second(tmp_path: Path) -> None:
     """Killed in the middle of writing. Between an entry's name and its news there is room for one entry, which the
     next listing finds."""
     moments, found, unheard, kills = random.Random(0), 0, 0, 0
     with Bench(tmp_path) as two:
         two.scanned()
-        while kills < 5 or (found <= kills and kills < 40):  # on a busy machine some are killed before they write
+        while kills < 5:
             kills += 1
-            new = names(f"kill {kills}", 40)
+            new, some = names(f"kill {kills}", 40), moments.randrange(1, 30)
             with Bench(tmp_path) as one:
                 pid = one.serving()
                 one.encode(new)
-                time.sleep(moments.uniform(0.005, 0.05))
+                written = partial(some_of, tmp_path, new, some)
+                wait_until(f"{some} are written", written, pause_s=0.0005)
                 os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + SOON_S
             for identifier in sorted(stored(tmp_path).intersection(new)):

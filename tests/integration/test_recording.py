@@ -120,7 +120,7 @@ def test_each_need_of_each_request_is_a_line_that_plan_replays(served: Served, t
     scenario = replayed(file)
     assert (scenario["requests"], scenario["encodes"]) == (4, 2)
     assert f"{file}: 4 outputs" in out
-    assert "is a guess" in out, "the first were recorded when too few encodes had been measured"
+    assert "guessed encode times: " in out, "the first were recorded when too few encodes had been measured"
     served.until("nobody records any more", lambda: served.cache.accesses is None)
 
 

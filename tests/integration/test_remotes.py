@@ -192,6 +192,7 @@ def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remo
         assert third.serves(IMAGES[0])
 
 
+@pytest.mark.parametrize("remote", ["redis", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("how", ["lmcache-ec/2 longer", "more fields sealed"])
 def test_an_entry_of_another_version_is_a_miss_and_is_left_as_it_is(remote: Remote, how: str) -> None:
     filled(None, remote)

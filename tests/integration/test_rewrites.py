@@ -122,6 +122,7 @@ def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store)
         assert all(restarted.serves(identifier) for identifier in IMAGES)
 
 
+@pytest.mark.parametrize("store", ["disk", "redis", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_what_one_engine_finds_lost_every_other_gives_again_too(store: Store) -> None:
     """Whoever looks first gives the store its new name; the others see that it is another one."""
     with store.bench() as one, store.bench() as other:

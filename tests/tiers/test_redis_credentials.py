@@ -267,8 +267,11 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
         ("password_command=/no/such/program", "there is no program /no/such/program"),
         ("password_command=", "must be a program and its arguments"),
         ("password_command='", "must be a program and its arguments"),
-        ("password_file=/no/such/file", "cannot be read, or is empty"),
-        ("username_file=/no/such/file&password_command=/bin/true", "cannot be read, or is empty"),
+        ("password_file=/no/such/file", "/no/such/file cannot be read: No such file or directory"),
+        (
+            "username_file=/no/such/file&password_command=/bin/true",
+            "/no/such/file cannot be read: No such file or directory",
+        ),
         (
             "password_file=/x&password_command=/bin/true",
             "must be given once, as one of password, password_file, password_command",

@@ -789,7 +789,7 @@ def test_urls_in_our_form_and_in_lmcaches(address: str, extra: dict[str, object]
         ("s3://bucket/p?endpoint=http://u:CANARY%40host", {}, "accepted is host"),
         ("s3://bucket/p?regoin=CANARY", {}, "unknown option regoin: did you mean region?"),
         ("s3://bucket/p?zone=CANARY", {}, "unknown option zone: accepted are endpoint, region"),
-        ("s3://bucket/p?path_style=CANARY", {}, "path_style is true or false"),
+        ("s3://bucket/p?path_style=CANARY", {}, "path_style must be true or false"),
         ("s3://bucket/p?region=", {}, "region is empty"),
         ("s3://bucket/p?endpoint=http://host&tls=true", {}, "contradict"),
         ("s3://bucket/p?endpoint=ftp://host", {}, "accepted is host"),

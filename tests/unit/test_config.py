@@ -578,6 +578,32 @@ def test_the_service_links_of_kubernetes_are_noted_and_configure_nothing() -> No
     assert all(name in note for name in SERVICE_LINKS)
 
 
+@pytest.mark.parametrize(
+    ("keys", "notes"),
+    [
+        (
+            "namespace: mine, epoch: 3, salt: x",
+            ["salt='x' in <file> line 1: has no effect, as namespace", "epoch=3 in <file> line 1: has no effect"],
+        ),
+        (
+            "events_snapshot_endpoint: 'tcp://*:1'",
+            ["events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect, as events_endpoint is not set"],
+        ),
+        ("namespace: mine", []),
+        ("epoch: 3, salt: x", []),
+        ("events_endpoint: 'tcp://*:1', events_snapshot_endpoint: 'tcp://*:2'", []),
+    ],
+)
+def test_a_key_that_another_one_leaves_without_effect_is_noted(
+    keys: str, notes: list[str], file: Callable[[str], dict[str, str]]
+) -> None:
+    environ = file(f"ec: {{{keys}}}")
+    found = resolve(environ=environ).notes
+    assert len(found) == len(notes)
+    for note, begin in zip(found, notes, strict=True):
+        assert note.startswith(begin.replace("<file>", environ["LMCACHE_CONFIG_FILE"]))
+
+
 def test_a_variable_near_a_key_is_an_error_and_any_other_with_our_prefix_is_noted() -> None:
     with pytest.raises(ConfigError, match="did you mean local_disk"):
         load_config(environ={"LMCACHE_EC_LOCAL_DISC": "/data"})

@@ -147,9 +147,10 @@ def test_no_way_of_writing_a_credential_makes_the_report_show_it(
     for content in contents:
         file.write_text(content)
         monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
-        for extra in extras:
-            for flags in ([], ["--json"]):
-                assert CANARY not in doctor("--extra", extra, *flags)[1]
+        for number, extra in enumerate(extras):
+            assert CANARY not in doctor("--extra", extra, *(["--json"] if number % 2 else []))[1]
+            if content == contents[0]:
+                assert CANARY not in doctor("--extra", extra, *([] if number % 2 else ["--json"]))[1]
     for name, value in [
         ("LMCACHE_CONFIG_FILE", address),
         ("LMCACHE_EC_SALT", address),

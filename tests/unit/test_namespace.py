@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,9 +22,12 @@ COMMIT, OTHER_COMMIT = "a" * 40, "b" * 40
 
 def vllm_config(model: Path | str, **changes: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
 
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True}
-    return EngineArgs(**{"model": str(model), **arguments, **changes}).create_engine_config()
+    # vLLM looks at a model's class in a process of its own, lest CUDA be initialized: ten seconds to import vLLM again.
+    with mock.patch.object(registry, "_run_in_subprocess", lambda look: look()):
+        return EngineArgs(**{"model": str(model), **arguments, **changes}).create_engine_config()
 
 
 def namespace(model: Path | str, config: EncoderCacheConfig | None = None, **changes: Any) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.testbed.waiting import wait_for_server
+from benchmarks.testbed.waiting import freeze, wait_for_server
 
 _RUN = """
 import runpy, socket
@@ -58,7 +58,7 @@ class LMCacheServer:
         return True
 
     def freeze(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+        freeze(self._process.pid)
 
     def thaw(self) -> None:
         os.kill(self._process.pid, signal.SIGCONT)

@@ -98,7 +98,7 @@ class RedisServer:
         return redis.Redis(port=self.port, socket_timeout=5, protocol=2, retry=Retry(NoBackoff(), 0), **settings)
 
     def freeze(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        waiting.freeze(self.pid)
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
