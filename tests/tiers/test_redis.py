@@ -54,7 +54,7 @@ def new_key() -> EncoderCacheKey:
 
 @contextmanager
 def opened(url: str, options: RedisOptions | None = None) -> Iterator[RedisTier]:
-    tier = open_redis(url, options or PATIENT)
+    tier = open_redis(url, options)
     try:
         yield tier
     finally:
@@ -155,7 +155,7 @@ class TestRedisTierOverTls(TierConformance):
 
     @pytest.fixture
     def tier(self, tls_port: int, authority: Authority, client_identity: Identity) -> Iterator[RedisTier]:
-        with opened(tls_url(tls_port, authority, client_identity)) as tier:
+        with opened(tls_url(tls_port, authority, client_identity), PATIENT) as tier:
             yield tier
 
 
