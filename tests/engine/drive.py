@@ -189,7 +189,7 @@ def schedule_amid_execution(engine: Engine) -> None:
     def schedule_and_execute(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         executor.execute_model = execute
         idle = engine.scheduler.schedule()
-        assert not idle.total_num_scheduled_tokens
+        assert not idle.total_num_scheduled_tokens, "the pass in between has scheduled tokens"
         return execute(scheduler_output, *args, **kwargs)
 
     executor.execute_model = schedule_and_execute
