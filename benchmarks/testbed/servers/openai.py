@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
+from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes, vllm_version
 from benchmarks.testbed.engine_runner import descendants
 from benchmarks.testbed.media import WORDINGS, picture
 from benchmarks.testbed.models import ROOT, model_path
 from benchmarks.testbed.servers.redis import free_port
 from benchmarks.testbed.waiting import wait_for_server
+from lmcache_ec.adapters.vllm.versions import minor
 from lmcache_ec.cli.status import engines
 
 START_S = 240.0
@@ -109,7 +110,9 @@ class OpenAIServer:
         given: Json = {"model": self.model, "host": "127.0.0.1", "port": self.port, **self._arguments}
         if self._connector is not None:
             given["ec_transfer_config"] = {**self._connector, "engine_id": self.engine_id}
-        options = ["--enforce-eager", "--skip-mm-profiling", "--trust-request-mm-kwargs"]
+        options = ["--enforce-eager", "--skip-mm-profiling"]
+        if minor(vllm_version()) >= (0, 31):  # before that every server trusts them
+            options.append("--trust-request-mm-kwargs")
         for name, value in given.items():
             option = name.replace("_", "-")
             if isinstance(value, bool):
