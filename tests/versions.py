@@ -84,21 +84,30 @@ def now() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def run_engines(version: str, part: Sequence[str], index: Sequence[str], keep: bool) -> Row:
-    """`part` is empty for all tests; `index` has more arguments for pip; `keep` leaves the environment, or uses it."""
+def run_engines(version: str, part: Sequence[str], index: Sequence[str], keep: bool, again: Row | None) -> Row:
+    """`part` is empty for all tests; `index` has more arguments for pip; `keep` leaves the environment, or uses it;
+    `again` is the row of a run of which only what failed is run once more."""
     folder = FOLDER / version
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     row = Row(version, PART if part else ALL, NOT_RUN, part=tuple(part), date=now(), machine=machine())
     try:
-        return _run_engines(row, folder, index)
+        if again is None:
+            return _run_engines(row, folder, index, row.part or TESTS)
+        done = _run_engines(again, folder, index, (*(again.part or TESTS), "-k", " or ".join(_named(again.failed))))
+        return replace(done, result=f"{again.result}; those again: {done.result}")
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
+def _named(tests: Sequence[str]) -> list[str]:
+    """In the words of pytest's -k, which knows no brackets: with all parameters, then."""
+    return sorted({test.partition("[")[0] for test in tests})
+
+
+def _run_engines(row: Row, folder: Path, index: Sequence[str], tests: Sequence[str]) -> Row:
     log = FOLDER / f"{row.vllm}.log"
     log.write_text("")
     clone, python, ready = folder / "clone", folder / "venv" / "bin" / "python", folder / "ready"
@@ -115,7 +124,7 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str]) -> Row:
             return replace(row, result=f"{NOT_RUN}: no environment, {name} {problem}")
     ready.touch()
     torch, transformers = (_version(python, name) for name in ("torch", "transformers"))
-    result, failed = tested(python, row.part or TESTS, clone, folder / "tests.xml", log)
+    result, failed = tested(python, tests, clone, folder / "tests.xml", log)
     return replace(row, result=result, torch=torch, transformers=transformers, failed=failed)
 
 
@@ -140,6 +149,7 @@ def _version(python: Path, name: str) -> str:
 def tested(python: Path, tests: Sequence[str], clone: Path, report: Path, log: Path) -> tuple[str, tuple[str, ...]]:
     """What came of the tests in words, and which failed."""
     begun = time.monotonic()
+    report.unlink(missing_ok=True)  # of a kept environment
     problem = _logged((str(python), "-m", "pytest", "-q", f"--junitxml={report}", *tests), clone, log)
     if not report.exists():
         return f"failed: pytest {problem} and left no report", ()
@@ -166,7 +176,6 @@ def run_interface() -> Row:
     FOLDER.mkdir(parents=True, exist_ok=True)
     log, report = FOLDER / f"{SOURCES}.log", FOLDER / f"{SOURCES}.xml"
     log.write_text("")
-    report.unlink(missing_ok=True)
     result, failed = tested(Path(sys.executable), (*INTERFACE, "-m", "", "-k", SOURCES), ROOT, report, log)
     return Row(SOURCES, COMPARED, result, failed=failed, date=now(), machine=machine())
 
@@ -201,14 +210,19 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=(*VERSIONS, SOURCES), help="may be given again")
     parser.add_argument("--torch-index", help="where pip finds torch's CPU build, if it is not set up for that")
     parser.add_argument("--keep", action="store_true", help="leave the environments, and use those that were left")
+    parser.add_argument("--again", action="store_true", help="only what failed in the last run, if anything did")
     options, part = parser.parse_known_args()
     index = ("--extra-index-url", options.torch_index) if options.torch_index else ()
     good = True
     for version in options.only or (*VERSIONS, SOURCES):
-        row = run_interface() if version == SOURCES else run_engines(version, part, index, options.keep)
+        last = next(row for row in known() if row.vllm == version)
+        if options.again and not last.failed:
+            continue
+        again = last if options.again else None
+        row = run_interface() if version == SOURCES else run_engines(version, part, index, options.keep, again)
         write([row if each.vllm == version else each for each in known()])  # now: what is done survives what is not
         print(f"{version}: {row.result}", flush=True)
-        good &= not row.failed and NOT_RUN not in row.result and "failed" not in row.result
+        good &= not row.failed and NOT_RUN not in row.result and not row.result.startswith("failed")
     return 0 if good else 1
 
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What differs between versions of vLLM; and the table of versions says what was found, and no more."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
@@ -35,6 +38,21 @@ def test_what_failed_is_named() -> None:
 def test_what_fails_twice_is_one_test() -> None:
     twice = "<s><testcase name='a'><failure/></testcase><testcase name='a'><error/></testcase></s>"
     assert versions.summed(ElementTree.fromstring(twice), 2.0) == ("0 passed, 1 failed in 2 s", ("a",))
+
+
+def test_what_failed_may_run_again_and_the_row_says_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first = versions.Row("0.31.0", versions.ALL, "1 passed, 2 failed in 2 s", failed=("a[one]", "a[two]", "b"))
+
+    def run(row: versions.Row, folder: Path, index: object, tests: Sequence[str]) -> versions.Row:
+        assert tests == (*versions.TESTS, "-k", "a or b")
+        return replace(row, result="2 passed, 1 failed in 1 s", failed=("b",))
+
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
+    monkeypatch.setattr(versions, "_run_engines", run)
+    second = versions.run_engines("0.31.0", (), (), keep=False, again=first)
+    assert second.tests == versions.ALL
+    assert second.result == "1 passed, 2 failed in 2 s; those again: 2 passed, 1 failed in 1 s"
+    assert second.failed == ("b",)
 
 
 def engine(name: str, **transfer: Any) -> Any:
