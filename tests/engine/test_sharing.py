@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.testbed.engine_env import Layout, Output, engine_environment, read_encodes
@@ -76,5 +77,7 @@ def test_data_parallel_engines_share_a_folder_and_no_arena(tmp_path: Path, refer
     assert endpoints["1"] == f"{endpoints['0']}_dp1"
     (arena,), (other,) = found["arenas"]
     assert arena != other
-    assert len(read_encodes(log)) == 4
+    encoded = Counter(read_encodes(log))
+    assert len(encoded) == 2
+    assert set(encoded.values()) <= {1, 2}, "once by each, or the later one finds what the other has stored"
     wait_until("both images are on disk", lambda: len(list(disk.rglob("*.safetensors"))) == 2)
