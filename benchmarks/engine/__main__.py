@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from benchmarks.bench.machine import header
 from benchmarks.bench.table import RESULTS
 from benchmarks.engine import hits, mixed
 from benchmarks.engine.parties import stores, subjects
-from benchmarks.engine.report import bars, draw_hits, draw_throughput, kept, rows, show, summary
+from benchmarks.engine.report import Row, bars, draw_hits, draw_throughput, kept, rows, show, summary
 
 PARTS = ("hits", "overhead", "mixed", "throughput")
 _TINY = "gemma3"
@@ -43,7 +44,7 @@ def main() -> int:
     options = parser.parse_args()
     subject = models[options.model]
     figures: dict[str, Any] = {}
-    by_model = {}
+    by_model: dict[str, Sequence[Row]] = {}
     with tempfile.TemporaryDirectory(prefix="lmcache-ec-bench-", dir=options.folder) as name:
         about = header("benchmarks.engine", Path(name), options.pictures)
         for part in options.parts:
@@ -66,26 +67,29 @@ def main() -> int:
                     case "throughput":
                         batches = mixed.throughput(subject, folder, behind, options.requests, report)
                         figures[part] = [summary(batch) for batch in batches]
-    verdicts = bars(by_model)
-    options.results.mkdir(parents=True, exist_ok=True)
-    kept_rows = {model: [kept(row) for row in of_model] for model, of_model in by_model.items()}
-    all_figures = {
-        **about,
-        "model": subject.model,
-        "rows": kept_rows,
-        **figures,
-        "bars": [vars(bar) for bar in verdicts],
-    }
-    (options.results / "engine.json").write_text(json.dumps(all_figures, indent=1, ensure_ascii=False) + "\n")
-    if subject.model in by_model:
-        draw_hits(
-            by_model[subject.model], options.results / "engine-hits.svg", f"{subject.model}, one picture a request"
-        )
-    if batches_of := figures.get("throughput"):
-        draw_throughput(batches_of, options.results / "engine-throughput.svg", f"{subject.model}, four users at once")
-    show(figures, by_model, verdicts)
+            _write(options.results, {**about, "model": subject.model}, by_model, figures)
+    show(figures, by_model, bars(by_model))
     report(f"written to {options.results}: engine.json and pictures")
     return 0
+
+
+def _write(
+    folder: Path, about: Mapping[str, Any], by_model: Mapping[str, Sequence[Row]], figures: Mapping[str, Any]
+) -> None:
+    """After each part, so that a run that is ended early has what it has measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    all_figures = {
+        **about,
+        "rows": {model: [kept(row) for row in of_model] for model, of_model in by_model.items()},
+        **figures,
+        "bars": [vars(bar) for bar in bars(by_model)],
+    }
+    (folder / "engine.json").write_text(json.dumps(all_figures, indent=1, ensure_ascii=False) + "\n")
+    model = about["model"]
+    if model in by_model:
+        draw_hits(by_model[model], folder / "engine-hits.svg", f"{model}, one picture a request")
+    if batches := figures.get("throughput"):
+        draw_throughput(batches, folder / "engine-throughput.svg", f"{model}, four users at once")
 
 
 def _capacity(by_model: Any, model: str) -> float:
