@@ -37,6 +37,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
@@ -271,6 +272,8 @@ class DiskTier(Tier):
         """Find out whether anything can be written to the folder. OSError if that cannot be found out."""
         try:
             self._account.open()
+        except BlockingIOError:
+            pass  # it is removed again and again: for whoever writes
         except OSError as error:
             if error.errno not in _FORBIDDEN:
                 raise
@@ -444,7 +447,8 @@ class DiskTier(Tier):
             self._settle(survey)
 
     def _settle(self, survey: Survey) -> None:
-        survey.settle(self._account)
+        with suppress(BlockingIOError):  # removed again and again: the next survey is about the next one
+            survey.settle(self._account)
         with self._guard:
             self._victims = deque(survey.oldest())
 

@@ -171,18 +171,22 @@ class FolderAccount:
             return self._alone
 
     def _open_locked(self, root: int | None) -> int | None:
-        """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be."""
+        """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be.
+        OSError if it is removed each time: neighbours share the next one."""
+        removed = False
         try:
             for _ in range(_REMADE):
                 with Descriptor(open_root(self._folder, make=True)) if root is None else nullcontext(root) as folder:
                     fd = self._open(folder)
                     if fd is None:
-                        root = None  # it may have been removed
+                        root, removed = None, True  # the folder may have been, too
                         continue
                     try:
                         locked = _lock(fd)
-                        if locked and is_its_only_name(fd, folder, self._name):
+                        alone = is_its_only_name(fd, folder, self._name) if locked else None
+                        if alone:
                             return fd
+                        removed |= alone is False
                     except BaseException:
                         os.close(fd)
                         raise
@@ -191,7 +195,9 @@ class FolderAccount:
                         self._count_alone("no locks on this file system")
                         return None
                     # else it was removed before it was locked: nobody will see it again
-            self._count_alone(f"{self._name} is removed again and again, or this file system counts no names")
+            if removed:
+                raise OSError(errno.EAGAIN, f"{self._name} is removed again and again")
+            self._count_alone("this file system counts no names")
         except Foreign as error:
             self._count_alone(str(error.strerror))
         return None

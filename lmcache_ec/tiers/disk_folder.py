@@ -195,10 +195,11 @@ def open_or_make(root: int, name: str) -> int:
     return open_below(root, name, FOLDER)
 
 
-def is_its_only_name(fd: int, folder: int, name: str) -> bool:
+def is_its_only_name(fd: int, folder: int, name: str) -> bool | None:
     """Whether the open file has this name and no other: only then nobody outside the folder has it.
 
-    False if it has lost its name. Foreign if it has another one beside it, wherever that is.
+    False if it has lost its name; None if it has that, and the file system counts none (or somebody removes it just
+    now). Foreign if it has another one beside it, wherever that is.
     """
     try:
         named, opened = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd)
@@ -208,7 +209,7 @@ def is_its_only_name(fd: int, folder: int, name: str) -> bool:
         return False
     if named.st_nlink > 1:
         raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was left alone")
-    return named.st_nlink == 1
+    return named.st_nlink == 1 or None
 
 
 def try_lock(fd: int) -> bool | None:

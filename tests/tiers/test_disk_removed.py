@@ -16,9 +16,11 @@ import pytest
 
 from benchmarks.testbed.core import Bench, names, path_of, stored
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers import disk_account
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
+from lmcache_ec.tiers.disk_folder import try_lock
 from tests.tiers.conformance import fetch, value
 
 LIMIT = 1000
@@ -103,6 +105,28 @@ def test_a_put_under_way_when_the_folder_is_removed_starts_anew(
     assert tier.stored_bytes == 600
 
 
+def test_an_account_that_is_removed_each_time_fails_a_put_and_is_shared_again_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    one, other = DiskTier(root, LIMIT), DiskTier(root, LIMIT)
+
+    def remove_and_lock(fd: int) -> bool | None:
+        (root / ".usage").unlink()
+        return try_lock(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk_account, "try_lock", remove_and_lock)
+        with pytest.raises(TierError) as caught:
+            one.put(key("a"), value("a", 600))
+        assert caught.value.errno == errno.EAGAIN
+        scan(one)
+    assert one.put(key("a"), value("a", 600))
+    assert other.put(key("b"), value("b", 600)), "it evicts what the other has written"
+    assert held(root) == 600
+    assert one.stored_bytes == other.stored_bytes == 600
+
+
 def test_engines_whose_folder_is_removed_again_and_again_keep_the_limit_and_go_on_as_soon_as_that_ends(
     tmp_path: Path,
 ) -> None:
@@ -113,7 +137,7 @@ def test_engines_whose_folder_is_removed_again_and_again_keep_the_limit_and_go_o
 
     def use(number: int) -> int:
         tier, written, buffer = tiers[number % 2], 0, memoryview(bytearray(size))
-        for turn in range(8):
+        for turn in range(4):
             for name in names:
                 try:
                     written += tier.put(key(name), value(name, size))
