@@ -23,7 +23,7 @@ class Ranks:
     """All ranks of one engine. Runs on the scheduler side's one thread; no call waits.
 
     Each report goes to the part that it concerns: book, policy, weights; growth, staging and copies are the ranks' own.
-    Without one of them nothing can be promised: `give_up` is told why, and may be told again.
+    Without one of them nothing can be promised: `give_up` is called with the reason, maybe more than once.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class TiersBelow:
         """What they may have; None until a store process has opened them, and after `close`."""
         self._send = send
         self._namespace = ""  # whose entries are looked for
-        self._listed = ""  # the one that the store process has been told to list
+        self._listed = ""  # the one that the store process lists
         self._elsewhere = False  # whether the presence filter may still be about another one
         self._book = book
         self._complaints = complaints
