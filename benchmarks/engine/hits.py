@@ -4,7 +4,7 @@
 Each kind of hit is measured beside its floor, a hit in vLLM's own cache, in the same server, with the same pictures, a
 few requests later; a miss with the cache beside one without, in two servers in turn. Servers of one kind differ by more
 than what is to be shown (by a tenth, of a tiny model), so misses are measured in several pairs of them, and hits in
-several rounds over the same pictures. All counts are checked: a figure of a hit that was none ends the run.
+memory in several rounds over the same pictures. All counts are checked: a figure of a hit that was none ends the run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ Measured = dict[str, dict[tuple[int, int], Timing]]
 
 @dataclass(frozen=True)
 class Counts:
-    """How much is measured: pictures of each kind, rounds over them of hits in memory and on disk; `misses` more
+    """How much is measured: pictures of each kind, rounds over them of hits in memory; `misses` more
     pictures that are asked for once; and pairs of servers that share all these."""
 
     pictures: int
@@ -65,22 +65,18 @@ def measure(subject: Subject, folder: Path, behind: Stores, counts: Counts, repo
         wait_until("all is written", lambda: _written(cached, len(seeds)), _WRITES_S, pause_s=0.2)
     for kind, tier in (("disk", "disk"), ("Redis", "redis"), ("S3", "s3")):
         report(f"{subject.model}: hits from {kind} after a restart")
-        rounds = counts.rounds if tier == "disk" else 1
-        # LocalCPU has no room for what a round brings, so the next one finds nothing there.
-        keys = behind.tiers(tier) | {"max_local_cpu_size": subject.local_cpu_gib(max(BLOCK, len(seeds) // 2))}
-        with _served(subject, folder / tier, ours(keys), behind) as cached:
-            for block, number in _rounds(seeds, rounds):
-                cached.forget()
-                _each(measured, kind, cached, subject, block, number, loads=tier)
-                _each(measured, f"{kind} own", cached, subject, block, number)
+        with _served(subject, folder / tier, ours(behind.tiers(tier)), behind) as cached:
+            for block in _blocks(seeds):
+                _each(measured, kind, cached, subject, block, loads=tier)
+                _each(measured, f"{kind} own", cached, subject, block)
     report(f"{subject.model}: vLLM's ECExampleConnector, after a restart")
     with _served(subject, folder / "example", example(folder / "files"), behind) as filling:
         for seed in seeds:
             ask_once(filling.url, seed, subject.side)
     with _served(subject, folder / "example", example(folder / "files"), behind) as filled:
-        for block, number in _rounds(seeds, 1):
-            _each(measured, "ECExample", filled, subject, block, number)
-            _each(measured, "ECExample own", filled, subject, block, number)
+        for block in _blocks(seeds):
+            _each(measured, "ECExample", filled, subject, block)
+            _each(measured, "ECExample own", filled, subject, block)
     _check_answers(measured)
     return measured
 
@@ -165,10 +161,6 @@ def _written(serving: OpenAIServer, pictures: int) -> bool:
 def _writes(serving: OpenAIServer) -> int:
     """Of the tier that has written least."""
     return min(int(tier["writes"]) for tier in serving.status()["tiers"])
-
-
-def _rounds(seeds: Sequence[int], rounds: int) -> Iterator[tuple[Sequence[int], int]]:
-    return ((block, number) for number in range(rounds) for block in _blocks(seeds))
 
 
 def _blocks(seeds: Sequence[int]) -> Iterator[Sequence[int]]:

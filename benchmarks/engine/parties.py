@@ -12,9 +12,6 @@ from benchmarks.testbed.servers.openai import OpenAIServer
 from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed
 
-_BESIDE = 8 << 10
-"""Bytes of an entry that are not its tensor: at most so many."""
-
 OWN_CACHE_TOKENS = 2048
 """Of vLLM's own cache of encoder outputs, which is as large as the largest batch."""
 
@@ -29,12 +26,6 @@ class Subject:
     tokens: int
     """Of a picture."""
     threads: int
-    width: int
-    """Of an encoder output, in 32-bit floats."""
-
-    def local_cpu_gib(self, pictures: int) -> float:
-        """Of a LocalCPU with room for so many."""
-        return pictures * (self.tokens * self.width * 4 + _BESIDE) / (1 << 30)
 
     @property
     def processor_cache_gb(self) -> float:
@@ -45,9 +36,9 @@ class Subject:
 def subjects() -> Mapping[str, Subject]:
     cores = len(os.sched_getaffinity(0))
     return {
-        "gemma3": Subject("gemma3", 112, 16, 1, 256),
-        "gemma3_vit_b": Subject("gemma3_vit_b", 384, 144, cores, 512),
-        "gemma3_so400m_lm": Subject("gemma3_so400m_lm", 448, 256, cores, 1024),
+        "gemma3": Subject("gemma3", 112, 16, 1),
+        "gemma3_vit_b": Subject("gemma3_vit_b", 384, 144, cores),
+        "gemma3_so400m_lm": Subject("gemma3_so400m_lm", 448, 256, cores),
     }
 
 
