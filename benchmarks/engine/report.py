@@ -57,8 +57,9 @@ def _row(kind: str, measured: Measured, floor: str | None) -> Row:
     low, _, high = statistics.quantiles(first, n=4, method="inclusive") if len(first) > 1 else first * 3
     beside = None
     if floor is not None:
-        pairs = [(one.first_token_s, measured[floor][seed].first_token_s) for seed, one in measured[kind].items()]
-        beside = ratio([one for one, _ in pairs], [other for _, other in pairs])
+        both = measured[kind].keys() & measured[floor].keys()  # of a floor in another server there is one round
+        first_tokens = ([measured[each][key].first_token_s for key in both] for each in (kind, floor))
+        beside = ratio(*first_tokens)
     return Row(
         kind,
         round(statistics.median(first), 3),

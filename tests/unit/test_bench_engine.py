@@ -53,6 +53,14 @@ def test_a_hit_is_held_against_a_hit_in_the_cache_of_vllm_for_the_same_pictures(
     assert by_kind["off"].first_token_ms == pytest.approx(statistics.median([3000.0] * 3))
 
 
+def test_rounds_that_a_floor_lacks_are_not_compared_with_it() -> None:
+    once = timings(0.5, 0.7)
+    twice = once | {(seed, 1): timing for (seed, _), timing in timings(5.0, 7.0).items()}
+    measured = {"LocalCPU": twice, "LocalCPU own": twice, "off own": once}
+    by_kind = {row.kind: row.beside_floor for row in rows(measured)}
+    assert [found and found.pairs for found in by_kind.values()] == [None, 2, 4]
+
+
 @pytest.mark.slow  # nine servers, one after another
 @pytest.mark.timeout(1500)
 def test_a_short_run_measures_every_kind_of_request(tmp_path: Path) -> None:
