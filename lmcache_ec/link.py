@@ -31,8 +31,6 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 _libc = ctypes.PyDLL(None, use_errno=True)
 """Called with the GIL held, as these calls do not wait. What releases the GIL in a scheduler's pass, as the calls of
 `socket` do, hands it to vLLM's thread that serializes the outputs of the pass before, and the workers wait for both."""
-_send, _recvmsg = _libc.send, _libc.recvmsg
-_send.restype = _recvmsg.restype = ctypes.c_ssize_t
 _LATER = (errno.EAGAIN, errno.EINTR)
 
 
@@ -55,6 +53,11 @@ class _Header(ctypes.Structure):
         ("flags", ctypes.c_int),
     )
 
+
+_send, _recvmsg = _libc.send, _libc.recvmsg
+_send.restype = _recvmsg.restype = ctypes.c_ssize_t
+_send.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
+_recvmsg.argtypes = [ctypes.c_int, ctypes.POINTER(_Header), ctypes.c_int]
 
 _CONTROL = struct.Struct("@Nii")
 """struct cmsghdr: length with the descriptors behind it, level, type."""
@@ -91,7 +94,8 @@ class LinkClosed(ConnectionError):
 
 
 class Link:
-    """One end of a link. Not thread-safe, except that one thread may send while another receives."""
+    """One end of a link: the scheduler's thread, the link thread of a rank and the store process have one each. Not
+    thread-safe, except that one thread may send while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)

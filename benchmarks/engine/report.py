@@ -52,8 +52,8 @@ def rows(measured: Measured) -> list[Row]:
 
 
 def _row(kind: str, measured: Measured, floor: str | None) -> Row:
-    timings = list(measured[kind].values())
-    first = [timing.first_token_s * 1e3 for timing in timings]
+    first = [timing.first_token_s * 1e3 for timing in measured[kind].values()]
+    whole = [timing for (_, number), timing in measured[kind].items() if number == 0]  # later rounds: few tokens
     low, _, high = statistics.quantiles(first, n=4, method="inclusive") if len(first) > 1 else first * 3
     beside = None
     if floor is not None:
@@ -64,8 +64,8 @@ def _row(kind: str, measured: Measured, floor: str | None) -> Row:
         kind,
         round(statistics.median(first), 3),
         (round(low, 3), round(high, 3)),
-        round(statistics.median(timing.between_tokens_s for timing in timings) * 1e3, 3),
-        round(1 / statistics.median(timing.total_s for timing in timings), 3),
+        round(statistics.median(timing.between_tokens_s for timing in whole) * 1e3, 3),
+        round(1 / statistics.median(timing.total_s for timing in whole), 3),
         beside,
     )
 

@@ -61,6 +61,14 @@ def test_rounds_that_a_floor_lacks_are_not_compared_with_it() -> None:
     assert [found and found.pairs for found in by_kind.values()] == [None, 2, 4]
 
 
+def test_of_rounds_with_few_tokens_only_the_time_to_the_first_counts() -> None:
+    short = Timing(0.5, 9.0, 9.5, (1, 1))
+    timings_of_all = timings(0.5) | {(0, number): short for number in range(1, 9)}
+    for row in rows({"LocalCPU": timings_of_all, "LocalCPU own": timings_of_all, "off own": timings(0.5)}):
+        assert row.between_tokens_ms == 2.0
+        assert row.requests_per_s == pytest.approx(1 / 0.53, abs=0.001)
+
+
 @pytest.mark.slow  # nine servers, one after another
 @pytest.mark.timeout(1500)
 def test_a_short_run_measures_every_kind_of_request(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def running() -> Iterator[list[int]]:
     def run() -> None:
         while not over.is_set():
             ran[0] += 1
-            time.sleep(0)
+            time.sleep(0)  # to release the GIL: nothing is waited for
 
     sys.setswitchinterval(1000.0)
     thread = threading.Thread(target=run)
@@ -37,7 +37,6 @@ def test_messages_come_and_leave_without_letting_another_thread_run(running: lis
     """vLLM's thread that serializes a step's outputs would run before the next step, while the workers wait."""
     link, theirs = pair()
     other = Link(theirs)
-    time.sleep(0)
     before = running[0]
     for number in range(1000):
         assert link.receive() is None
