@@ -197,6 +197,12 @@ class ECLMCacheConnector(ECConnectorBase):
         if side is not None:
             self._guarded(lambda: side.set_weight_version(version), None)
 
+    def forget_vllm_cache(self) -> None:
+        """`EngineCore.reset_encoder_cache` was called."""
+        side = self._scheduler
+        if side is not None:
+            self._guarded(side.forget_vllm_cache, None)
+
     # ---- metrics, in vLLM's front ends
 
     @classmethod

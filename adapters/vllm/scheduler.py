@@ -320,13 +320,7 @@ class SchedulerSide:
 
     def _follow_frees(self, freed: list[str]) -> None:
         if self._missing.difference(freed):
-            # vLLM asks only about what its own cache lacks: it has emptied it (`reset_encoder_cache`).
-            self.counts["mirror_resets"] += 1
-            self._mirror &= self._allocated
-            if self._producer is not None:
-                self._producer.follow(self._mirror)
-            for identifier in self._loads.waiting.keys() - self._allocated:
-                self._loads.drop(identifier)
+            self._follow_reset()  # vLLM asks only about what its own cache lacks
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
@@ -337,6 +331,15 @@ class SchedulerSide:
             self._loads.drop(identifier)  # put off by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
+
+    def _follow_reset(self) -> None:
+        """vLLM has emptied its own cache; what it has given room in this pass came later."""
+        self.counts["mirror_resets"] += 1
+        self._mirror &= self._allocated
+        if self._producer is not None:
+            self._producer.follow(self._mirror)
+        for identifier in self._loads.waiting.keys() - self._allocated:
+            self._loads.drop(identifier)
 
     def _follow_payloads(self, scheduler_output: SchedulerOutput) -> None:
         """0.33's V2 runner lets go of what an item is encoded from once it is computed, and gets it again with the
@@ -460,7 +463,12 @@ class SchedulerSide:
         if problem:
             self._complaints.warn("version", f"{problem}: entries are kept in memory only")
 
-    # ---- what vLLM's own cache may drop, see `encoder_cache_manager`
+    # ---- vLLM's own cache
+
+    def forget_vllm_cache(self) -> None:
+        """`EngineCore.reset_encoder_cache` was called, between passes. The next one fetches what it lacks at once."""
+        with self._turn:
+            self._follow_reset()
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         """See `LowerTiers`."""
@@ -477,15 +485,8 @@ class SchedulerSide:
         with self._turn:
             cache, counts = self.cache, self.snapshot()
             evicted = {"cpu_evictions": counts["evictions"], "cpu_evicted_bytes": counts["evicted_bytes"]}
-            sizes = dict(cache.book.saved_sizes.counts())
-            return {
-                **counts,
-                **evicted,
-                **sizes,
-                **self.decisions.counts(),
-                **cache.copies.counts(),
-                **cache.tallies.totals(),
-            }
+            sizes, copies = dict(cache.book.saved_sizes.counts()), cache.copies.counts()
+            return {**counts, **evicted, **sizes, **self.decisions.counts(), **copies, **cache.tallies.totals()}
 
     def _counts(self) -> dict[str, int]:
         own = {**self.counts, **self._intake.counts, "misfits": self._look_ups.misfits}

@@ -141,6 +141,7 @@ def _watch(executor: Any) -> None:
     watch_class(type(executor))
     type(executor).collective_rpc.__wrapped__(executor, begin)
     _follow_versions()
+    _follow_resets()
     arrivals.follow()
     watched.add(engine_name(executor.vllm_config))
 
@@ -168,6 +169,26 @@ def _follow_versions() -> None:
 
     set_and_follow._lmcache_ec = True  # type: ignore[attr-defined]
     EngineCore.set_weight_version = set_and_follow
+
+
+def _follow_resets() -> None:
+    """Pass each `EngineCore.reset_encoder_cache` (vllm/v1/engine/core.py) on to the scheduler side: vLLM has no hook of
+    a connector's for it."""
+    from vllm.v1.engine.core import EngineCore
+
+    reset = EngineCore.reset_encoder_cache
+    if hasattr(reset, "_lmcache_ec"):
+        return
+
+    @functools.wraps(reset)
+    def reset_and_follow(self: Any) -> None:
+        reset(self)
+        connector = _connector(getattr(self.scheduler, "ec_connector", None))
+        if connector is not None:
+            connector.forget_vllm_cache()
+
+    reset_and_follow._lmcache_ec = True  # type: ignore[attr-defined]
+    EngineCore.reset_encoder_cache = reset_and_follow
 
 
 def _of_this_worker() -> ECLMCacheConnector | None:

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=12, help="of each kind of hit")
     parser.add_argument("--tiny-pictures", type=int, default=120, help="the same, for `overhead`")
     parser.add_argument("--rounds", type=int, default=8, help="over the pictures of a hit in memory")
+    parser.add_argument("--restarts", type=int, default=8, help="before hits from disk")
     parser.add_argument("--misses", type=int, default=1000, help="for `overhead`, beside those of its pictures")
     parser.add_argument("--pairs", type=int, default=5, help="of servers, with and without the cache, for `overhead`")
     parser.add_argument("--requests", type=int, default=30, help="of each rate and each share")
@@ -53,10 +54,10 @@ def main() -> int:
                 match part:
                     case "hits" | "overhead":
                         of, counts = {
-                            "hits": (subject, hits.Counts(options.pictures, options.rounds, 0, 1)),
+                            "hits": (subject, hits.Counts(options.pictures, options.rounds, options.restarts, 0, 1)),
                             "overhead": (
                                 models[_TINY],
-                                hits.Counts(options.tiny_pictures, 1, options.misses, options.pairs),
+                                hits.Counts(options.tiny_pictures, 1, 1, options.misses, options.pairs),
                             ),
                         }[part]
                         by_model[of.model] = rows(hits.measure(of, folder, behind, counts, report))

@@ -44,3 +44,27 @@ def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
         assert encodes[-3:] == [0 if policy == "cost" else len(POPULAR)] * 3, encodes
         assert rig.counts()["evictions"] > ROUNDS
         assert rig.left_over() == {}
+
+
+def test_what_memory_has_dropped_comes_from_the_disk_once_vllm_has_emptied_its_own_cache(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """The first request, too: nothing in vLLM tells a connector that its cache was emptied."""
+    file = tmp_path / "lmcache.yaml"
+    file.write_text(f"ec:\n  max_local_cpu_size: {ARENA_FOR_SIX}\n  local_disk: {tmp_path / 'entries'}\n")
+    with Rig(
+        MODEL,
+        Layout.ONE_PROCESS,
+        tmp_path,
+        reference,
+        environment={"LMCACHE_CONFIG_FILE": str(file)},
+        connector={"ec_connector_extra_config": PATIENCE},  # type: ignore[dict-item]
+    ) as rig:
+        assert rig.ask(*POPULAR, max_tokens=1) == len(POPULAR)
+        assert rig.ask(*crawled(0), *crawled(1), max_tokens=1, one_by_one=True) == 2 * CRAWLED
+        rig.settle()
+        for round_ in range(3):
+            rig.forget()
+            assert rig.ask(POPULAR[round_ % 2], *crawled(0), max_tokens=1, one_by_one=True) == 0
+        assert rig.counts()["evictions"] > CRAWLED
+        assert rig.left_over() == {}
