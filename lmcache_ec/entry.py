@@ -32,6 +32,7 @@ import xxhash
 
 from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.key import EncoderCacheKey, EntryName
+from lmcache_ec.positional import positional
 from lmcache_ec.signing import SigningKey
 
 FORMAT = "lmcache-ec/1"
@@ -114,6 +115,7 @@ class OtherVersion(EntryError):
         super().__init__(Reason.VERSION, text)
 
 
+@positional
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError for what cannot be.

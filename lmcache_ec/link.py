@@ -32,6 +32,9 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 """Called with the GIL held, as these calls do not wait. What releases the GIL in a scheduler's pass, as the calls of
 `socket` do, hands it to vLLM's thread that serializes the outputs of the pass before, and the workers wait for both."""
 _LATER = (errno.EAGAIN, errno.EINTR)
+_SENDING = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_RECEIVING = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
+"""Each message would otherwise pay for the making of an `enum.IntFlag`."""
 
 
 class _Vector(ctypes.Structure):
@@ -77,7 +80,7 @@ class _Inbox:
     def receive(self, fileno: int) -> int:
         """Bytes received; less than 0 where there is an error, which `ctypes.get_errno` names."""
         self._header.control_length = len(self._control)
-        return int(_recvmsg(fileno, self._reference, socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC))
+        return int(_recvmsg(fileno, self._reference, _RECEIVING))
 
     def fds(self) -> list[int]:
         """Those that came with what was received last."""
@@ -113,7 +116,7 @@ class Link:
             raise ValueError(f"a message of {len(data)} bytes does not fit a link ({_MESSAGE_BYTES} bytes)")
         if fds:
             return self._send_with(data, fds)
-        if _send(self.fileno(), data, len(data), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) < 0:
+        if _send(self.fileno(), data, len(data), _SENDING) < 0:
             if (number := ctypes.get_errno()) not in _LATER:
                 raise LinkClosed(os.strerror(number))
             return False

@@ -23,6 +23,8 @@ def aligned(length: int) -> int:
 
 
 class State(enum.Enum):
+    __hash__ = object.__hash__  # an Enum's own is Python, and the book counts by state
+
     RESERVED = "reserved"
     WRITING = "writing"
     SEALING = "sealing"

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
+from lmcache_ec.positional import positional
 
 Persist = Literal[False, True, "by_version"]
 """What becomes of weights other than those of the start: memory only, a namespace by digest, or one by version."""
 
 
+@positional
 @dataclass(frozen=True, slots=True)
 class Held:
     """The weights that all ranks have, after so many calls: a digest a rank."""

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata
 
+from lmcache_ec.positional import positional
+
 from .orders import Load, Orders, Save
 
 __all__ = ["Load", "Save", "StepMetadata"]
 
 
+@positional
 @dataclass(slots=True)
 class StepMetadata(Orders, ECConnectorMetadata):
     """See `Orders`."""

@@ -6,9 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lmcache_ec.entry import TensorSpec
+from lmcache_ec.positional import positional
 from lmcache_ec.weights import Held
 
 
+@positional
 @dataclass(frozen=True, slots=True)
 class Load:
     """Copy a live place into vLLM's encoder cache. `item` is (request, index) of one that this step schedules.
@@ -27,6 +29,7 @@ class Load:
     staged: int = 0
 
 
+@positional
 @dataclass(frozen=True, slots=True)
 class Save:
     """Copy the encoder output that vLLM calls `identifier` into a reserved place, as the entry called `name`."""

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dataclasses that travel with every step, pickled by position."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import fields
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def positional(cls: type[T]) -> type[T]:
+    """Have a dataclass pickled as its type and its fields' values, at least two. A dataclass with slots is otherwise
+    taken apart and put together field by field, in Python, by sender and receiver of each step."""
+    values = operator.attrgetter(*(field.name for field in fields(cls)))  # type: ignore[arg-type]
+
+    def reduce(self: T) -> tuple[type[T], tuple[Any, ...]]:
+        return cls, values(self)
+
+    cls.__reduce__ = reduce  # type: ignore[method-assign, assignment]
+    return cls
