@@ -268,12 +268,32 @@ def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(problem)):
         cache.put("cat", value)
-    with pytest.raises(ValueError, match="identifier of 5000 bytes: must be at most 4096"):
-        cache.put("x" * 5000, PICTURE)
+    for identifier in ("x" * 5000, ""):
+        with pytest.raises(ValueError, match=f"identifier of {len(identifier)} bytes: must be 1 to 4096"):
+            cache.put(identifier, PICTURE)
     with pytest.raises(ValueError, match="must be text that UTF-8 can express"):
         cache.put("\ud800", PICTURE)
     assert cache.flush()
     assert not list(folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, float("-inf")])
+def test_a_flush_refuses_a_number_that_is_no_time(cache: Cache, timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"^timeout {timeout}: must be a number of seconds, at least 0, or None$"):
+        cache.flush(timeout)
+
+
+@pytest.mark.parametrize("timeout", ["5", b"5", True, [5]])
+def test_a_flush_refuses_what_is_no_number(cache: Cache, timeout: Any) -> None:
+    with pytest.raises(TypeError, match=f"^timeout of type {type(timeout).__name__}: must be a number of seconds"):
+        cache.flush(timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, 60, numpy.float32(60), float("inf"), 1e30, 10**400])
+def test_a_flush_waits_for_as_long_as_it_may(cache: Cache, timeout: float | None) -> None:
+    cache.put("cat", PICTURE)
+    assert cache.flush(timeout)
+    assert cache.flush(0)
 
 
 def test_a_type_that_numpy_lacks_says_what_to_do(cache: Cache) -> None:
