@@ -20,6 +20,7 @@ from lmcache_ec.cli.wording import span, table
 from lmcache_ec.key import EncoderCacheKey, EntryName, ObjectName, parse_object_name
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import precise_size
+from lmcache_ec.standalone.layout import shape_of
 from lmcache_ec.tiers.base import Tier, TierError, message
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -134,7 +135,7 @@ def _record(copies: Sequence[Copy], opened: OpenTiers, *, whole: bool) -> dict[s
     described = header and {
         "identifier": header.identifier,
         "namespace": header.namespace,
-        "shape": [header.spec.rows, header.spec.width],
+        "shape": _shape(header.spec),
         "dtype": header.spec.dtype,
         "layout": header.spec.layout,
         "created": header.created,
@@ -157,7 +158,9 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
         rows += [
             ("identifier", printable(header.identifier)),
             ("namespace", printable(header.namespace)),
-            ("tensor", f"{spec.rows} x {spec.width} {spec.dtype}" + (f", {spec.layout}" if spec.layout else "")),
+            ("shape", str(_shape(spec))),
+            ("dtype", spec.dtype),
+            *([("layout", spec.layout)] if shape_of(spec) is None else []),
             ("size", precise_size(header.length)),
             ("created", f"{printable(header.created)}{_ago(header.created)}"),
             ("written by", printable(header.producer)),
@@ -166,6 +169,12 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
     good = "verifies" if whole else "has it"
     rows += [(copy.tier, copy.problem or good) for copy in copies]
     typer.echo("\n".join((*table(rows), "")))
+
+
+def _shape(spec: entry.TensorSpec) -> list[int]:
+    """Of the tensor that was stored, or rows and width of its bytes where only the writer knows their layout."""
+    shape = shape_of(spec)
+    return [spec.rows, spec.width] if shape is None else list(shape)
 
 
 def _ago(created: str) -> str:

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -20,7 +21,7 @@ from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec import entry
+from lmcache_ec import Cache, entry
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.signing import read_key
@@ -185,12 +186,25 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
         assert [(copy["tier"], copy["problem"]) for copy in found["tiers"]] == [("disk", ""), ("redis", "")]
     assert [copy["tier"] for copy in answered("inspect", identifier)["tiers"]] == ["disk", "redis", "redis"]
     text = run("inspect", identifier).stdout
-    assert [text.count(said) for said in ("4 x 64 BF16", "host:41234", "verifies")] == [2, 2, 3]
+    assert [text.count(said) for said in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
     missing = run("inspect", "another")
     assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
     elsewhere = run("inspect", identifier, "--namespace", "elsewhere", "--tier", "redis").stderr
     assert elsewhere.startswith("redis does not have ")
     assert elsewhere.endswith(" in namespace elsewhere.\n")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 3, 4)])
+def test_a_programs_tensor_is_described_by_its_own_shape(stores: Stores, shape: tuple[int, ...]) -> None:
+    with Cache(namespace="ns", local_disk=str(stores.folder)) as cache:
+        cache.put("picture", numpy.ones(shape)).result()
+    header = answered("inspect", "picture", "--tier", "disk")["header"]
+    assert (header["shape"], header["dtype"]) == (list(shape), "F64")
+    lines = run("inspect", "picture", "--tier", "disk").stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith(("shape", "dtype", "layout"))] == [
+        str(list(shape)),
+        "F64",
+    ]
 
 
 @pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
