@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from lmcache_ec.config.keys import EncoderCacheConfig, accepts, default, describe
 from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
 from lmcache_ec.config.sources import (
-    EXTRA,
     FILE_VARIABLE,
     ConfigError,
     FileSettings,
@@ -57,17 +56,17 @@ def load_config(
 
 
 def resolve(
-    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, extra_is: str = EXTRA
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, source: Source = Source.EXTRA
 ) -> Resolved:
     """The configuration from the file, `environ` (this process's, if None) and `extra`, in rising precedence.
 
-    ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in `extra`; `extra_is` is
-    what that is called in it.
+    ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in what vLLM would log.
+    `source` says what `extra` is: vLLM's ec_connector_extra_config, or the arguments of `Cache`.
     """
     environ = os.environ if environ is None else environ
     file = environ.get(FILE_VARIABLE)
     read = from_file(file) if file else FileSettings([], [], [])
-    settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}, extra_is))
+    settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}, source))
     written = {setting.key: setting for setting in map(_as_ours, settings)}
     ignored = {key: setting for key, setting in written.items() if _is_strange_variable(setting)}
     written = {key: setting for key, setting in written.items() if key not in ignored}

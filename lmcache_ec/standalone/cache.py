@@ -27,7 +27,7 @@ from typing import Self
 import numpy
 
 from lmcache_ec import entry
-from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, Source, resolve
 from lmcache_ec.config.sources import FILE_VARIABLE
 from lmcache_ec.key import MAX_IDENTIFIER_BYTES, EncoderCacheKey, check_namespace
 from lmcache_ec.standalone.scratch import Scratch
@@ -62,7 +62,7 @@ class Cache:
     def __init__(
         self, config: str | PathLike[str] | None = None, *, namespace: str | None = None, **keys: object
     ) -> None:
-        self._config = resolve(keys, _environment(config), "the arguments of Cache").config
+        self._config = resolve(keys, _environment(config), Source.ARGUMENTS).config
         self.namespace = _namespace(namespace, self._config)
         signing = self._config.signing_key()
         try:
@@ -90,8 +90,9 @@ class Cache:
         """Store a tensor: anything that `Tensor.of` takes, of any shape, up to a store's own limit.
 
         Returns once it is copied, or handed over to those who are storing the same identifier already. The future
-        gives the names of the tiers that have it in the end. An entry is written once: under an identifier that is
-        stored, another tensor is not (`delete` it first). Waits while 256 MiB or 1024 entries are under way.
+        gives the names of the tiers that have an entry of this identifier and length in the end. An entry is written
+        once: under an identifier that is stored, another tensor is not (`delete` it first), which nothing reports if
+        it is of the same length. Waits while 256 MiB or 1024 entries are under way.
 
         TypeError for what is no tensor, ValueError for an identifier that is empty or too long, or a closed cache.
         """

@@ -230,7 +230,7 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ),
     ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
     ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
-    ((InvalidResponse,), errno.EPROTO, "what answers is not Redis' protocol; TLS is rediss://"),
+    ((InvalidResponse,), errno.EPROTO, "the answer is not in Redis's protocol; for a server with TLS, write rediss://"),
 )
 
 

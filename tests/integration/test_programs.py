@@ -122,6 +122,7 @@ def test_what_was_put_is_found_at_once(cache: Cache) -> None:
 def test_an_entry_is_written_once_until_it_is_deleted(cache: Cache) -> None:
     assert cache.put("cat", PICTURE).result() == ("disk",)
     assert cache.put("cat", PICTURE).result() == ("disk",)
+    assert cache.put("cat", PICTURE + 1).result() == ("disk",)  # as docs/python.md says: contents are not compared
     assert cache.put("cat", PICTURE[:3]).result() == ()
     assert (got(cache, "cat").numpy() == PICTURE).all()
     assert "cat" in cache
@@ -212,6 +213,16 @@ def test_a_remote_that_is_not_there_costs_no_exception(tmp_path: Path) -> None:
     with opened(tmp_path, remotes=["redis://127.0.0.1:1/0"]) as cache:
         assert cache.put("cat", PICTURE).result() == ("disk",)
         assert cache.get("dog") is None
+
+
+def test_a_program_may_give_credentials_as_an_argument_and_no_error_shows_them(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", "--requirepass", "canary") as server:
+        url = f"redis://:canary@127.0.0.1:{server.port}"
+        with Cache(namespace="programs", remotes=[url]) as cache:
+            assert cache.put("cat", PICTURE).result() == ("redis",)
+        with pytest.raises(ConfigError, match="authentication failed") as caught:
+            Cache(namespace="programs", remotes=[url.replace("canary", "canary-2")])
+        assert "canary" not in str(caught.value)
 
 
 def test_to_close_writes_what_was_put(folder: Path) -> None:

@@ -413,7 +413,7 @@ def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("first", "said"),
-    [("bash", "start the engine with exec"), ("vllm", "up to 47 s for what is being written"), ("systemd", "")],
+    [("bash", "start the engine with exec"), ("vllm", "up to 47 s at its exit for writes to end"), ("systemd", "")],
 )
 def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: Path, first: str, said: str) -> None:
     (tmp_path / "proc" / "1").mkdir(parents=True)
