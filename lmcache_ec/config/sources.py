@@ -126,7 +126,7 @@ def _parse(text: bytes, file: str) -> FileSettings:
         if lowered == "ec":
             if isinstance(node, yaml.ScalarNode) and loader.construct_object(node) is None:
                 found = replace(found, empty_ec=f"{file} line {line}")
-            for inner, value, inner_line in _pairs(loader, node, f"{file} (ec)", found.problems):
+            for inner, value, inner_line in _pairs(loader, node, f"ec in {file}", found.problems):
                 origin = Origin(Source.FILE, f"{file} line {inner_line}")
                 found.ours.append(Setting(inner.strip().lower(), loader.construct_object(value, deep=True), origin))
             continue
