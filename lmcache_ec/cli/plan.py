@@ -23,6 +23,8 @@ from lmcache_ec.plan.traces import Trace, TraceError, read, sampled, write
 from lmcache_ec.sizes import GIB, precise_size
 
 _DEFAULT_TIERS = ["gpu=0.05,cpu=2", "gpu=0.05,cpu=8", "gpu=0.05,cpu=2,disk=16", "gpu=0.05,cpu=2,disk=16,s3=inf"]
+_UNBOUNDED = 1000
+"""Characters: wider than any table."""
 _FEW_ENTRIES = 50
 """A tier of a sample that holds fewer says little."""
 
@@ -188,6 +190,8 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
             precise_size(round(outcome.network_bytes / share)),
             f"{total:,.0f}" if math.isfinite(total := sum(monthly(outcome, prices, share).values())) else "-",
         )
+    unbounded = console.options.update_width(_UNBOUNDED)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)  # else figures are cut off
     console.print(table)
     for name in used:
         mean = (first.encoder.bytes + sum(served.bytes for served in first.by_tier.values())) / first.requests

@@ -150,7 +150,7 @@ class Cache:
         return result
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every tier has answered about all that was put, or `timeout` seconds have passed. Whether all have.
+        """Wait until every tier has answered about all that was put, at most `timeout` seconds. Whether all have.
 
         TypeError or ValueError for a timeout that is neither a number of seconds from 0 nor None, which is no limit.
         """
@@ -271,9 +271,10 @@ def _seconds(timeout: object) -> float:
     """A timeout that Python can wait for. NaN and what is below zero would end a wait at once."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout of type {type(timeout).__name__}: must be a number of seconds, or None")
-    if not timeout >= 0:
+    seconds = float(timeout)
+    if not seconds >= 0:
         raise ValueError(f"timeout {timeout}: must be a number of seconds, at least 0, or None")
-    return float(min(timeout, threading.TIMEOUT_MAX))
+    return min(seconds, threading.TIMEOUT_MAX)
 
 
 def _environment(config: str | PathLike[str] | None) -> Mapping[str, str]:

@@ -300,7 +300,7 @@ def test_a_flush_refuses_what_is_no_number(cache: Cache, timeout: Any) -> None:
         cache.flush(timeout)
 
 
-@pytest.mark.parametrize("timeout", [None, 60, numpy.float32(60), float("inf"), 1e30, 10**400])
+@pytest.mark.parametrize("timeout", [None, 60, numpy.float32(60), float("inf"), 1e30])
 def test_a_flush_waits_for_as_long_as_it_may(cache: Cache, timeout: float | None) -> None:
     cache.put("cat", PICTURE)
     assert cache.flush(timeout)
