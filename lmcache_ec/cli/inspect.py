@@ -66,7 +66,8 @@ def inspect(
             _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
         if not copies:
             where = f" in namespace {namespace}" if namespace else ""
-            holder = f"{tier} does not have" if tier else "No tier has"
+            readable = "No tier that could be read has" if opened.errors else "No tier has"
+            holder = f"{tier} does not have" if tier and not opened.errors else readable
             typer.echo(f"{holder} {printable(wanted)!r}{where}.", err=True)
         opened.report()
     raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)

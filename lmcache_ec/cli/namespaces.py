@@ -241,7 +241,7 @@ def _print(report: Report, unused_for: float, *, named: bool) -> None:
     rows = [_cells(row) for row in report.rows]
     if rows:
         typer.echo("\n".join(table([_HEADINGS, *rows])))
-    elif not named:
+    elif not named and not report.errors:
         days = f"{unused_for:g} {'day' if unused_for == 1 else 'days'}"
         typer.echo(f"No namespace has been unused for {days}." if unused_for else "No namespace was found.")
     for texts in (report.notes, report.errors):

@@ -166,6 +166,10 @@ def test_a_tier_that_does_not_answer_is_one_line_beside_what_the_others_hold(
     result = run("ls")
     assert (result.exit_code, "picture" in result.stdout) == (1, True)
     assert "redis: " in result.stderr
+    for only in ([], ["--tier", "redis"]):
+        assert run("inspect", "another", *only).stderr.startswith("No tier that could be read has 'another'.\nredis: ")
+    cleared = run("clear", "redis", "--yes")
+    assert (cleared.exit_code, cleared.stdout, "nothing listens there" in cleared.stderr) == (1, "", True)
     assert run("ls", "../x").exit_code == run("ls", "--tier", "tape").exit_code == 2
 
 
