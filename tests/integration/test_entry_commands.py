@@ -489,6 +489,8 @@ def test_a_tier_is_cleared_of_all_that_is_ours_after_a_question(stores: Stores) 
     ]
     assert (stores.folder / "theirs").exists()
     assert stores.disk.stored_bytes == 0
+    again = run("clear", "disk", "--force", "--yes")
+    assert (again.exit_code, again.stdout) == (0, "There is nothing to remove.\n")
 
 
 # ---- a hundred thousand entries
