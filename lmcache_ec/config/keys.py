@@ -105,7 +105,7 @@ def _endpoint(value: object) -> object:
 
 def _absolute(path: Path | None) -> Path | None:
     if path is not None and re.search(r"\$\{\w+\}", str(path)):
-        raise ValueError("variables are replaced in addresses of remotes only: must be written out")
+        raise ValueError("must be written out: variables are replaced in addresses of remotes only")
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))
         if masked(example) == HIDDEN:
