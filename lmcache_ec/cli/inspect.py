@@ -55,7 +55,7 @@ def inspect(
     says so: anyone who can write to the tier may have written it. The exit status
     is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
-    check_namespaces([namespace] if namespace else [])
+    check_namespaces([namespace] if namespace else [], "--namespace")
     signing = signing_of(extra)
     with OpenTiers(wanted_tiers(extra, tier), listed=False) as opened:
         copies = list(_copies(opened, wanted, namespace, signing, whole=not header_only))

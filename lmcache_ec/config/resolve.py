@@ -194,7 +194,7 @@ def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
             "(enableServiceLinks: false in the pod leaves them out)"
         )
     for setting in strange:
-        yield f"ignored: {setting.origin.location} is the name of no key; accepted are {', '.join(_KEYS)}"
+        yield f"ignored: {setting.origin.location} names no key; the keys are {', '.join(_KEYS)}"
 
 
 def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
@@ -226,7 +226,7 @@ def _unknown(setting: Setting, secret: bool) -> str:
     if setting.key == "ec" and isinstance(setting.value, Mapping):
         advice = "the keys stand there directly, without ec around them"
     else:
-        advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(_KEYS)}"
+        advice = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(_KEYS)}"
     return f"{named} in {setting.origin.location}: {advice}"
 
 

@@ -267,7 +267,7 @@ MISTAKES = {
     "the file's prefix in extra": Mistake(("ec_epoch=1", EXTRA, "did you mean epoch?"), extra={"ec_epoch": 1}),
     "a map in extra": Mistake(("ec=<map>", EXTRA, "the keys stand there directly"), extra={"ec": {"epoch": 1}}),
     "a key of something else": Mistake(
-        ("compression=<text>", "<file> line 1", "accepted are enabled, namespace, "), "ec: {compression: zstd}"
+        ("compression=<text>", "<file> line 1", "must be one of enabled, namespace, "), "ec: {compression: zstd}"
     ),
     "no indentation": Mistake(
         ("enabled=false", "<file> line 2", "stands outside of ec", "ec_enabled"), "ec:\nenabled: false"
@@ -279,7 +279,7 @@ MISTAKES = {
         ("ec in <file> line 1 has no value", "remote_url (<file> line 2)", "indent", "ec: {}"),
         "ec:\nremote_url: redis://host",
     ),
-    "ec_ before an unknown name": Mistake(("ec_cache=<text>", "<file> line 1", "accepted are"), "ec_cache: x"),
+    "ec_ before an unknown name": Mistake(("ec_cache=<text>", "<file> line 1", "must be one of"), "ec_cache: x"),
     "a dot": Mistake(("ec.epoch=3", "<file> line 1", "indent it under ec: as epoch"), "ec.epoch: 3"),
     "a key twice": Mistake(
         ("epoch is given twice", "ec in <file>, lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
@@ -621,7 +621,7 @@ def test_a_variable_near_a_key_is_an_error_and_any_other_with_our_prefix_is_note
     resolved = resolve(environ={"LMCACHE_EC_GRAFANA_FOLDER": CANARY})
     assert resolved.config == EncoderCacheConfig()
     [note] = resolved.notes
-    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER is the name of no key")
+    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER names no key")
     assert CANARY not in note
 
 
