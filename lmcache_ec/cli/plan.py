@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_ec.cli.arguments import number, whole
+from lmcache_ec.cli.wording import span
 from lmcache_ec.plan.money import Prices, monthly, parse_prices
 from lmcache_ec.plan.picture import draw
 from lmcache_ec.plan.simulate import MEDIA, POLICIES, ROUTINGS, Outcome, Scenario, Simulation
@@ -168,9 +169,11 @@ def _record(outcome: Outcome, prices: Prices, share: float) -> dict[str, object]
 def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, share: float) -> None:
     console = Console(highlight=False, width=max(Console().width, 120))
     first = outcomes[0]
-    hours = (first.end_s - first.begin_s) / 3600
     part = "" if share == 1 else f", estimated from {first.requests:,} of them"
-    console.print(f"{first.requests / share:,.0f} requests in {hours:,.1f} h{part}; sizes in GiB", markup=False)
+    console.print(
+        f"{first.requests / share:,.0f} requests in {span(first.end_s - first.begin_s)}{part}; sizes in GiB",
+        markup=False,
+    )
     used = [name for name in MEDIA if any(name in outcome.by_tier for outcome in outcomes)]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("tiers", no_wrap=True)

@@ -199,6 +199,7 @@ def test_no_figure_of_the_table_is_cut_off_however_many_tiers_there_are() -> Non
         app, ["plan", "scan:requests=2000", "--tiers", tiers, "--policy", "lru", "--policy", "cost"]
     )
     assert shown.exit_code == 0
+    assert "2,000 requests in 24 h; sizes in GiB" in shown.stdout
     assert "cost a month" in shown.stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown.stdout
 
