@@ -101,7 +101,7 @@ def _read(path: Path) -> bytes:
     if not MIN_KEY_BYTES <= len(data) <= _MAX_KEY_BYTES:
         size = f"more than {_MAX_KEY_BYTES}" if len(data) > _MAX_KEY_BYTES else len(data)
         raise ValueError(
-            f"{path} holds {size} bytes, {MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random ones are accepted: "
+            f"{path} holds {size} bytes: must hold {MIN_KEY_BYTES} to {_MAX_KEY_BYTES} random ones: "
             f"openssl rand -hex -out {path} 32"
         )
     return data

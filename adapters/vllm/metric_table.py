@@ -103,16 +103,16 @@ METRICS = (
     ),
     _counter(
         "load_policy_refusals",
-        "Loads passed over for an encode, by the tier that takes too long",
+        "Items encoded because the tier that has them takes longer, by tier",
         "policy_refused_{tier}",
     ),
     _bytes("load_size", "Sizes of entries loaded", "load_bytes"),
-    _seconds("step_load", "Time that a step's loads took of a forward pass", "step_load_ns"),
-    _counter("load_failures", "Loads that a rank could not make; their items were encoded after all", "loads_failed"),
+    _seconds("step_load", "Time of a forward pass that a step's loads took", "step_load_ns"),
+    _counter("load_failures", "Loads that failed on a rank; their items were encoded instead", "loads_failed"),
     _counter("saves", "Encoder outputs saved to memory", "saves"),
     _counter("saved_bytes", "Bytes of encoder outputs saved to memory", "saved_bytes"),
     _bytes("save_size", "Sizes of entries saved", "save_bytes"),
-    _seconds("step_save", "Time that a step's saves took of a forward pass", "step_save_ns"),
+    _seconds("step_save", "Time of a forward pass that a step's saves took", "step_save_ns"),
     _counter(
         "saves_dropped",
         "Encoder outputs that were not saved: no_room in memory (tried again while vLLM has them), void (a rank did "
@@ -120,7 +120,7 @@ METRICS = (
         {"no_room": "saves_dropped", "void": "saves_void", "unsealed": "seals_failed"},
         "reason",
     ),
-    _counter("writes", "Entries written to a tier at least, or found there", "writes"),
+    _counter("writes", "Entries written to at least one tier, or found there", "writes"),
     _counter(
         "writes_failed",
         "Entries written to no tier: refused (by each tier) or promotion (no room for a copy to write to a "
@@ -132,7 +132,7 @@ METRICS = (
     _counter(
         "deferred_passes", "Scheduling passes that left a request out because an entry was coming", "deferred_passes"
     ),
-    _seconds("deferred", "How long requests were left out, each of their waits", "deferred_ns"),
+    _seconds("deferred", "How long requests were left out, one value per wait", "deferred_ns"),
     _counter("deadlines", "Requests whose entry had not come by load_deadline_ms; the item was encoded", "timeouts"),
     _counter("unavailable_requests", "Requests refused: nothing to encode, and nothing cached", "unavailable"),
     _counter("early_lookups", "Look-ups begun when a request arrived, before its first pass", "early_look_ups"),

@@ -21,12 +21,23 @@ def install() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
+        _check_manager(vllm_config)
         if is_ours(vllm_config):
             _begin(vllm_config.ec_transfer_config.ec_connector_extra_config)
         return vllm_config
 
     create_engine_config._lmcache_ec = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create_engine_config
+
+
+def _check_manager(vllm_config: Any) -> None:
+    """ValueError for a `manager_config` of our encoder-cache manager that it would refuse after the weights are loaded.
+
+    Not imported here: an engine that does not name it does without.
+    """
+    manager = vllm_config.ec_manager_config
+    if (manager.encoder_cache_manager_cls or "").startswith(f"{__package__}."):
+        manager.get_encoder_cache_manager_obj().policy_of(manager.manager_config)
 
 
 def _begin(extra: dict[str, Any]) -> None:

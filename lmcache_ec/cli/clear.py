@@ -23,7 +23,7 @@ def clear(
     Running engines do not treat this as a loss, and write nothing back. The exit status is 1 if something was not
     removed.
     """
-    check_namespaces([namespace] if namespace else [])
+    check_namespaces([namespace] if namespace else [], "--namespace")
     if as_json and not yes:
         raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
     tiers = wanted_tiers(extra, tier, "TIER")

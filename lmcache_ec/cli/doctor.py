@@ -201,7 +201,8 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
 def render(report: Report) -> str:
     """The report as text, problems last, where they are read."""
     keys = [
-        (key, f"{_text(key, row.value)} {row.unit}".rstrip(), row.place) for key, row in report.configuration.items()
+        (key, f"{_text(key, row.value)} {row.unit if row.value is not None else ''}".rstrip(), row.place)
+        for key, row in report.configuration.items()
     ]
     versions = [(name, found or "not installed", "") for name, found in report.versions.items()]
     engine = [("entry point", report.connector or "not registered", "")]
@@ -210,9 +211,9 @@ def render(report: Report) -> str:
     sections = {
         "Configuration": keys,
         "Versions": versions,
-        "Memory": [(name, _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
-        "Disk": [(name, _text(name, value), "") for name, value in report.disk.items()],
-        "Surroundings": [(name, _text(name, value), "") for name, value in report.surroundings.items()],
+        "Memory": [(_label(name), _text(name, value), notes.get(name, "")) for name, value in report.memory.items()],
+        "Disk": [(_label(name), _text(name, value), "") for name, value in report.disk.items()],
+        "Surroundings": [(_label(name), _text(name, value), "") for name, value in report.surroundings.items()],
         "Remotes": [(name, state, report.look_ups.get(name, "")) for name, state in report.remotes.items()],
         "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
         "Connector": engine,
@@ -231,6 +232,11 @@ def render(report: Report) -> str:
     found = counted(len(report.problems), "problem") if report.problems else "No problem found"
     noted = f", {counted(len(report.notes), 'note')}" if report.notes else ""
     return "\n".join((*lines, f"{found}{noted}."))
+
+
+def _label(name: str) -> str:
+    """Of a size, whose text has a unit."""
+    return name.removesuffix("_bytes").replace("ulimit_", "ulimit -").replace("_", " ")
 
 
 def _text(name: str, value: object) -> str:

@@ -70,13 +70,13 @@ Namespaces = Annotated[list[str] | None, typer.Argument(metavar="NAMESPACE", hel
 """The arguments of a command that goes through entries."""
 
 
-def check_namespaces(namespaces: Sequence[str]) -> None:
-    """End the command if one cannot be."""
+def check_namespaces(namespaces: Sequence[str], hint: str = "NAMESPACE") -> None:
+    """End the command if one cannot be. `hint` is the argument or option that names them."""
     for namespace in namespaces:
         try:
             check_namespace(namespace)
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="NAMESPACE") from None
+            raise typer.BadParameter(str(error), param_hint=hint) from None
 
 
 def held_in(tier: Tier, namespaces: Sequence[str]) -> Iterator[Held]:

@@ -20,6 +20,7 @@ from lmcache_ec.cli.wording import span, table
 from lmcache_ec.key import EncoderCacheKey, EntryName, ObjectName, parse_object_name
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.sizes import precise_size
+from lmcache_ec.standalone.layout import shape_of
 from lmcache_ec.tiers.base import Tier, TierError, message
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -54,7 +55,7 @@ def inspect(
     says so: anyone who can write to the tier may have written it. The exit status
     is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
     """
-    check_namespaces([namespace] if namespace else [])
+    check_namespaces([namespace] if namespace else [], "--namespace")
     signing = signing_of(extra)
     with OpenTiers(wanted_tiers(extra, tier), listed=False) as opened:
         copies = list(_copies(opened, wanted, namespace, signing, whole=not header_only))
@@ -65,7 +66,8 @@ def inspect(
             _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
         if not copies:
             where = f" in namespace {namespace}" if namespace else ""
-            holder = f"{tier} does not have" if tier else "No tier has"
+            readable = "No tier that could be read has" if opened.errors else "No tier has"
+            holder = f"{tier} does not have" if tier and not opened.errors else readable
             typer.echo(f"{holder} {printable(wanted)!r}{where}.", err=True)
         opened.report()
     raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)
@@ -134,7 +136,7 @@ def _record(copies: Sequence[Copy], opened: OpenTiers, *, whole: bool) -> dict[s
     described = header and {
         "identifier": header.identifier,
         "namespace": header.namespace,
-        "shape": [header.spec.rows, header.spec.width],
+        "shape": _shape(header.spec),
         "dtype": header.spec.dtype,
         "layout": header.spec.layout,
         "created": header.created,
@@ -157,7 +159,9 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
         rows += [
             ("identifier", printable(header.identifier)),
             ("namespace", printable(header.namespace)),
-            ("tensor", f"{spec.rows} x {spec.width} {spec.dtype}" + (f", {spec.layout}" if spec.layout else "")),
+            ("shape", str(_shape(spec))),
+            ("dtype", spec.dtype),
+            *([("layout", spec.layout)] if shape_of(spec) is None else []),
             ("size", precise_size(header.length)),
             ("created", f"{printable(header.created)}{_ago(header.created)}"),
             ("written by", printable(header.producer)),
@@ -166,6 +170,12 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
     good = "verifies" if whole else "has it"
     rows += [(copy.tier, copy.problem or good) for copy in copies]
     typer.echo("\n".join((*table(rows), "")))
+
+
+def _shape(spec: entry.TensorSpec) -> list[int]:
+    """Of the tensor that was stored, or rows and width of its bytes where only the writer knows their layout."""
+    shape = shape_of(spec)
+    return [spec.rows, spec.width] if shape is None else list(shape)
 
 
 def _ago(created: str) -> str:

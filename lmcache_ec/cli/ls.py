@@ -123,6 +123,8 @@ def _read_identifiers(rows: Sequence[Row], opened: OpenTiers, *, slow: bool) -> 
             pass  # `inspect` and `verify` say what is wrong with it
 
     readable = [(row, name) for row in rows if (name := next(filter(quick, row.tiers), None)) is not None]
+    if not readable:
+        return
     progress = Progress(lambda passed_s: f"reading the headers of {counted(len(readable), 'entry')}")
     for _ in results(((row, opened.tiers[name]) for row, name in readable), read, _THREADS, progress.tick):
         pass

@@ -113,7 +113,7 @@ def look_and_remove(
     report = _looked(tiers, using)
     _select(report, namespace, unused_for)
     if not as_json:
-        _print(report, unused_for, named=removal and bool(namespace))
+        _print(report, unused_for, namespace, removal=removal)
     if removal:
         report.refusal = _refusal(report, namespace, unused_for, () if force else silent, force=force)
         if report.rows and not report.refusal and (yes or confirmed(_question(report))):
@@ -236,14 +236,15 @@ def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
 # ---- what is printed
 
 
-def _print(report: Report, unused_for: float, *, named: bool) -> None:
+def _print(report: Report, unused_for: float, namespace: str, *, removal: bool) -> None:
     """What was found. That one which was named to be removed is nowhere, the refusal says."""
     rows = [_cells(row) for row in report.rows]
     if rows:
         typer.echo("\n".join(table([_HEADINGS, *rows])))
-    elif not named:
+    elif not (removal and namespace) and not report.errors:
         days = f"{unused_for:g} {'day' if unused_for == 1 else 'days'}"
-        typer.echo(f"No namespace has been unused for {days}." if unused_for else "No namespace was found.")
+        empty = "There is nothing to remove." if removal else "No namespace was found."
+        typer.echo(f"No namespace has been unused for {days}." if unused_for else empty)
     for texts in (report.notes, report.errors):
         for name, text in texts.items():
             typer.echo(f"{name}: {text}", err=True)

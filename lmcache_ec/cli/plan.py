@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lmcache_ec.cli.arguments import number, whole
+from lmcache_ec.cli.wording import span
 from lmcache_ec.plan.money import Prices, monthly, parse_prices
 from lmcache_ec.plan.picture import draw
 from lmcache_ec.plan.simulate import MEDIA, POLICIES, ROUTINGS, Outcome, Scenario, Simulation
@@ -23,6 +24,8 @@ from lmcache_ec.plan.traces import Trace, TraceError, read, sampled, write
 from lmcache_ec.sizes import GIB, precise_size
 
 _DEFAULT_TIERS = ["gpu=0.05,cpu=2", "gpu=0.05,cpu=8", "gpu=0.05,cpu=2,disk=16", "gpu=0.05,cpu=2,disk=16,s3=inf"]
+_UNBOUNDED = 1000
+"""Characters: wider than any table."""
 _FEW_ENTRIES = 50
 """A tier of a sample that holds fewer says little."""
 
@@ -166,9 +169,11 @@ def _record(outcome: Outcome, prices: Prices, share: float) -> dict[str, object]
 def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, share: float) -> None:
     console = Console(highlight=False, width=max(Console().width, 120))
     first = outcomes[0]
-    hours = (first.end_s - first.begin_s) / 3600
     part = "" if share == 1 else f", estimated from {first.requests:,} of them"
-    console.print(f"{first.requests / share:,.0f} requests in {hours:,.1f} h{part}; sizes in GiB", markup=False)
+    console.print(
+        f"{first.requests / share:,.0f} requests in {span(first.end_s - first.begin_s)}{part}; sizes in GiB",
+        markup=False,
+    )
     used = [name for name in MEDIA if any(name in outcome.by_tier for outcome in outcomes)]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("tiers", no_wrap=True)
@@ -188,6 +193,8 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
             precise_size(round(outcome.network_bytes / share)),
             f"{total:,.0f}" if math.isfinite(total := sum(monthly(outcome, prices, share).values())) else "-",
         )
+    unbounded = console.options.update_width(_UNBOUNDED)
+    console.width = max(console.width, console.measure(table, options=unbounded).maximum)  # else figures are cut off
     console.print(table)
     for name in used:
         mean = (first.encoder.bytes + sum(served.bytes for served in first.by_tier.values())) / first.requests

@@ -42,9 +42,9 @@ def notes(config: EncoderCacheConfig, proc: Path = Path("/proc")) -> Iterator[st
     elif writes and first and first not in _HOSTS:
         grace_s = config.drain_s + _EXIT_S
         yield (
-            f"process 1 is {first}, so this is a container: an engine that is it, or the only child of an init, waits "
-            f"at its exit up to {grace_s:g} s for what is being written (drain_s and {_EXIT_S} s): give it that much "
-            f"more than vLLM needs to stop (terminationGracePeriodSeconds, docker stop -t)"
+            f"process 1 is {first}, so this is a container: an engine that runs as process 1, or as the only child of "
+            f"an init, waits up to {grace_s:g} s at its exit for writes to end (drain_s plus {_EXIT_S} s): allow that "
+            f"much more than vLLM needs to stop (terminationGracePeriodSeconds, docker stop -t)"
         )
     if config.local_disk is not None and (largest := found.get("ulimit_f_bytes")) is not None:
         yield f"no entry longer than {rounded_size(int(largest))} is written to local_disk: RLIMIT_FSIZE (ulimit -f)"

@@ -115,7 +115,9 @@ class Report:
 
 
 def warm(
-    namespace: str = typer.Argument("", help="Of this namespace; needed if the remote holds several."),
+    namespace: str = typer.Argument(
+        "", metavar="NAMESPACE", help="Of this namespace only; needed if the remote holds several."
+    ),
     source: str = typer.Option("", "--from", metavar="TIER", help="The remote to read; by default the first."),
     count: int = typer.Option(
         0, "--count", parser=whole(0), metavar="N", help="At most this many entries, the newest; 0: all."

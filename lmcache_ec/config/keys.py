@@ -104,6 +104,8 @@ def _endpoint(value: object) -> object:
 
 
 def _absolute(path: Path | None) -> Path | None:
+    if path is not None and re.search(r"\$\{\w+\}", str(path)):
+        raise ValueError("must be written out: variables are replaced in addresses of remotes only")
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))
         if masked(example) == HIDDEN:

@@ -5,7 +5,7 @@ import difflib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from lmcache_ec.config.keys import EncoderCacheConfig, accepts, default, describe
 from lmcache_ec.config.lmcache_keys import NOTED, REFUSED, is_off
 from lmcache_ec.config.sources import (
-    EXTRA,
     FILE_VARIABLE,
     ConfigError,
     FileSettings,
@@ -57,17 +56,17 @@ def load_config(
 
 
 def resolve(
-    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, extra_is: str = EXTRA
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, source: Source = Source.EXTRA
 ) -> Resolved:
     """The configuration from the file, `environ` (this process's, if None) and `extra`, in rising precedence.
 
-    ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in `extra`; `extra_is` is
-    what that is called in it.
+    ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in what vLLM would log.
+    `source` says what `extra` is: vLLM's ec_connector_extra_config, or the arguments of `Cache`.
     """
     environ = os.environ if environ is None else environ
     file = environ.get(FILE_VARIABLE)
     read = from_file(file) if file else FileSettings([], [], [])
-    settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}, extra_is))
+    settings = (*read.ours, *from_environ(environ), *from_extra(extra or {}, source))
     written = {setting.key: setting for setting in map(_as_ours, settings)}
     ignored = {key: setting for key, setting in written.items() if _is_strange_variable(setting)}
     written = {key: setting for key, setting in written.items() if key not in ignored}
@@ -140,7 +139,7 @@ def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple
         try:
             values["remotes"] = _filled(remotes.value, environ)
         except ValueError as error:
-            problems.append(f"remotes={masked(remotes.value)} in {remotes.origin.location}: {error}")
+            problems.append(f"{_stated(remotes)}: {error}")
             del values["remotes"]
     try:
         return EncoderCacheConfig.model_validate(values), problems
@@ -148,23 +147,28 @@ def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple
         details = error.errors(include_url=False, include_context=False, include_input=False)
     for detail in details:
         setting = ours[str(detail["loc"][0])]
-        value = masked(setting.value)
         own_words = detail["msg"].removeprefix("Value error, ") if detail["type"] == "value_error" else ""
-        problems.append(f"{setting.key}={value} in {setting.origin.location}: {own_words or accepts(setting.key).text}")
+        problems.append(f"{_stated(setting)}: {own_words or accepts(setting.key).text}")
     return None, problems
+
+
+def _stated(setting: Setting) -> str:
+    """What somebody wrote, as it was written, and where."""
+    return f"{setting.name}={masked(setting.value)} in {setting.origin.location}"
 
 
 def _complaint(setting: Setting) -> str | None:
     """What is wrong with a setting before its value is looked at as one of ours."""
-    key, value, location = setting.key, setting.value, setting.origin.location
+    key, value = setting.key, setting.value
     known = key in _KEYS or key in NOTED or key in REFUSED
     secret = holds_credential(value) or (not known and sounds_secret(key))
     if setting.origin.source is Source.EXTRA and (secret or key == "extra_config"):
         holds = "holds a credential" if secret else "may hold credentials"
-        return f"{masked_name(key)} in {location} {holds}: vLLM logs that map, use the file or environment"
+        named = f"{masked_name(setting.name)} in {setting.origin.location}"
+        return f"{named} {holds}: vLLM logs that map, use the file or environment"
     if not known:
         return _unknown(setting, secret)
-    return f"{key}={masked(value)} in {location}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
+    return f"{_stated(setting)}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
 
 
 def _nearest(key: str) -> list[str]:
@@ -190,7 +194,7 @@ def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
             "(enableServiceLinks: false in the pod leaves them out)"
         )
     for setting in strange:
-        yield f"ignored: {setting.origin.location} is the name of no key; accepted are {', '.join(_KEYS)}"
+        yield f"ignored: {setting.origin.location} names no key; the keys are {', '.join(_KEYS)}"
 
 
 def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
@@ -205,7 +209,7 @@ def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
 
 def _unindented(read: FileSettings) -> Iterator[str]:
     """An `ec:` whose keys were not indented: LMCache would take those that it has, too, and nothing would say so."""
-    beside = [setting for setting in read.others if setting.key in SHARED]
+    beside = [setting for setting in read.others if setting.key in (*SHARED, "remote_url")]
     if read.empty_ec and not read.ours and beside:
         named = ", ".join(f"{setting.key} ({setting.origin.location})" for setting in beside)
         yield (
@@ -222,7 +226,7 @@ def _unknown(setting: Setting, secret: bool) -> str:
     if setting.key == "ec" and isinstance(setting.value, Mapping):
         advice = "the keys stand there directly, without ec around them"
     else:
-        advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(_KEYS)}"
+        advice = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(_KEYS)}"
     return f"{named} in {setting.origin.location}: {advice}"
 
 
@@ -256,7 +260,7 @@ def _as_ours(setting: Setting) -> Setting:
     """LMCache's name for one remote is another name for ours."""
     if setting.key != "remote_url":
         return setting
-    return Setting("remotes", setting.value, Origin(setting.origin.source, f"{setting.origin.location}, remote_url"))
+    return replace(setting, key="remotes", written=setting.name)
 
 
 def _filled(value: object, environ: Mapping[str, str]) -> object:

@@ -32,6 +32,8 @@ class Source(enum.StrEnum):
     FILE = "file"
     ENVIRONMENT = "environment"
     EXTRA = "extra"
+    ARGUMENTS = "arguments"
+    """Of `lmcache_ec.Cache`: nobody logs them, so they may hold credentials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +93,11 @@ def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
             yield Setting(key, value, Origin(Source.ENVIRONMENT, masked_name(name)))
 
 
-def from_extra(extra: Mapping[str, object], where: str = EXTRA) -> Iterator[Setting]:
+def from_extra(extra: Mapping[str, object], source: Source) -> Iterator[Setting]:
+    """What vLLM was given as the connector's own configuration, or a program gave to `Cache`."""
+    where = EXTRA if source is Source.EXTRA else "the arguments of Cache"
     for key, value in extra.items():
-        yield Setting(str(key).strip().lower(), value, Origin(Source.EXTRA, where))
+        yield Setting(str(key).strip().lower(), value, Origin(source, where))
 
 
 def from_file(file: str) -> FileSettings:
@@ -122,7 +126,7 @@ def _parse(text: bytes, file: str) -> FileSettings:
         if lowered == "ec":
             if isinstance(node, yaml.ScalarNode) and loader.construct_object(node) is None:
                 found = replace(found, empty_ec=f"{file} line {line}")
-            for inner, value, inner_line in _pairs(loader, node, f"{file} (ec)", found.problems):
+            for inner, value, inner_line in _pairs(loader, node, f"ec in {file}", found.problems):
                 origin = Origin(Source.FILE, f"{file} line {inner_line}")
                 found.ours.append(Setting(inner.strip().lower(), loader.construct_object(value, deep=True), origin))
             continue

@@ -20,13 +20,14 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from numbers import Real
 from os import PathLike
 from typing import Self
 
 import numpy
 
 from lmcache_ec import entry
-from lmcache_ec.config import ConfigError, EncoderCacheConfig, resolve
+from lmcache_ec.config import ConfigError, EncoderCacheConfig, Source, resolve
 from lmcache_ec.config.sources import FILE_VARIABLE
 from lmcache_ec.key import MAX_IDENTIFIER_BYTES, EncoderCacheKey, check_namespace
 from lmcache_ec.standalone.scratch import Scratch
@@ -52,7 +53,7 @@ class Cache:
     `config` is LMCache's YAML file (default: the file that LMCACHE_CONFIG_FILE names, if any); `keys` are keys of its
     `ec:` map, and override it. `namespace` is a folder name that the caller chooses, or an engine's (`lmcache-ec
     namespaces`); default: `ec.namespace`; with `ec.signing_key_file` the id of the key ends it. An identifier is any
-    text of at most 4096 bytes, and the caller vouches that it means one content. ConfigError for what cannot be used.
+    text of 1 to 4096 bytes, and the caller vouches that it means one content. ConfigError for what cannot be used.
 
     Any thread may call any method, and all may wait for I/O. What a store does raises nothing: it is a miss,
     counted, and a line in the log. After `close` all methods raise ValueError, `close` does nothing.
@@ -61,7 +62,7 @@ class Cache:
     def __init__(
         self, config: str | PathLike[str] | None = None, *, namespace: str | None = None, **keys: object
     ) -> None:
-        self._config = resolve(keys, _environment(config), "the arguments of Cache").config
+        self._config = resolve(keys, _environment(config), Source.ARGUMENTS).config
         self.namespace = _namespace(namespace, self._config)
         signing = self._config.signing_key()
         try:
@@ -89,10 +90,11 @@ class Cache:
         """Store a tensor: anything that `Tensor.of` takes, of any shape, up to a store's own limit.
 
         Returns once it is copied, or handed over to those who are storing the same identifier already. The future
-        gives the names of the tiers that have it in the end. An entry is written once: under an identifier that is
-        stored, another tensor is not (`delete` it first). Waits while 256 MiB or 1024 entries are under way.
+        gives the names of the tiers that have an entry of this identifier and length in the end. An entry is written
+        once: under an identifier that is stored, another tensor is not (`delete` it first), which nothing reports if
+        it is of the same length. Waits while 256 MiB or 1024 entries are under way.
 
-        TypeError for what is no tensor, ValueError for an identifier that is too long or a closed cache.
+        TypeError for what is no tensor, ValueError for an identifier that is empty or too long, or a closed cache.
         """
         plain, key = Tensor.of(tensor), self._key(identifier)
         length = entry.entry_length(identifier, plain.spec)
@@ -148,10 +150,14 @@ class Cache:
         return result
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every tier has answered about all that was put; False after `timeout` seconds."""
+        """Wait until every tier has answered about all that was put, at most `timeout` seconds. Whether all have.
+
+        TypeError or ValueError for a timeout that is neither a number of seconds from 0 nor None, which is no limit.
+        """
+        limit_s = None if timeout is None else _seconds(timeout)
         with self._landed:
             self._check_open()
-            return self._landed.wait_for(lambda: not self._under_way, timeout)
+            return self._landed.wait_for(lambda: not self._under_way, limit_s)
 
     # ---- get
 
@@ -256,10 +262,19 @@ class Cache:
             size = len(identifier.encode())
         except UnicodeEncodeError as error:
             raise ValueError(f"identifier {identifier!r}: must be text that UTF-8 can express") from error
-        key = EncoderCacheKey(self.namespace, identifier)
-        if size > MAX_IDENTIFIER_BYTES:
-            raise ValueError(f"identifier of {size} bytes: must be at most {MAX_IDENTIFIER_BYTES}")
-        return key
+        if not 0 < size <= MAX_IDENTIFIER_BYTES:
+            raise ValueError(f"identifier of {size} bytes: must be 1 to {MAX_IDENTIFIER_BYTES}")
+        return EncoderCacheKey(self.namespace, identifier)
+
+
+def _seconds(timeout: object) -> float:
+    """A timeout that Python can wait for. NaN and what is below zero would end a wait at once."""
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
+        raise TypeError(f"timeout of type {type(timeout).__name__}: must be a number of seconds, or None")
+    seconds = float(timeout)
+    if not seconds >= 0:
+        raise ValueError(f"timeout {timeout}: must be a number of seconds, at least 0, or None")
+    return min(seconds, threading.TIMEOUT_MAX)
 
 
 def _environment(config: str | PathLike[str] | None) -> Mapping[str, str]:

@@ -6,22 +6,20 @@ torch is never imported here but by `Tensor.torch`, which only a program that ha
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from lmcache_ec.dtypes import DTYPES
 from lmcache_ec.entry import TensorSpec
+from lmcache_ec.standalone.layout import described, shape_of
 
 if TYPE_CHECKING:
     import torch
 
 _BY_NAME = {dtype.torch: name for name, dtype in DTYPES.items()}
-_SHAPE = re.compile(r"shape=\[([0-9,]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +54,13 @@ class Tensor:
     @classmethod
     def read(cls, spec: TensorSpec, data: memoryview) -> Tensor | None:
         """What an entry's payload holds; None for one in a layout of somebody else's."""
-        shape: tuple[int, ...] = (spec.rows, spec.width)
-        if spec.layout:
-            written = _SHAPE.fullmatch(spec.layout)
-            if written is None:
-                return None
-            shape = tuple(map(int, filter(None, written[1].split(","))))
-            if prod(shape) != spec.rows * spec.width:
-                return None
-        return cls(shape, DTYPES[spec.dtype].torch, data)
+        shape = shape_of(spec)
+        return None if shape is None else cls(shape, DTYPES[spec.dtype].torch, data)
 
     @property
     def spec(self) -> TensorSpec:
-        """As an entry describes it: two dimensions are an encoder's output, as engines store it."""
-        if len(self.shape) == 2:
-            return TensorSpec(*self.shape, _BY_NAME[self.dtype])
-        rows = self.shape[0] if self.shape else 1
-        layout = f"shape=[{','.join(map(str, self.shape))}]"
-        return TensorSpec(rows, prod(self.shape[1:]), _BY_NAME[self.dtype], layout)
+        """As an entry describes it."""
+        return described(self.shape, _BY_NAME[self.dtype])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         array = self.numpy()

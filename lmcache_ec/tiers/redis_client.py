@@ -107,15 +107,16 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
 def _check_files(options: RedisOptions) -> None:
     """ValueError for those of TLS that cannot be used: redis-py loads them anew for each connection, and says less."""
     context = ssl.create_default_context()
-    files = options.ca_file
+    files = f"ssl_ca_certs {options.ca_file}"
     try:
         if options.ca_file:
             context.load_verify_locations(options.ca_file)
         if options.certificate_file:
-            files = f"{options.certificate_file}, {options.key_file or 'with its key'}"
+            key = f" and ssl_keyfile {options.key_file}" if options.key_file else ""
+            files = f"ssl_certfile {options.certificate_file}{key}"
             context.load_cert_chain(options.certificate_file, options.key_file, credentials.key_password(options))
     except OSError as error:
-        reason = "no PEM, or a wrong password" if isinstance(error, ssl.SSLError) else error.strerror
+        reason = "no PEM, no key for it, or a wrong password" if isinstance(error, ssl.SSLError) else error.strerror
         raise ValueError(f"TLS: {files} cannot be used: {reason}") from None
 
 
@@ -229,7 +230,7 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ),
     ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
     ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
-    ((InvalidResponse,), errno.EPROTO, "what answers is not Redis' protocol; TLS is rediss://"),
+    ((InvalidResponse,), errno.EPROTO, "the answer is not in Redis's protocol; for a server with TLS, write rediss://"),
 )
 
 

@@ -46,19 +46,48 @@ class CredentialsUnavailable(RedisConnectionError):
     errno = errno.ETIMEDOUT
 
 
+@dataclass(frozen=True, slots=True)
+class SecretFile:
+    """A file that holds one secret, and the parameter of the URL that names it."""
+
+    parameter: str
+    path: str
+
+    def read(self) -> str:
+        """CredentialsUnavailable, which says nothing of what is in it."""
+        name = f"{self.parameter} {self.path}"
+        try:
+            text = Path(self.path).read_text().strip()
+        except OSError as error:
+            raise CredentialsUnavailable(f"{name} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise CredentialsUnavailable(f"{name} cannot be read: must be text in UTF-8") from None
+        if not text:
+            raise CredentialsUnavailable(f"{name} is empty: must hold the user or the password, and nothing else")
+        return text
+
+    def read_at_start(self) -> str:
+        """ValueError."""
+        try:
+            return self.read()
+        except CredentialsUnavailable as error:
+            raise ValueError(str(error)) from None
+
+
+Source = SecretFile | str | None
+"""Of a user or a password: a file, the text itself, or nothing."""
+
+
 class FileCredentials:
     """User and password, each as its file has it or as it was given."""
 
-    def __init__(self, username: str | None, password: str | None, username_file: str | None, file: str | None) -> None:
-        for path in filter(None, (username_file, file)):
-            _at_start(path)
+    def __init__(self, username: Source, password: Source) -> None:
+        _check_at_start(username, password)
         self._username, self._password = username, password
-        self._username_file, self._password_file = username_file, file
 
     def get_credentials(self) -> Presented:
-        username = _in_file(self._username_file) if self._username_file else self._username
-        password = _in_file(self._password_file) if self._password_file else self._password
-        return (username, password or "") if username else (password or "",)
+        username, password = _current(self._username), _current(self._password) or ""
+        return (username, password) if username else (password,)
 
     def refused(self) -> None:
         """The files are read again anyway."""
@@ -86,13 +115,12 @@ class CommandCredentials:
     guards what is known and is never held while it runs.
     """
 
-    def __init__(self, command: str, username: str | None, username_file: str | None) -> None:
+    def __init__(self, command: str, username: Source) -> None:
         self._arguments = shlex.split(command)
         if shutil.which(self._program) is None:
             raise ValueError(f"password_command: there is no program {self._program} that could be run")
-        if username_file:
-            _at_start(username_file)
-        self._username, self._username_file = username, username_file
+        _check_at_start(username)
+        self._username = username
         self._runner = ThreadPoolExecutor(1, "redis-credentials")
         self._future: Future[_Printed] | None = None
         self._ran_at = 0.0
@@ -134,7 +162,7 @@ class CommandCredentials:
     def _run(self) -> _Printed:
         began = time.monotonic()
         output = _output_of(self._arguments)
-        known = _in_file(self._username_file) if self._username_file else self._username
+        known = _current(self._username)
         try:
             text = output.decode().strip()
             fields = json.loads(text) if text.startswith("{") else {"password": text}
@@ -185,23 +213,14 @@ def _kill(group: int) -> None:
         pass
 
 
-def _in_file(path: str) -> str:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError as error:
-        raise CredentialsUnavailable(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise CredentialsUnavailable(f"{path} cannot be read: must be text in UTF-8") from None
-    if not text:
-        raise CredentialsUnavailable(f"{path} is empty: must hold the user or the password, and nothing else")
-    return text
+def _current(given: Source) -> str | None:
+    return given.read() if isinstance(given, SecretFile) else given
 
 
-def _at_start(path: str) -> str:
-    try:
-        return _in_file(path)
-    except CredentialsUnavailable as error:
-        raise ValueError(str(error)) from None
+def _check_at_start(*given: Source) -> None:
+    for each in given:
+        if isinstance(each, SecretFile):
+            each.read_at_start()
 
 
 def _named(presented: Presented) -> Mapping[str, str]:
@@ -212,10 +231,11 @@ def _named(presented: Presented) -> Mapping[str, str]:
 def source(options: RedisOptions) -> CommandCredentials | FileCredentials | None:
     """Where a server's user and password come from, if they are to be asked for. ValueError for a file or program that
     is not there at the start."""
+    username = _file("username_file", options.username_file) or options.username
     if options.password_command:
-        return CommandCredentials(options.password_command, options.username, options.username_file)
+        return CommandCredentials(options.password_command, username)
     if options.password_file or options.username_file:
-        return FileCredentials(options.username, options.password, options.username_file, options.password_file)
+        return FileCredentials(username, _file("password_file", options.password_file) or options.password)
     return None
 
 
@@ -226,10 +246,15 @@ def none(options: RedisOptions) -> bool:
 
 def sentinel_source(options: RedisOptions) -> FileCredentials | None:
     """The same for Sentinels."""
-    file = options.sentinel_password_file
-    return FileCredentials(options.sentinel_username, None, None, file) if file else None
+    password = _file("sentinel_password_file", options.sentinel_password_file)
+    return FileCredentials(options.sentinel_username, password) if password else None
 
 
 def key_password(options: RedisOptions) -> str:
     """Of the key of the client's certificate; empty if it needs none, as None would ask at a terminal."""
-    return _at_start(options.key_password_file) if options.key_password_file else options.key_password or ""
+    file = _file("ssl_password_file", options.key_password_file)
+    return file.read_at_start() if file else options.key_password or ""
+
+
+def _file(parameter: str, path: str | None) -> SecretFile | None:
+    return SecretFile(parameter, path) if path else None

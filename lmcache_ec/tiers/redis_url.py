@@ -10,6 +10,7 @@ Parameters after `?` have redis-py's names, but for `read_only` and for where cr
 `redis_credentials.py`. `_PARAMETERS` has those that are understood.
 """
 
+import difflib
 import enum
 import math
 import re
@@ -222,7 +223,9 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
         found["database"] = _value("the path (number of a database)", int, path.strip("/"))
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _PARAMETERS:
-            raise ValueError(f"URL of a Redis tier: its parameters must be among {', '.join(_PARAMETERS)}")
+            nearest = difflib.get_close_matches(name, _PARAMETERS, n=1)
+            advice = f"did you mean {nearest[0]}?" if nearest else f"must be among {', '.join(_PARAMETERS)}"
+            raise ValueError(f"URL of a Redis tier: a parameter that is not known: {advice}")
         option, reads = _PARAMETERS[name]
         found[option] = _value(f"parameter {name}", reads, text)
     port = 26379 if deployment is Deployment.SENTINEL else 6379

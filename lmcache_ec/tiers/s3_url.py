@@ -67,7 +67,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     endpoint = asked.get("endpoint", host)
     prefix = parts.path.strip("/")
     if parts.scheme != "s3" or parts.fragment or not _BUCKET.fullmatch(bucket):
-        raise ValueError("S3 URL: accepted is s3://bucket/prefix, the bucket of 3 to 63 characters a-z 0-9 . -")
+        raise ValueError("S3 URL: must be s3://bucket/prefix, with a bucket of 3 to 63 characters a-z 0-9 . -")
     if bucket.endswith("--x-s3") or extra.get("s3_enable_s3express"):
         raise ValueError("S3 Express directory buckets are not supported: name a general-purpose bucket")
     if prefix and not _PREFIX.fullmatch(prefix):
@@ -111,7 +111,7 @@ def _bucket_and_host(netloc: str, lmcache: bool) -> tuple[str, str | None, str |
     if aws:
         return aws["bucket"], aws["region"], None
     if netloc.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        raise ValueError("S3 URL: of AWS's hosts accepted is bucket.s3.region.amazonaws.com; others go to endpoint=…")
+        raise ValueError("S3 URL: a host of AWS must be bucket.s3.region.amazonaws.com; others go into endpoint=…")
     if ":" in netloc or (lmcache and "." in netloc):
         bucket, _, host = netloc.partition(".")
         return bucket, None, host or None
@@ -122,7 +122,7 @@ def _endpoint(text: str, tls: bool, *, contradicts: bool) -> str:
     scheme, _, host = text.rpartition("://")
     host = host.rstrip("/")
     if scheme not in ("", "http", "https") or not _HOST.fullmatch(host):
-        raise ValueError("S3 endpoint: accepted is host[:port], or http(s)://host[:port]")
+        raise ValueError("S3 endpoint: must be host[:port], or http(s)://host[:port]")
     if scheme and contradicts and (scheme == "https") != tls:
         raise ValueError(f"S3 endpoint with {scheme}:// but tls={str(tls).lower()}: they contradict each other")
     return f"{scheme or ('https' if tls else 'http')}://{host}"
@@ -130,7 +130,7 @@ def _endpoint(text: str, tls: bool, *, contradicts: bool) -> str:
 
 def _unknown(key: str, options: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(key, options, n=1)
-    advice = f"did you mean {nearest[0]}?" if nearest else f"accepted are {', '.join(options)}"
+    advice = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(options)}"
     return f"S3 URL: unknown option {masked_name(key)}: {advice}"
 
 

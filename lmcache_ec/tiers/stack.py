@@ -28,7 +28,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import PresenceWriter
 from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.awaited import AwaitedTier
-from lmcache_ec.tiers.base import Landing, Tier, TierUnreachable
+from lmcache_ec.tiers.base import Landing, Tier, TierUnreachable, message
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import NEVER, Habits, Lane, lane_names
 from lmcache_ec.tiers.write_through import WriteThrough
@@ -210,7 +210,7 @@ class Stack:
 
     def _unread(self, lane: Lane, error: Exception) -> None:
         self._journal.count(f"{lane.name}_read_errors")
-        self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
+        self._journal.report(f"{lane.name}-read", f"{lane.name}: {message(error)}")
 
     def _welcome(self, lane: Lane, away_s: float) -> None:
         """A tier that was left alone for so long is asked again."""
@@ -269,7 +269,7 @@ class Stack:
                 lane.lost()
         except Exception as error:
             self._journal.count(f"{lane.name}_delete_errors")
-            self._journal.report(f"{lane.name}-delete", f"{lane.name}: {error}")
+            self._journal.report(f"{lane.name}-delete", f"{lane.name}: {message(error)}")
 
     def _evicted(self, tier: str, length: int) -> None:
         self._journal.count(f"{tier}_evictions")
@@ -301,14 +301,14 @@ class Stack:
             self.writes.report_notice(lane)
         except Exception as error:
             self._journal.count(f"{lane.name}_survey_errors")
-            self._journal.report(f"{lane.name}-scan", f"{lane.name}: {error}")
+            self._journal.report(f"{lane.name}-scan", f"{lane.name}: {message(error)}")
         self._wake()
 
     def _probe_reads(self, lane: Lane) -> None:
         try:
             self._welcome(lane, lane.probe_reads(self.namespace))
         except Exception as error:
-            self._journal.report(f"{lane.name}-read", f"{lane.name}: {error}")
+            self._journal.report(f"{lane.name}-read", f"{lane.name}: {message(error)}")
         self._wake()
 
     def _probe_writes(self, lane: Lane) -> None:
@@ -343,7 +343,7 @@ class Stack:
                 try:
                     lane.tier.announce()
                 except Exception as error:
-                    self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
+                    self._journal.report(f"{lane.name}-write", f"{lane.name}: {message(error)}")
 
     def close(self) -> None:
         """Release the tiers. What is still under way fails, or ends with the process."""

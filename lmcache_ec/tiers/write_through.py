@@ -226,7 +226,8 @@ class WriteThrough:
             entry.verify(data, key, self._signing)
         except (OSError, entry.EntryError) as error:
             name = self._lanes[number].name
-            self._journal.report(f"{name}-copy", f"{name}: {key.object_name} cannot be copied to other tiers: {error}")
+            text = f"{name}: {key.object_name} cannot be copied to other tiers: {message(error)}"
+            self._journal.report(f"{name}-copy", text)
             return None
         return data
 
@@ -305,7 +306,7 @@ class WriteThrough:
         if lane.read_only and not known:
             self.report_read_only(lane, message(error))
         elif lane.habits.local or not isinstance(error, WritesRefused):  # a remote's is one line, once it is certain
-            self._journal.report(f"{lane.name}-write", f"{lane.name}: {error}")
+            self._journal.report(f"{lane.name}-write", f"{lane.name}: {message(error)}")
         too_large = getattr(error, "errno", None) == errno.EFBIG
         return Landing.REFUSED if too_large else Landing.FAILED
 

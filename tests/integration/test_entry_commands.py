@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -20,7 +21,7 @@ from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
 from benchmarks.testbed.waiting import wait_until
-from lmcache_ec import entry
+from lmcache_ec import Cache, entry
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey, EntryName
 from lmcache_ec.signing import read_key
@@ -165,6 +166,10 @@ def test_a_tier_that_does_not_answer_is_one_line_beside_what_the_others_hold(
     result = run("ls")
     assert (result.exit_code, "picture" in result.stdout) == (1, True)
     assert "redis: " in result.stderr
+    for only in ([], ["--tier", "redis"]):
+        assert run("inspect", "another", *only).stderr.startswith("No tier that could be read has 'another'.\nredis: ")
+    cleared = run("clear", "redis", "--yes")
+    assert (cleared.exit_code, cleared.stdout, "nothing listens there" in cleared.stderr) == (1, "", True)
     assert run("ls", "../x").exit_code == run("ls", "--tier", "tape").exit_code == 2
 
 
@@ -185,12 +190,25 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
         assert [(copy["tier"], copy["problem"]) for copy in found["tiers"]] == [("disk", ""), ("redis", "")]
     assert [copy["tier"] for copy in answered("inspect", identifier)["tiers"]] == ["disk", "redis", "redis"]
     text = run("inspect", identifier).stdout
-    assert [text.count(said) for said in ("4 x 64 BF16", "host:41234", "verifies")] == [2, 2, 3]
+    assert [text.count(said) for said in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
     missing = run("inspect", "another")
     assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
     elsewhere = run("inspect", identifier, "--namespace", "elsewhere", "--tier", "redis").stderr
     assert elsewhere.startswith("redis does not have ")
     assert elsewhere.endswith(" in namespace elsewhere.\n")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 3, 4)])
+def test_a_programs_tensor_is_described_by_its_own_shape(stores: Stores, shape: tuple[int, ...]) -> None:
+    with Cache(namespace="ns", local_disk=str(stores.folder)) as cache:
+        cache.put("picture", numpy.ones(shape)).result()
+    header = answered("inspect", "picture", "--tier", "disk")["header"]
+    assert (header["shape"], header["dtype"]) == (list(shape), "F64")
+    lines = run("inspect", "picture", "--tier", "disk").stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if line.startswith(("shape", "dtype", "layout"))] == [
+        str(list(shape)),
+        "F64",
+    ]
 
 
 @pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
@@ -471,6 +489,8 @@ def test_a_tier_is_cleared_of_all_that_is_ours_after_a_question(stores: Stores) 
     ]
     assert (stores.folder / "theirs").exists()
     assert stores.disk.stored_bytes == 0
+    again = run("clear", "disk", "--force", "--yes")
+    assert (again.exit_code, again.stdout) == (0, "There is nothing to remove.\n")
 
 
 # ---- a hundred thousand entries

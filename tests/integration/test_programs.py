@@ -122,6 +122,7 @@ def test_what_was_put_is_found_at_once(cache: Cache) -> None:
 def test_an_entry_is_written_once_until_it_is_deleted(cache: Cache) -> None:
     assert cache.put("cat", PICTURE).result() == ("disk",)
     assert cache.put("cat", PICTURE).result() == ("disk",)
+    assert cache.put("cat", PICTURE + 1).result() == ("disk",)  # as docs/python.md says: contents are not compared
     assert cache.put("cat", PICTURE[:3]).result() == ()
     assert (got(cache, "cat").numpy() == PICTURE).all()
     assert "cat" in cache
@@ -214,6 +215,16 @@ def test_a_remote_that_is_not_there_costs_no_exception(tmp_path: Path) -> None:
         assert cache.get("dog") is None
 
 
+def test_a_program_may_give_credentials_as_an_argument_and_no_error_shows_them(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis", "--requirepass", "canary") as server:
+        url = f"redis://:canary@127.0.0.1:{server.port}"
+        with Cache(namespace="programs", remotes=[url]) as cache:
+            assert cache.put("cat", PICTURE).result() == ("redis",)
+        with pytest.raises(ConfigError, match="authentication failed") as caught:
+            Cache(namespace="programs", remotes=[url.replace("canary", "canary-2")])
+        assert "canary" not in str(caught.value)
+
+
 def test_to_close_writes_what_was_put(folder: Path) -> None:
     with opened(folder) as cache:
         for number in range(50):
@@ -268,12 +279,32 @@ def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(problem)):
         cache.put("cat", value)
-    with pytest.raises(ValueError, match="identifier of 5000 bytes: must be at most 4096"):
-        cache.put("x" * 5000, PICTURE)
+    for identifier in ("x" * 5000, ""):
+        with pytest.raises(ValueError, match=f"identifier of {len(identifier)} bytes: must be 1 to 4096"):
+            cache.put(identifier, PICTURE)
     with pytest.raises(ValueError, match="must be text that UTF-8 can express"):
         cache.put("\ud800", PICTURE)
     assert cache.flush()
     assert not list(folder.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, float("-inf")])
+def test_a_flush_refuses_a_number_that_is_no_time(cache: Cache, timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"^timeout {timeout}: must be a number of seconds, at least 0, or None$"):
+        cache.flush(timeout)
+
+
+@pytest.mark.parametrize("timeout", ["5", b"5", True, [5]])
+def test_a_flush_refuses_what_is_no_number(cache: Cache, timeout: Any) -> None:
+    with pytest.raises(TypeError, match=f"^timeout of type {type(timeout).__name__}: must be a number of seconds"):
+        cache.flush(timeout)
+
+
+@pytest.mark.parametrize("timeout", [None, 60, numpy.float32(60), float("inf"), 1e30])
+def test_a_flush_waits_for_as_long_as_it_may(cache: Cache, timeout: float | None) -> None:
+    cache.put("cat", PICTURE)
+    assert cache.flush(timeout)
+    assert cache.flush(0)
 
 
 def test_a_type_that_numpy_lacks_says_what_to_do(cache: Cache) -> None:

@@ -229,7 +229,7 @@ def _group(pid: int) -> bool:
 
 def test_no_shell_reads_the_command_and_one_run_serves_all_who_wait(tmp_path: Path) -> None:
     command = program(tmp_path, f'echo run >> {tmp_path}/runs; sleep 0.3; printf "%s" "$1"')
-    provider = CommandCredentials(f"{command} '$(touch {tmp_path}/shell); a b'", "user", None)
+    provider = CommandCredentials(f"{command} '$(touch {tmp_path}/shell); a b'", "user")
     found: list[tuple[str, ...]] = []
     threads = [threading.Thread(target=lambda: found.append(provider.get_credentials())) for _ in range(8)]
     for thread in threads:
@@ -242,7 +242,7 @@ def test_no_shell_reads_the_command_and_one_run_serves_all_who_wait(tmp_path: Pa
 
 
 def test_what_was_refused_is_not_asked_for_again_and_again(tmp_path: Path) -> None:
-    provider = CommandCredentials(program(tmp_path, f"echo run >> {tmp_path}/runs; echo x"), None, None)
+    provider = CommandCredentials(program(tmp_path, f"echo run >> {tmp_path}/runs; echo x"), None)
     for _ in range(50):
         assert provider.get_credentials() == ("x",)
         provider.refused()
@@ -252,7 +252,7 @@ def test_what_was_refused_is_not_asked_for_again_and_again(tmp_path: Path) -> No
 def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_credentials, "_AGAIN_S", 0.0)
     path = Path(program(tmp_path, "echo x"))
-    provider = CommandCredentials(str(path), None, None)
+    provider = CommandCredentials(str(path), None)
     path.unlink()
     with pytest.raises(CredentialsUnavailable, match="cannot be run: No such file"):
         provider.get_credentials()
@@ -267,11 +267,12 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
         ("password_command=/no/such/program", "there is no program /no/such/program"),
         ("password_command=", "must be a program and its arguments"),
         ("password_command='", "must be a program and its arguments"),
-        ("password_file=/no/such/file", "/no/such/file cannot be read: No such file or directory"),
+        ("password_file=/no/such/file", "password_file /no/such/file cannot be read: No such file or directory"),
         (
             "username_file=/no/such/file&password_command=/bin/true",
-            "/no/such/file cannot be read: No such file or directory",
+            "username_file /no/such/file cannot be read: No such file or directory",
         ),
+        ("username_file=/dev/null", "username_file /dev/null is empty"),
         (
             "password_file=/x&password_command=/bin/true",
             "must be given once, as one of password, password_file, password_command",
@@ -283,6 +284,23 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
 def test_what_cannot_be_meant_ends_the_start(parameters: str, says: str) -> None:
     with pytest.raises(ValueError, match=says) as caught:
         open_redis(f"redis://127.0.0.1:1?{parameters}")
+    assert not isinstance(caught.value, TierUnreachable)
+
+
+@pytest.mark.parametrize(
+    ("url", "parameter"),
+    [
+        ("redis://h?password_file={}", "password_file"),
+        ("redis://h?username_file={}", "username_file"),
+        ("redis-sentinel://h/s?sentinel_password_file={}", "sentinel_password_file"),
+        ("rediss://h?ssl_certfile=/x&ssl_password_file={}", "ssl_password_file"),
+        ("rediss://h?ssl_ca_certs={}", "ssl_ca_certs"),
+        ("rediss://h?ssl_certfile={}", "ssl_certfile"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_parameter_that_names_it(url: str, parameter: str) -> None:
+    with pytest.raises(ValueError, match=f"{parameter} /no/such/file cannot be (read|used): No such file") as caught:
+        open_redis(url.format("/no/such/file"))
     assert not isinstance(caught.value, TierUnreachable)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several tiers as one: looked up in order, mended, promoted, and written through from one read of the file."""
 
+import errno
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -250,6 +251,28 @@ def test_after_an_error_of_one_tier_the_next_one_is_asked(monkeypatch: pytest.Mo
     here.far.put(KEY, data)
     assert here.fetched(memoryview(bytearray(len(data)))) == Found(SPEC, "far")
     assert here.count["near_read_errors"] == 1
+
+
+@pytest.mark.parametrize("call", ["get_into", "put", "delete"])
+def test_what_is_reported_of_a_tier_that_fails_is_its_own_text_without_a_number(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    here, data = Setting(None), sealed()
+
+    def broken(*_: object) -> int:
+        raise TierError(errno.ETIMEDOUT, "Redis tier at cache:6379: no answer in time")
+
+    if call == "delete":
+        here.near.entries[KEY.digest] = b"other"
+    monkeypatch.setattr(here.near, call, broken)
+    if call == "put":
+        here.written(data)
+    else:
+        here.fetched(memoryview(bytearray(len(data))))
+    wait_until("it is reported", lambda: here.journal.last_error("near"))
+    last = here.journal.last_error("near")
+    assert last is not None
+    assert last.text == "near: Redis tier at cache:6379: no answer in time"
 
 
 def test_a_disk_that_only_reads_takes_no_write_without_an_error_each_and_the_remotes_do(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ MISTAKES = {
     "the file's prefix in extra": Mistake(("ec_epoch=1", EXTRA, "did you mean epoch?"), extra={"ec_epoch": 1}),
     "a map in extra": Mistake(("ec=<map>", EXTRA, "the keys stand there directly"), extra={"ec": {"epoch": 1}}),
     "a key of something else": Mistake(
-        ("compression=<text>", "<file> line 1", "accepted are enabled, namespace, "), "ec: {compression: zstd}"
+        ("compression=<text>", "<file> line 1", "must be one of enabled, namespace, "), "ec: {compression: zstd}"
     ),
     "no indentation": Mistake(
         ("enabled=false", "<file> line 2", "stands outside of ec", "ec_enabled"), "ec:\nenabled: false"
@@ -275,16 +275,20 @@ MISTAKES = {
     "no indentation of what LMCache knows, too": Mistake(
         ("ec in <file> line 1 has no value", "local_disk (<file> line 2)", "indent", "ec: {}"), "ec:\nlocal_disk: /data"
     ),
-    "ec_ before an unknown name": Mistake(("ec_cache=<text>", "<file> line 1", "accepted are"), "ec_cache: x"),
+    "no indentation of an address alone": Mistake(
+        ("ec in <file> line 1 has no value", "remote_url (<file> line 2)", "indent", "ec: {}"),
+        "ec:\nremote_url: redis://host",
+    ),
+    "ec_ before an unknown name": Mistake(("ec_cache=<text>", "<file> line 1", "must be one of"), "ec_cache: x"),
     "a dot": Mistake(("ec.epoch=3", "<file> line 1", "indent it under ec: as epoch"), "ec.epoch: 3"),
     "a key twice": Mistake(
-        ("epoch is given twice", "<file> (ec), lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
+        ("epoch is given twice", "ec in <file>, lines 2 and 4", "keep one"), "ec:\n  epoch: 1\n  salt: a\n  epoch: 2"
     ),
     "the map twice": Mistake(
         ("ec is given twice in <file>, lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
     ),
-    "off by a word": Mistake(("<file> (ec) line 1 is false", "a map", "ec: {enabled: false}"), "ec: off"),
-    "a list of keys": Mistake(("<file> (ec) line 2 is <list>", "a map"), "ec:\n  - epoch: 1"),
+    "off by a word": Mistake(("ec in <file> line 1 is false", "a map", "ec: {enabled: false}"), "ec: off"),
+    "a list of keys": Mistake(("ec in <file> line 2 is <list>", "a map"), "ec:\n  - epoch: 1"),
     "a file of text": Mistake(("<file> line 1 is <text>", "a map"), "epoch=1"),
     "a tab": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec:\n\tepoch: 1"),
     "an open brace": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec: {epoch: 1\nlocal_cpu: true"),
@@ -317,7 +321,7 @@ MISTAKES = {
         "ec:\n  remote_url: redis://one\n  remotes: [redis://two]",
     ),
     "an unset variable": Mistake(
-        ("remotes=<hidden>", "<file> line 1, remote_url", "no such environment variable: REDIS_PASSWORD"),
+        ("remote_url=<hidden> in <file> line 1: ", "no such environment variable: REDIS_PASSWORD"),
         "ec: {remote_url: 'redis://:${REDIS_PASSWORD}@host'}",
     ),
     "a relative folder": Mistake(
@@ -325,6 +329,10 @@ MISTAKES = {
     ),
     "a home": Mistake(
         ("local_disk='~/cache'", EXTRA, f"for example {Path.home()}/cache"), extra={"local_disk": "~/cache"}
+    ),
+    "a variable in a path": Mistake(
+        ("local_disk='/data/${USER}'", "<file> line 1", "variables are replaced in addresses of remotes only"),
+        "ec: {local_disk: '/data/${USER}'}",
     ),
     "two folders": Mistake(("local_disk='/a,/b'", "<file> line 1", "must be one folder"), "ec: {local_disk: '/a,/b'}"),
     "a list of folders": Mistake(
@@ -363,7 +371,7 @@ MISTAKES = {
     ),
     "another policy": Mistake(("cache_policy='LFU'", "<file> line 1", "must be LRU"), "ec: {cache_policy: LFU}"),
     "a remote that takes KV chunks alone": Mistake(
-        ("remotes='azure://container'", "<file> line 1, remote_url", "cannot keep encoder outputs"),
+        ("remote_url='azure://container' in <file> line 1: ", "cannot keep encoder outputs"),
         "ec: {remote_url: 'azure://container'}",
     ),
     "a catalog of what cannot be listed": Mistake(
@@ -372,16 +380,16 @@ MISTAKES = {
     ),
     "an address without its ://": Mistake(
         (
-            "remotes=<hidden>",
-            "LMCACHE_EC_REMOTE_URL",
+            "remote_url=<hidden>",
+            "LMCACHE_EC_REMOTE_URL: ",
             "must be redis://, s3://, lm:// or another of docs",
         ),
         environ={"LMCACHE_EC_REMOTE_URL": "redis//u:hunter2@host"},
     ),
     "a remote that is no address": Mistake(
         (
-            "remotes='myhost'",
-            "LMCACHE_EC_REMOTE_URL",
+            "remote_url='myhost'",
+            "LMCACHE_EC_REMOTE_URL: ",
             "must be redis://, s3://, lm:// or another of docs",
         ),
         environ={"LMCACHE_EC_REMOTE_URL": "myhost"},
@@ -390,7 +398,7 @@ MISTAKES = {
         ("remotes=['s3://My_Bucket']", EXTRA, "s3://bucket/prefix", "a-z 0-9"), extra={"remotes": ["s3://My_Bucket"]}
     ),
     "a password as it is": Mistake(
-        ("remotes=<hidden>", "<file> line 1, remote_url", "in user and password write %23 for #, %2F for /"),
+        ("remote_url=<hidden> in <file> line 1: ", "in user and password write %23 for #, %2F for /"),
         f"ec: {{remote_url: 'redis://:{CANARY}/x@host'}}",
     ),
     "one remote twice": Mistake(
@@ -427,6 +435,9 @@ MISTAKES = {
     ),
     "a password in an address": Mistake(
         ("salt", EXTRA, "holds a credential"), extra={"salt": f"redis://user:{CANARY}@host"}
+    ),
+    "a password in the address of a remote": Mistake(
+        (f"remote_url in {EXTRA} holds a credential",), extra={"remote_url": f"redis://user:{CANARY}@host"}
     ),
 }
 
@@ -610,7 +621,7 @@ def test_a_variable_near_a_key_is_an_error_and_any_other_with_our_prefix_is_note
     resolved = resolve(environ={"LMCACHE_EC_GRAFANA_FOLDER": CANARY})
     assert resolved.config == EncoderCacheConfig()
     [note] = resolved.notes
-    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER is the name of no key")
+    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER names no key")
     assert CANARY not in note
 
 
@@ -627,7 +638,7 @@ def test_no_error_shows_what_is_in_a_variable(file: File) -> None:
         environ = file("ec: {remote_url: '${ADDRESS}'}") | {"ADDRESS": value}
         text = _all_text({}, environ)
         assert CANARY not in text
-        assert "remotes='${ADDRESS}'" in text, "what was written is shown"
+        assert "remote_url='${ADDRESS}'" in text, "what was written is shown"
 
 
 def test_the_class_itself_does_not_quote_what_it_refuses() -> None:

@@ -193,6 +193,17 @@ def test_the_command_answers_with_a_table_json_and_a_picture(tmp_path: Path) -> 
     assert "cpu 0.1: cost" in shown.stdout
 
 
+def test_no_figure_of_the_table_is_cut_off_however_many_tiers_there_are() -> None:
+    tiers = "gpu=0.05,cpu=0.25,disk=16.125,redis=2000.5,s3=inf"
+    shown = CliRunner().invoke(
+        app, ["plan", "scan:requests=2000", "--tiers", tiers, "--policy", "lru", "--policy", "cost"]
+    )
+    assert shown.exit_code == 0
+    assert "2,000 requests in 24 h; sizes in GiB" in shown.stdout
+    assert "cost a month" in shown.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown.stdout
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -151,7 +151,7 @@ def test_the_id_of_the_key_ends_a_namespace_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "expected"),
     [
-        (b"short", 0o600, r"holds 5 bytes, 32 to .*openssl rand"),
+        (b"short", 0o600, r"holds 5 bytes: must hold 32 to .*openssl rand"),
         (b"", 0o600, "holds 0 bytes"),
         (b"x" * 70_000, 0o600, "holds more than 65536 bytes"),
         (b"x" * 32, 0o644, "mode 0644.*chmod 0600, or 0440"),
