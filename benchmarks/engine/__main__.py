@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument(
         "--model", choices=sorted(models), default="gemma3_so400m_lm", help="of all parts but `overhead`"
     )
+    parser.add_argument("--kinds", nargs="+", choices=hits.KINDS, default=hits.KINDS, help="of hits; misses are too")
     parser.add_argument("--pictures", type=int, default=12, help="of each kind of hit")
     parser.add_argument("--tiny-pictures", type=int, default=120, help="the same, for `overhead`")
     parser.add_argument("--rounds", type=int, default=8, help="over the pictures of a hit in memory")
@@ -60,7 +61,12 @@ def main() -> int:
                                 hits.Counts(options.tiny_pictures, 1, 1, options.misses, options.pairs),
                             ),
                         }[part]
-                        by_model[of.model] = rows(hits.measure(of, folder, behind, counts, report))
+
+                        def keep(measured: hits.Measured, model: str = of.model) -> None:
+                            by_model[model] = rows(measured)
+                            _write(options.results, {**about, "model": subject.model}, by_model, figures)
+
+                        keep(hits.measure(of, folder, behind, counts, report, options.kinds, keep))
                     case "mixed":
                         capacity = _capacity(by_model, subject.model)
                         batches = mixed.mixed(subject, folder, behind, capacity, options.requests, report)

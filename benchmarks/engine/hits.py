@@ -7,7 +7,7 @@ than what is to be shown (by a tenth, of a tiny model), so misses are measured i
 memory in several rounds over the same pictures. All counts are checked: a figure of a hit that was none ends the run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ WARM_UP = (1_000_001, 1_000_002)
 """Pictures of requests that are not counted."""
 _LOADS = {"LocalCPU": "cpu", "disk": "disk", "Redis": "redis", "S3": "s3"}
 _WRITES_S = 120.0
+
+KINDS = (*_LOADS, "ECExample")
+"""Of hits. Those in LocalCPU are measured in any case, with the misses."""
 
 Measured = dict[str, dict[tuple[int, int], Timing]]
 """Kind of request -> picture and round -> its timing. A kind ends in "own" for the floor beside it."""
@@ -50,8 +53,16 @@ class NotWhatItSeems(Exception):
     """A request was served in another way than the one that was to be measured."""
 
 
-def measure(subject: Subject, folder: Path, behind: Stores, counts: Counts, report: Report) -> Measured:
-    """All kinds of request."""
+def measure(
+    subject: Subject,
+    folder: Path,
+    behind: Stores,
+    counts: Counts,
+    report: Report,
+    kinds: Collection[str] = KINDS,
+    keep: Callable[[Measured], object] = lambda measured: None,
+) -> Measured:
+    """Misses, hits in memory, and hits of `kinds`. `keep` gets all that there is so far, again and again."""
     measured: Measured = {}
     seeds = range(counts.pictures)
     for pair in range(counts.pairs):
@@ -59,27 +70,33 @@ def measure(subject: Subject, folder: Path, behind: Stores, counts: Counts, repo
         more = range(_MORE, _MORE + counts.misses)
         pair_folder = folder / f"pair-{pair}"
         _measure_misses(measured, subject, pair_folder, behind, seeds[share], more[share], counts.rounds, report)
-    report(f"{subject.model}: filling Redis and S3")
-    with _served(subject, folder / "filling", ours(behind.tiers("redis", "s3")), behind) as cached:
-        for seed in seeds:
-            ask_once(cached.url, seed, subject.side)
-        wait_until("all is written", lambda: _written(cached, len(seeds)), _WRITES_S, pause_s=0.2)
-    for kind, tier, restarts in (("disk", "disk", counts.restarts), ("Redis", "redis", 1), ("S3", "s3", 1)):
-        for number in range(restarts):
+        keep(measured)
+    remotes = [_LOADS[kind] for kind in ("Redis", "S3") if kind in kinds]
+    if remotes:
+        report(f"{subject.model}: filling {' and '.join(remotes)}")
+        with _served(subject, folder / "filling", ours(behind.tiers(*remotes)), behind) as cached:
+            for seed in seeds:
+                ask_once(cached.url, seed, subject.side)
+            wait_until("all is written", lambda: _written(cached, len(seeds)), _WRITES_S, pause_s=0.2)
+    for kind, restarts in (("disk", counts.restarts), ("Redis", 1), ("S3", 1)):
+        tier = _LOADS[kind]
+        for number in range(restarts if kind in kinds else 0):
             report(f"{subject.model}: hits from {kind} after a restart, {number + 1} of {restarts}")
             keys = {**behind.tiers(tier), "load_policy": "always"}  # auto may try an encode whose cost it does not know
             with _served(subject, folder / f"{tier}-{number}", ours(keys), behind) as cached:
                 for block in _blocks(seeds):
                     _each(measured, kind, cached, subject, block, number, loads=tier)
                     _each(measured, f"{kind} own", cached, subject, block, number)
-    report(f"{subject.model}: vLLM's ECExampleConnector, after a restart")
-    with _served(subject, folder / "example", example(folder / "files"), behind) as filling:
-        for seed in seeds:
-            ask_once(filling.url, seed, subject.side)
-    with _served(subject, folder / "example", example(folder / "files"), behind) as filled:
-        for block in _blocks(seeds):
-            _each(measured, "ECExample", filled, subject, block)
-            _each(measured, "ECExample own", filled, subject, block)
+            keep(measured)
+    if "ECExample" in kinds:
+        report(f"{subject.model}: vLLM's ECExampleConnector, after a restart")
+        with _served(subject, folder / "example", example(folder / "files"), behind) as filling:
+            for seed in seeds:
+                ask_once(filling.url, seed, subject.side)
+        with _served(subject, folder / "example", example(folder / "files"), behind) as filled:
+            for block in _blocks(seeds):
+                _each(measured, "ECExample", filled, subject, block)
+                _each(measured, "ECExample own", filled, subject, block)
     _check_answers(measured)
     return measured
 
