@@ -50,7 +50,7 @@ class PluginSettings(BaseModel):
     remote_lookup: Literal["auto", "probe", "catalog"] = Field(
         "auto", description="As `ec.remote_lookup`: what is not in a remote's listing, is it asked for?"
     )
-    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Between two listings of a remote, seconds.")
+    catalog_refresh_s: Seconds = Field(REFRESH_S, description="At most between two listings of a remote, seconds.")
     max_pending_size: Gibibytes = Field(
         0.5, description="Copies of what is on its way into the tiers, GiB; what does not fit is not stored."
     )

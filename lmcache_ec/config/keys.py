@@ -259,7 +259,11 @@ class EncoderCacheConfig(BaseModel):
         description="What a remote is asked for: everything (probe), or only what its listing has (catalog). auto: S3 "
         "for what its listing has; Redis for everything, as long as it answers quickly.",
     )
-    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Time between two listings of a remote.")
+    catalog_refresh_s: Seconds = Field(
+        REFRESH_S,
+        description="Longest time between two listings of a remote. Each is up to a tenth sooner, by chance, so that "
+        "replicas do not list in step.",
+    )
     load_deadline_ms: Milliseconds = Field(
         1000,
         description="How long a request may wait for its entries to arrive; with load_policy auto, no longer than "

@@ -44,6 +44,7 @@ from lmcache_ec.key import EncoderCacheKey, EntryName, check_namespace
 from lmcache_ec.tiers.base import Held, Listed, NamespaceUse, Tier, TierError, WritesRefused
 from lmcache_ec.tiers.disk_account import Account, FolderAccount
 from lmcache_ec.tiers.disk_files import (
+    NewEntry,
     Shard,
     TemporaryFile,
     check_no_stranger,
@@ -63,7 +64,7 @@ from lmcache_ec.tiers.disk_files import (
     sweep,
     write_full,
 )
-from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, KeptRoot, open_or_make, open_root
+from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, KeptRoot, Root, open_or_make, open_root
 from lmcache_ec.tiers.disk_news import FolderNews
 from lmcache_ec.tiers.disk_survey import Survey
 
@@ -143,16 +144,16 @@ class DiskTier(Tier):
 
     def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
         """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
-        return self._stored(key, data, used=used)
+        return self._stored(NewEntry.of(key, data, used=used))
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         """As every tier; what took the place of `held` meanwhile is replaced, too."""
-        return self._stored(key, data, over=True)
+        return self._stored(NewEntry.of(key, data, over=True))
 
-    def _stored(self, key: EncoderCacheKey, data: memoryview, over: bool = False, used: float | None = None) -> bool:
-        with self._reporting("write", key.object_name):
+    def _stored(self, new: NewEntry) -> bool:
+        with self._reporting("write", new.name):
             try:
-                return self._put(key, data, over, used)
+                return self._put(new)
             except OSError as error:
                 if error.errno not in _FORBIDDEN or isinstance(error, TierError):
                     raise
@@ -264,6 +265,7 @@ class DiskTier(Tier):
     def close(self) -> None:
         """Release the folder. A call after that opens it again."""
         self._kept.close()
+        self._account.close()
 
     def _reporting(self, action: str, name: str) -> "_Reporting":
         return _Reporting(action, name, self._path)
@@ -318,38 +320,35 @@ class DiskTier(Tier):
             text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
             raise TierError(errno.ENOSPC, f"the disk tier does not write {length} bytes: {text}")
 
-    def _put(self, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None) -> bool:
-        problem: OSError = _no_room(len(data), self.max_bytes)
+    def _put(self, new: NewEntry) -> bool:
+        problem: OSError = _no_room(len(new.data), self.max_bytes)
         for _ in range(_ATTEMPTS):
             try:
-                with Descriptor(open_root(self._path, make=True)) as root:
-                    written = self._put_below(root, key, data, over, used)
+                written = self._put_below(self._kept.current(make=True), new)
             except FileNotFoundError as error:
                 problem = error  # somebody removes the folder at this moment
                 continue
             if written:
-                self._news.announce(key.namespace, key.digest)
+                self._news.announce(new.namespace, new.digest)
             if written is not None:
                 return written
         raise problem
 
-    def _put_below(
-        self, root: int, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None
-    ) -> bool | None:
-        """As `put`, or `replace` if `over`; or None if a neighbour was quicker to take the room."""
-        above, _, last = key.object_name.rpartition("/")
-        with Shard(root, above) as shard:
-            if not over and shard is not None and find_in(shard, last) is not None:
+    def _put_below(self, root: Root, new: NewEntry) -> bool | None:
+        """As `put`, or `replace` if it goes over another; or None if a neighbour was quicker to take the room."""
+        above, _, last = new.name.rpartition("/")
+        with Shard(root.fd, above) as shard:
+            if not new.over and shard is not None and find_in(shard, last) is not None:
                 return False
             if self.read_only:
                 raise self._refusal()
-            self._check_room(root, len(data))
-            if key.namespace not in self._swept:
-                self._swept.add(key.namespace)
-                sweep(root, key.namespace)
-            if self._total is None or self._total + len(data) > self.max_bytes:
-                self._make_room(len(data))
-            return self._write(root, shard, key, data, over, used)
+            self._check_room(root.fd, len(new.data))
+            if new.namespace not in self._swept:
+                self._swept.add(new.namespace)
+                sweep(root.fd, new.namespace)
+            if self._total is None or self._total + len(new.data) > self.max_bytes:
+                self._make_room(len(new.data))
+            return self._write(root, shard, new)
 
     def _make_room(self, length: int) -> None:
         """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
@@ -367,30 +366,28 @@ class DiskTier(Tier):
             self._look()
         raise _no_room(length, self.max_bytes)
 
-    def _write(
-        self, root: int, shard: int | None, key: EncoderCacheKey, data: memoryview, over: bool, used: float | None
-    ) -> bool | None:
-        reserved, published = None, False
+    def _write(self, root: Root, shard: int | None, new: NewEntry) -> bool | None:
+        reserved, published, length = None, False, len(new.data)
         try:
             with (
-                Descriptor(open_or_make(root, f"{key.namespace}/.tmp")) as workshop,
-                TemporaryFile(root, workshop, len(data)) as temporary,
+                Descriptor(open_or_make(root.fd, f"{new.namespace}/.tmp")) as workshop,
+                TemporaryFile(root.status, workshop, length) as temporary,
             ):
-                reserved = self._account.reserve(len(data), self.max_bytes, root)
+                reserved = self._account.reserve(length, self.max_bytes, root.fd)
                 self._total = reserved.total if reserved is not None else None
                 if reserved is None:
                     return None
-                write_full(temporary.fd, data)
+                write_full(temporary.fd, new.data)
                 mark_used(temporary.fd)
-                if over:
-                    published = self._replace(workshop, temporary.name, root, key.object_name)
+                if new.over:
+                    published = self._replace(workshop, temporary.name, root.fd, new.name)
                 else:
-                    published = publish(workshop, temporary.name, root, key.object_name, shard)
-                if used is not None:  # not before: a temporary of that age would be taken for a dead writer's
-                    os.utime(temporary.fd, (used, used))
+                    published = publish(workshop, temporary.name, root.fd, new.name, shard)
+                if new.used is not None:  # not before: a temporary of that age would be taken for a dead writer's
+                    os.utime(temporary.fd, (new.used, new.used))
         finally:
             if reserved is not None and not published:
-                self._give_back(len(data), reserved)
+                self._give_back(length, reserved, root.fd)
         return published
 
     def _evict(self, wanted: int) -> bool:
@@ -411,27 +408,27 @@ class DiskTier(Tier):
     def _remove(self, name: str, used: int | None = None) -> int | None:
         """Remove an entry and give its room back: its length; None if it is not there, or used since `used` (ns)."""
         with self._looking:
-            account = self._account.read()
             try:
-                with Descriptor(open_root(self._path)) as root:
-                    length = remove_entry(root, name, used)
+                root = self._kept.current()
             except OSError as error:
                 if error.errno not in GONE:
                     raise
                 return None
+            account = self._account.read(root.fd)
+            length = remove_entry(root.fd, name, used)
             if length is not None:
-                self._give_back(length, account)
+                self._give_back(length, account, root.fd)
             return length
 
     def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:
         with self._looking:
-            account = self._account.read()
-            self._give_back(publish_over(workshop, temporary, root, name), account)
+            account = self._account.read(root)
+            self._give_back(publish_over(workshop, temporary, root, name), account, root)
         return True
 
-    def _give_back(self, length: int, since: Account | None) -> None:
+    def _give_back(self, length: int, since: Account | None, root: int) -> None:
         try:
-            self._account.release(length, since)
+            self._account.release(length, since, root)
         except OSError:
             pass  # the account says too much until the next survey
 

@@ -36,6 +36,7 @@ from lmcache_ec.tiers.disk_folder import (
     open_file,
     open_root,
     try_lock,
+    unlock,
 )
 
 _FIELDS = struct.Struct("<8sQQQQQ")
@@ -63,8 +64,9 @@ class Account(NamedTuple):
 class FolderAccount:
     """The account of one folder, at `path`. Any thread or process; on a file system without locks, one process each.
 
-    It may block for as long as the file system does, and at most 5 s for a neighbour that holds the lock. OSError if
-    the file cannot be read or changed. What has the account's name and is not a regular file with this one name is left
+    It may block for as long as the file system does, and at most 5 s (a thread after the other) for a neighbour that
+    holds the lock. `root` is a descriptor of the folder, if the caller has one. OSError if the file cannot be read or
+    changed. What has the account's name and is not a regular file with this one name is left
     alone, and this process then counts for itself, as without locks.
     """
 
@@ -75,25 +77,36 @@ class FolderAccount:
         """Why it is not, if so."""
         self._folder, self._name = str(path.parent), path.name
         self._alone: Account | None = None
+        self._file: _File | None = None
         self._guard = threading.Lock()
 
     def open(self) -> None:
         """Find out whether the account can be changed; OSError if not. And whether it can be shared by now."""
+        self.close()
         self.shared = True
         self._change(lambda account: account)
         if self.shared:
             self._alone, self.problem = None, ""
 
-    def read(self) -> Account | None:
-        """The state, None while nobody has counted the folder."""
+    def close(self) -> None:
+        """Release the file. A call after that opens it again."""
+        self._file = None
+
+    def read(self, root: int | None = None) -> Account | None:
+        """The state, None while nobody has counted the folder. With `root` perhaps a little older, where the file
+        system is one of a network."""
         if not self.shared:
             return self._alone
+        file = self._file
         try:
-            with (
-                Descriptor(open_root(self._folder)) as root,
-                Descriptor(open_file(root, self._name, os.O_RDONLY)) as fd,
-            ):
-                data = os.pread(fd, _SIZE, 0)
+            if root is not None and file is not None and is_its_only_name(file.status, root, self._name):
+                data = os.pread(file.fd, _SIZE, 0)
+            else:
+                with (
+                    Descriptor(open_root(self._folder)) if root is None else nullcontext(root) as folder,
+                    Descriptor(open_file(folder, self._name, os.O_RDONLY)) as fd,
+                ):
+                    data = os.pread(fd, _SIZE, 0)
         except FileNotFoundError:
             return None
         except Foreign as error:
@@ -101,13 +114,11 @@ class FolderAccount:
             return self._alone
         account = _decode(data)
         if account is None and data:  # read in the middle of a change, or damaged
-            account = self._change(lambda account: account)
+            account = self._change(lambda account: account, root)
         return account
 
     def reserve(self, length: int, limit: int, root: int | None = None) -> Account | None:
-        """Reserve `length` bytes: the state that results, or None if they do not fit under `limit` at this moment.
-
-        `root` is a descriptor of the folder, if the caller has one."""
+        """Reserve `length` bytes: the state that results, or None if they do not fit under `limit` at this moment."""
         fits = False
 
         def change(account: Account | None) -> Account | None:
@@ -115,12 +126,13 @@ class FolderAccount:
             fits = account is not None and account.total + length <= limit
             if account is None or not fits:
                 return account
-            return account._replace(total=account.total + length, reserved=account.reserved + length)
+            total, reserved, released, corrections, born = account
+            return Account(total + length, reserved + length, released, corrections, born)
 
         after = self._change(change, root)
         return after if fits else None
 
-    def release(self, length: int, since: Account | None) -> None:
+    def release(self, length: int, since: Account | None, root: int | None = None) -> None:
         """Give back `length` bytes that were removed from the folder, `since` being a state from before that.
 
         Where a survey has corrected the total in between, it may have missed them already: then they are not taken off
@@ -130,11 +142,12 @@ class FolderAccount:
         def change(account: Account | None) -> Account | None:
             if account is None:
                 return None
-            known = since and (since.born, since.corrections) == (account.born, account.corrections)
-            total = max(0, account.total - length) if known else account.total
-            return account._replace(total=total, released=account.released + length)
+            total, reserved, released, corrections, born = account
+            if since is not None and since.born == born and since.corrections == corrections:
+                total = max(0, total - length)
+            return Account(total, reserved, released + length, corrections, born)
 
-        self._change(change)
+        self._change(change, root)
 
     def settle(self, since: Account | None, least: int, most: int) -> None:
         """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
@@ -158,43 +171,45 @@ class FolderAccount:
 
     def _change(self, change: Callable[[Account | None], Account | None], root: int | None = None) -> Account | None:
         """Replace the state by what `change` makes of it."""
-        fd = self._open_locked(root) if self.shared else None
-        if fd is not None:
-            with Descriptor(fd):
-                before = _decode(os.pread(fd, _SIZE, 0))
-                after = change(before)
-                if after is not None and after != before:
-                    os.pwrite(fd, _encode(after), 0)
-                return after
         with self._guard:
-            self._alone = change(self._alone)
-            return self._alone
+            file = self._locked(root) if self.shared else None
+            if file is None:
+                self._alone = change(self._alone)
+                return self._alone
+            try:
+                before = _decode(os.pread(file.fd, _SIZE, 0))
+                after = change(before)
+                if after is not None and after is not before:
+                    os.pwrite(file.fd, _encode(after), 0)
+                return after
+            finally:
+                unlock(file.fd)
 
-    def _open_locked(self, root: int | None) -> int | None:
+    def _locked(self, root: int | None) -> "_File | None":
         """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be.
         OSError if it is removed each time: neighbours share the next one."""
         removed = False
         try:
             for _ in range(_REMADE):
                 with Descriptor(open_root(self._folder, make=True)) if root is None else nullcontext(root) as folder:
-                    fd = self._open(folder)
-                    if fd is None:
+                    file, self._file = self._file, None
+                    if file is None or file.process != os.getpid():
+                        file = self._open(folder)
+                    if file is None:
                         root, removed = None, True  # the folder may have been, too
                         continue
-                    try:
-                        locked = _lock(fd)
-                        alone = is_its_only_name(fd, folder, self._name) if locked else None
-                        if alone:
-                            return fd
-                        removed |= alone is False
-                    except BaseException:
-                        os.close(fd)
-                        raise
-                    os.close(fd)
-                    if not locked:
+                    if not _lock(file.fd):
                         self._count_alone("no locks on this file system")
                         return None
-                    # else it was removed before it was locked: nobody will see it again
+                    try:
+                        alone = is_its_only_name(file.status, folder, self._name)
+                    except BaseException:
+                        unlock(file.fd)  # the error may outlive this call, and keep the file
+                        raise
+                    if alone:
+                        self._file = file
+                        return file
+                    removed |= alone is False  # since it was opened: nobody will see it again
             if removed:
                 raise OSError(errno.EAGAIN, f"{self._name} is removed again and again")
             self._count_alone("this file system counts no names")
@@ -202,19 +217,39 @@ class FolderAccount:
             self._count_alone(str(error.strerror))
         return None
 
-    def _open(self, root: int) -> int | None:
+    def _open(self, root: int) -> "_File | None":
         """The file, made if need be; None if somebody makes or removes it, or the folder, at this moment."""
         try:
-            return open_file(root, self._name, os.O_RDWR)
+            return _File(open_file(root, self._name, os.O_RDWR))
         except FileNotFoundError:
             pass
         try:
-            return create_file(root, self._name, root)
+            return _File(create_file(root, self._name, os.fstat(root)))
         except (FileExistsError, FileNotFoundError):
             return None
 
     def _count_alone(self, problem: str) -> None:
         self.shared, self.problem = False, problem
+
+
+class _File:
+    """The account's file, open, and its status when it was opened. Closed with its last reference.
+
+    It belongs to its `FolderAccount`, which keeps it until it finds that it has lost its name or is closed, and to each
+    call that has it in use. It is used only while its name leads to it, in the folder that the caller has opened. A
+    lock on it is that of one thread of this process, which releases it when it is done. A child that was forked would
+    have the same lock, and so opens the file anew.
+    """
+
+    __slots__ = ("fd", "process", "status")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.process = os.getpid()
+        self.status = os.fstat(fd)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 def _new_number() -> int:
@@ -223,8 +258,9 @@ def _new_number() -> int:
 
 def _lock(fd: int) -> bool:
     """Lock the account; False if there are no locks. Never waits without end: a holder may have been stopped."""
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    deadline = 0.0
     while (locked := try_lock(fd)) is False:
+        deadline = deadline or time.monotonic() + _LOCK_TIMEOUT_S
         if time.monotonic() > deadline:
             raise TimeoutError(errno.ETIMEDOUT, f"another process has held the account for {_LOCK_TIMEOUT_S} s")
         time.sleep(_LOCK_RETRY_S)

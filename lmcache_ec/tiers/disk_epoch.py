@@ -94,7 +94,7 @@ def _read(root: int, folder: Path) -> int:
 
 def _write(root: int, epoch: int) -> None:
     temporary = f"{EPOCH_FILE}.{os.urandom(12).hex()}"
-    with Descriptor(create_file(root, temporary, root)) as fd:
+    with Descriptor(create_file(root, temporary, os.fstat(root))) as fd:
         try:
             os.write(fd, f"{epoch}\n".encode())
             owner = os.fstat(root).st_uid

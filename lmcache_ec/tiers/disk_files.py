@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from lmcache_ec.key import is_namespace, parse_object_name
+from lmcache_ec.key import EncoderCacheKey, is_namespace, object_name, parse_object_name
 from lmcache_ec.tiers.disk_folder import (
     FILE,
     FOLDER,
@@ -132,6 +133,23 @@ def remove_entry(root: int, name: str, used: int | None = None) -> int | None:
 # ---- written
 
 
+class NewEntry(NamedTuple):
+    """What is to be written: over another entry of its name or not, and when it was last used (Unix), if that was
+    elsewhere. The name is that of its object."""
+
+    namespace: str
+    digest: bytes
+    name: str
+    data: memoryview
+    over: bool
+    used: float | None
+
+    @classmethod
+    def of(cls, key: EncoderCacheKey, data: memoryview, *, over: bool = False, used: float | None = None) -> "NewEntry":
+        digest = key.digest
+        return cls(key.namespace, digest, object_name(key.namespace, digest), data, over, used)
+
+
 class TemporaryFile:
     """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there.
 
@@ -139,11 +157,11 @@ class TemporaryFile:
 
     __slots__ = ("_workshop", "fd", "name")
 
-    def __init__(self, root: int, workshop: int, length: int) -> None:
+    def __init__(self, of_root: os.stat_result, workshop: int, length: int) -> None:
         self._workshop = workshop
         for _ in range(_ATTEMPTS):
             self.name = f"{length}.{os.urandom(12).hex()}"
-            self.fd = create_file(workshop, self.name, root)
+            self.fd = create_file(workshop, self.name, of_root)
             try:
                 if try_lock(self.fd) is not False and os.fstat(self.fd).st_nlink:
                     return

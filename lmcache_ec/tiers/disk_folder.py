@@ -68,15 +68,15 @@ class Descriptor:
 
 
 class Root:
-    """An open root. Closed with its last reference, so that no thread uses a number that is another file's by then."""
+    """An open root, and its status when it was last looked at. Closed with its last reference, so that no thread uses
+    a number that is another file's by then."""
 
-    __slots__ = ("_identity", "checked", "fd")
+    __slots__ = ("checked", "fd", "status")
 
-    def __init__(self, path: str) -> None:
-        self.fd = open_root(path)
+    def __init__(self, path: str, *, make: bool = False) -> None:
+        self.fd = open_root(path, make=make)
         self.checked = time.monotonic()
-        status = os.fstat(self.fd)
-        self._identity = (status.st_dev, status.st_ino)
+        self.status = os.fstat(self.fd)
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -85,19 +85,26 @@ class Root:
     def is_at(self, path: str) -> bool:
         """Whether the path leads to this folder. As long as it is open, no other has its number."""
         now = time.monotonic()
-        status = os.stat(path)
-        if (status.st_dev, status.st_ino) != self._identity:
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
             return False
-        self.checked = now
+        if status.st_ino != self.status.st_ino or status.st_dev != self.status.st_dev:
+            return False
+        self.checked, self.status = now, status
         return True
 
 
 class KeptRoot:
-    """The root for readers, who look things up far more often than a root is replaced. Any thread; no lock.
+    """The root, kept open: it is used far more often than it is replaced. Any thread; no lock.
 
     Whoever finds an entry below a root that was checked in the last 50 ms reads it, even if another folder has taken
-    the root's place since: it is that entry all the same. Nothing is a miss on the word of such a root: for that its
-    path is looked at again (`current`). Writers open the root each time.
+    the root's place since: it is that entry all the same (`recent`). Whoever writes, removes, or says that nothing is
+    there looks at the path first (`current`): one call, where to open the root and to close it takes two.
+
+    The descriptor belongs to a `Root`, and that to all who refer to it: this object, until it finds another folder at
+    the path or is closed, and each call that is under way. The last of them closes it, in whatever thread. Nothing else
+    is kept: what is opened below the root is closed by the call that opened it, but for the log of disk_news.py.
     """
 
     def __init__(self, path: str) -> None:
@@ -109,11 +116,11 @@ class KeptRoot:
         root = self._root
         return root if root is not None and time.monotonic() - root.checked < _TRUSTED_S else self.current()
 
-    def current(self) -> Root:
-        """The root as it is. OSError if there is none."""
+    def current(self, *, make: bool = False) -> Root:
+        """The root as it is, made if it is missing and `make` is set. OSError if there is none."""
         root, self._root = self._root, None
         if root is None or not root.is_at(self._path):
-            root = Root(self._path)
+            root = Root(self._path, make=make)
         self._root = root
         return root
 
@@ -164,9 +171,9 @@ def open_file(folder: int, name: str, flags: int) -> int:
     raise Foreign(errno.EINVAL, f"{name} is no regular file, and was left alone")
 
 
-def create_file(folder: int, name: str, root: int) -> int:
-    """A new file for writing and reading, `name` in the folder itself. FileExistsError if anything has its name."""
-    of_root = os.fstat(root)
+def create_file(folder: int, name: str, of_root: os.stat_result) -> int:
+    """A new file for writing and reading, `name` in the folder itself; `of_root` is the root's status, which decides
+    its rights. FileExistsError if anything has its name."""
     # Not by open_below: what is made anew is neither a link nor a mount.
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE, _rights(of_root, 0o666), dir_fd=folder)
     _share(fd, of_root, 0o666)
@@ -195,17 +202,17 @@ def open_or_make(root: int, name: str) -> int:
     return open_below(root, name, FOLDER)
 
 
-def is_its_only_name(fd: int, folder: int, name: str) -> bool | None:
-    """Whether the open file has this name and no other: only then nobody outside the folder has it.
+def is_its_only_name(opened: os.stat_result, folder: int, name: str) -> bool | None:
+    """Whether the file that was opened has this name and no other: only then nobody outside the folder has it.
 
     False if it has lost its name; None if it has that, and the file system counts none (or somebody removes it just
     now). Foreign if it has another one beside it, wherever that is.
     """
     try:
-        named, opened = os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd)
+        named = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    if (named.st_dev, named.st_ino) != (opened.st_dev, opened.st_ino):
+    if named.st_ino != opened.st_ino or named.st_dev != opened.st_dev:
         return False
     if named.st_nlink > 1:
         raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was left alone")
@@ -224,6 +231,11 @@ def try_lock(fd: int) -> bool | None:
             return None
         raise
     return True
+
+
+def unlock(fd: int) -> None:
+    """Release what `try_lock` has locked."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _make(root: int, name: str) -> None:

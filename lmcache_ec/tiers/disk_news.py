@@ -28,6 +28,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Iterator
+from functools import lru_cache
 from io import FileIO
 from itertools import islice
 from pathlib import Path
@@ -174,6 +175,7 @@ class _Log:
         return (status.st_dev, status.st_ino) == self._identity
 
 
+@lru_cache(16)
 def _seed(namespace: str) -> int:
     return zlib.crc32(_VERSION + namespace.encode())
 
@@ -215,7 +217,7 @@ def _create(where: _LogFolder, name: str) -> FileIO:
                 Descriptor(open_root(where.root, make=True)) as root,
                 Descriptor(open_or_make(root, where.name)) as folder,
             ):
-                return FileIO(create_file(folder, name, root), "w")
+                return FileIO(create_file(folder, name, os.fstat(root)), "w")
         except FileNotFoundError:
             continue
     raise FileNotFoundError(errno.ENOENT, "the folder of the logs is removed again and again")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lmcache_ec.tiers.health import shortened
 from lmcache_ec.tiers.journal import Journal
 from lmcache_ec.tiers.lane import NEVER, Lane
 from lmcache_ec.tiers.remote import Lookup
@@ -24,7 +25,7 @@ class _Look:
 
 
 class Looks:
-    """Every `every_s` seconds; where a request costs something, as often as it is listed.
+    """Every `every_s` seconds, or a little sooner; where a request costs something, as often as it is listed.
 
     `changed` is called with a tier's number and the name of what it holds, when that is first known and when it is
     another; `wake` when `due_at` may have changed. Both from the tiers' threads.
@@ -65,7 +66,7 @@ class Looks:
         if born not in (None, look.born):
             look.born = born
             self._changed(look.number, born)
-        look.due_at = time.monotonic() + look.every_s
+        look.due_at = time.monotonic() + shortened(look.every_s)
         self._wake()
 
 

@@ -19,7 +19,7 @@ from lmcache_ec.tally import STATES
 from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.catalog import Catalog
 from lmcache_ec.tiers.health import NEVER as NEVER
-from lmcache_ec.tiers.health import ReadHealth, WriteHealth
+from lmcache_ec.tiers.health import ReadHealth, WriteHealth, shortened
 from lmcache_ec.tiers.remote import Lookup
 
 _T = TypeVar("_T")
@@ -46,7 +46,8 @@ class Habits:
     """How a tier is treated.
 
     `slow_s`: with AUTO, one whose answers take longer on average is not asked about what it has not listed.
-    `refresh_s` between two listings, and never more than a twentieth of the time spent on them.
+    `refresh_s` between two listings at most, and up to a tenth less, by chance; but never more than a twentieth of the
+    time spent on them.
     `local`: a look-up is so cheap that it is always asked, and a fault is one file's, not the tier's.
     """
 
@@ -278,10 +279,10 @@ class Lane:
             if self._lists and began >= self._list_at:
                 again_s = self._list(namespace) or self.habits.refresh_s
                 self.tier.maintain()
-                again_s = max(min(again_s, self.habits.refresh_s), 20 * (time.monotonic() - began))
+                again_s = max(shortened(min(again_s, self.habits.refresh_s)), 20 * (time.monotonic() - began))
                 self._list_at = time.monotonic() + again_s
         except Exception as error:
-            self._due_at = time.monotonic() + self.habits.refresh_s
+            self._due_at = time.monotonic() + shortened(self.habits.refresh_s)
             self.read_failed(error)
             raise
         with self._lock:
@@ -292,7 +293,8 @@ class Lane:
             self._publish()
             if self._lists:
                 remeasured = self.habits.lookup is Lookup.AUTO and not self.habits.local
-                self._due_at = min(self._list_at, time.monotonic() + _REMEASURED_S) if remeasured else self._list_at
+                measured_at = time.monotonic() + shortened(_REMEASURED_S)
+                self._due_at = min(self._list_at, measured_at) if remeasured else self._list_at
 
     def _list(self, namespace: str) -> float | None:
         """Know what the tier holds, and forget what it holds no longer. In how many seconds there is more to know."""

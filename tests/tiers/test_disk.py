@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
-from lmcache_ec.tiers import disk, disk_files, disk_survey
+from lmcache_ec.tiers import disk, disk_files, disk_folder, disk_survey
 from lmcache_ec.tiers.base import TierError, WritesRefused
 from lmcache_ec.tiers.disk import DiskTier
 from tests.tiers.conformance import MIB, TierConformance, fetch, value
@@ -496,8 +496,8 @@ def test_a_file_that_disappears_before_it_is_opened_is_a_miss(
     def gone(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "open", gone)
-    monkeypatch.setattr(os, "stat", gone)
+    for module, call in ((os, "open"), (os, "stat"), (disk_folder, "_openat2")):
+        monkeypatch.setattr(module, call, gone)
     assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
     assert tier.contains(key("a")) is None
 

@@ -10,7 +10,7 @@ for.
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -37,12 +37,13 @@ class Killed(BaseException):
 
 
 class Engine(greenlet):
-    """Runs `job`, one system call a step."""
+    """Runs `job` of its tier, one system call a step."""
 
-    def __init__(self, job: Callable[[], object]) -> None:
+    def __init__(self, tier: DiskTier, job: Callable[[DiskTier], object]) -> None:
         super().__init__(self._run)
-        self._job = job
-        self._killed = False
+        self._tier, self._job = tier, job
+        tier.close()  # what it has open from here on is in `fds`
+        self.killed = False
         self.waits = False
         self.fds: set[int] = set()
         self.step()
@@ -50,14 +51,14 @@ class Engine(greenlet):
     def _run(self) -> None:
         try:
             self.before_a_call()
-            self._job()
+            self._job(self._tier)
         except (TierError, Killed):
             pass
 
     def before_a_call(self) -> None:
-        if not self._killed:
+        if not self.killed:
             self.parent.switch()
-        if self._killed:
+        if self.killed:
             raise Killed
 
     def step(self) -> None:
@@ -65,9 +66,11 @@ class Engine(greenlet):
         self.switch()
 
     def kill(self) -> None:
-        self._killed = True
+        self.killed = True
+        self._tier.close()  # it would close what it keeps once more when it is freed
         for fd in self.fds:
-            os.close(fd)
+            with suppress(OSError):  # the same, if no call of the engine has it in use
+                os.close(fd)
         self.switch()
         assert self.dead
 
@@ -87,6 +90,8 @@ class Stepped:
             engine = getcurrent()
             if not isinstance(engine, Engine):
                 return call(*args, **keys)
+            if engine.killed and name == "close":
+                return None  # it is, see `kill`
             engine.before_a_call()
             engine.waits = name == "sleep"
             if engine.waits:
@@ -143,16 +148,15 @@ class Folder:
         self.watcher.maintain()
         for number in (0, 1):
             self.watcher.put(key(number), value(str(number), size(number)))
-        self.engines = [Engine(self.job(*job)) for job in jobs]
+        self.engines = [Engine(self.tier(), self.job(*job)) for job in jobs]
 
     def tier(self) -> DiskTier:
         return DiskTier(self.root, LIMIT)
 
-    def job(self, what: str, number: int) -> Callable[[], object]:
-        tier = self.tier()
+    def job(self, what: str, number: int) -> Callable[[DiskTier], object]:
         if what == "put":
-            return lambda: tier.put(key(number), value(str(number), size(number)))
-        return tier.maintain if what == "maintain" else lambda: tier.delete(key(number))
+            return lambda tier: tier.put(key(number), value(str(number), size(number)))
+        return DiskTier.maintain if what == "maintain" else lambda tier: tier.delete(key(number))
 
     def run(self, engine: Engine, calls: int = ALL) -> int:
         """Let it make so many calls, as long as it does not wait for what another one holds; how many it made."""

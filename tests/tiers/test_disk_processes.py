@@ -174,3 +174,30 @@ def test_an_engine_stopped_while_it_holds_the_account_holds_up_no_other_for_ever
         holder.kill()
     assert tier.put(EncoderCacheKey("ns", "b"), memoryview(b"b"))
     assert tier.stored_bytes == held(tmp_path) == 2
+
+
+FORKS = """
+import fcntl, os, sys; from pathlib import Path
+from lmcache_ec.tiers import disk_account
+disk_account._LOCK_TIMEOUT_S = 0.1
+account = disk_account.FolderAccount(Path(sys.argv[1]))
+account.settle(None, 0, 0)
+fcntl.flock(account._file.fd, fcntl.LOCK_EX)
+if not os.fork():
+    try:
+        account.reserve(100, 1000)
+    except TimeoutError:
+        os._exit(0)
+    os._exit(1)
+waited = os.waitstatus_to_exitcode(os.wait()[1])
+fcntl.flock(account._file.fd, fcntl.LOCK_UN)
+if not os.fork():
+    os._exit(account.reserve(100, 1000) is None)
+sys.exit(waited or os.waitstatus_to_exitcode(os.wait()[1]) or account.reserve(200, 1000).total != 300)
+"""
+
+
+def test_a_process_that_was_forked_waits_for_the_account_while_its_parent_has_it(tmp_path: Path) -> None:
+    """The file is open before that, and a descriptor that both share has one lock for the two."""
+    done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path / ".usage")], check=False, timeout=60)
+    assert done.returncode == 0

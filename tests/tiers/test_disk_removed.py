@@ -221,6 +221,35 @@ def test_a_root_that_was_moved_is_let_go_of_and_the_one_in_its_place_is_read_at_
     assert str(root) not in open_files()
 
 
+def test_what_is_written_or_deleted_is_in_the_folder_that_the_path_leads_to_now(tmp_path: Path) -> None:
+    """At once, though the folder of before is kept open for the next look-up."""
+    root, moved, link = tmp_path / "root", tmp_path / "moved", tmp_path / "link"
+    link.symlink_to(root)
+    tier = DiskTier(link, LIMIT)
+    tier.put(key("a"), value("a", 100))
+    root.rename(moved)
+    DiskTier(root, LIMIT).put(key("a"), value("other", 200))
+    assert tier.put(key("b"), value("b", 300))
+    assert tier.delete(key("a"))
+    assert held(root) == tier.stored_bytes == 300
+    assert held(moved) == 100
+    shutil.rmtree(root)
+    assert not tier.delete(key("a"))
+    link.unlink()
+    link.symlink_to(moved)
+    assert tier.delete(key("a"))
+    assert tier.put(key("c"), value("c", 400))
+    assert held(moved) == tier.stored_bytes == 400
+
+
+def test_rights_that_the_folder_is_given_are_those_of_the_next_entry(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path, LIMIT)
+    for name, mode in (("a", 0o700), ("b", 0o770), ("c", 0o750)):
+        tmp_path.chmod(mode)
+        tier.put(key(name), value(name, 100))
+        assert (tmp_path / key(name).object_name).stat().st_mode & 0o777 == mode & 0o666
+
+
 def open_files() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
 
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -346,7 +348,36 @@ def test_one_that_does_not_let_itself_be_listed_is_asked_about_everything(monkey
     with pytest.raises(TierError):
         here.survey()
     assert here.asks() == (True, True)
-    assert here.lane.due_at == here.now + 300
+    assert 270 <= here.lane.due_at - here.now <= 300
+
+
+@pytest.mark.parametrize("listable", [True, False])
+def test_replicas_that_were_started_at_one_moment_do_not_list_at_one_moment_again(
+    monkeypatch: pytest.MonkeyPatch, listable: bool
+) -> None:
+    """None later than it was to, nor a tenth sooner; and not in step, even where a program seeds Python's random
+    numbers alike on all of them, as vLLM does in its workers."""
+    here, waits = Setting(monkeypatch, Lookup.CATALOG), list[float]()
+    here.tier.torn = None if listable else TierError(None, "no right to list")
+    for _ in range(100):
+        random.seed(0)
+        try:
+            here.survey()
+        except TierError:
+            assert not listable
+        waits.append(here.lane.due_at - here.now)
+        here.now = here.lane.due_at
+    assert all(270 <= seconds <= 300 for seconds in waits)
+    [(_, most)] = Counter(map(int, waits)).most_common(1)
+    assert most < 20, "of a hundred in one second"
+
+
+def test_listings_that_take_long_are_no_sooner_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Setting(monkeypatch, Lookup.CATALOG)
+    here.tier.takes_s = 10.0
+    began = here.now
+    here.survey()
+    assert here.lane.due_at - here.now >= 20 * (here.now - began)
 
 
 def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
