@@ -52,21 +52,10 @@ class TierAwareEncoderCacheManager(EncoderCacheManager):
     def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> EncoderCacheManager:
         """ValueError for a `manager_config` that cannot be meant. Encoder-decoder models get vLLM's manager of theirs:
         it keeps nothing that could be evicted."""
-        policy = cls.policy_of(getattr(vllm_config.ec_manager_config, "manager_config", {}))
+        policy = policy_of(getattr(vllm_config.ec_manager_config, "manager_config", {}))
         if vllm_config.model_config.is_encoder_decoder:
             return EncoderDecoderCacheManager(cache_size=cache_size)
         return cls(cache_size, below(vllm_config) if policy == "cost" else None)
-
-    @staticmethod
-    def policy_of(manager_config: dict[str, Any]) -> str:
-        """What a `manager_config` says. ValueError, which says what must be."""
-        unknown = sorted(manager_config.keys() - {"policy"})
-        if unknown:
-            raise ValueError(f"manager_config: unknown key {unknown[0]!r}; TierAwareEncoderCacheManager knows 'policy'")
-        policy = manager_config.get("policy", "cost")
-        if policy not in _POLICIES:
-            raise ValueError(f"manager_config: policy is {policy!r}; it must be one of {', '.join(_POLICIES)}")
-        return str(policy)
 
     def __init__(self, cache_size: int, lower_tiers: LowerTiers | None = None) -> None:
         """`cache_size` is in rows of encoder output. Without `lower_tiers`: least recently accessed first."""
@@ -143,3 +132,14 @@ class TierAwareEncoderCacheManager(EncoderCacheManager):
         known = self._known[identifier]
         thought_s, known.restore_s = known.restore_s, lower_tiers.restore_s(identifier, known.modality, known.rows)
         return known.restore_s > thought_s
+
+
+def policy_of(manager_config: dict[str, Any]) -> str:
+    """What a `manager_config` says. ValueError, which says what must be."""
+    unknown = sorted(manager_config.keys() - {"policy"})
+    if unknown:
+        raise ValueError(f"manager_config: unknown key {unknown[0]!r}; TierAwareEncoderCacheManager knows 'policy'")
+    policy = manager_config.get("policy", "cost")
+    if policy not in _POLICIES:
+        raise ValueError(f"manager_config: policy is {policy!r}; it must be one of {', '.join(_POLICIES)}")
+    return str(policy)

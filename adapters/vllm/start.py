@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import sys
 from typing import Any
 
-from .ours import is_ours
+from .ours import NAME, is_ours
 
 
 def install() -> None:
@@ -21,6 +23,7 @@ def install() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         vllm_config = original(self, *args, **kwargs)
+        _check_name(vllm_config.ec_transfer_config)
         _check_manager(vllm_config)
         if is_ours(vllm_config):
             _begin(vllm_config.ec_transfer_config.ec_connector_extra_config)
@@ -30,6 +33,18 @@ def install() -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
+def _check_name(transfer: Any) -> None:
+    """ValueError for our name misspelled: vLLM knows no such connector either, and says so a minute later, in a
+    worker."""
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+
+    name = transfer.ec_connector if transfer is not None else None
+    if name is None or name in ECConnectorFactory._registry or transfer.ec_connector_module_path is not None:
+        return
+    if difflib.get_close_matches(name.lower(), [NAME.lower()], cutoff=0.8):
+        raise ValueError(f"ec_connector {name!r} in --ec-transfer-config: did you mean {NAME}?")
+
+
 def _check_manager(vllm_config: Any) -> None:
     """ValueError for a `manager_config` of our encoder-cache manager that it would refuse after the weights are loaded.
 
@@ -37,7 +52,7 @@ def _check_manager(vllm_config: Any) -> None:
     """
     manager = vllm_config.ec_manager_config
     if (manager.encoder_cache_manager_cls or "").startswith(f"{__package__}."):
-        manager.get_encoder_cache_manager_obj().policy_of(manager.manager_config)
+        sys.modules[manager.get_encoder_cache_manager_obj().__module__].policy_of(manager.manager_config)
 
 
 def _begin(extra: dict[str, Any]) -> None:

@@ -2,23 +2,18 @@
 """The encoder-cache manager that knows the lower tiers, and vLLM's own beside it: accounts, references, order."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager, EncoderDecoderCacheManager
 
-from benchmarks.testbed.models import model_path
-from lmcache_ec.adapters.vllm import start
 from lmcache_ec.adapters.vllm.encoder_cache_manager import TierAwareEncoderCacheManager
 from lmcache_ec.adapters.vllm.lower_tiers import LowerTiers
 from lmcache_ec.eviction import Below, Uses, restore_s, worth
 from tests.unit.test_imports import graph
-from tests.unit.test_namespace import vllm_config
 
 PLENTY = 10**9
 LOAD_S, ENCODE_S = 0.0005, 0.05
@@ -351,20 +346,6 @@ def test_encoder_decoder_models_get_vllms_manager_of_theirs() -> None:
 def test_a_configuration_that_cannot_be_meant_is_named(manager_config: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         TierAwareEncoderCacheManager.create_manager(cache_size=8, vllm_config=configured(**manager_config))
-
-
-@pytest.mark.parametrize("policy", ["lfu", "lru"])
-def test_a_policy_that_cannot_be_meant_ends_the_start_in_the_first_process(
-    monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    """Before weights are loaded, and where the error is the last line of the log."""
-    monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
-    start.install()
-    name = f"{TierAwareEncoderCacheManager.__module__}.{TierAwareEncoderCacheManager.__name__}"
-    manager = {"encoder_cache_manager_cls": name, "manager_config": {"policy": policy}}
-    refused = pytest.raises(ValueError, match="policy is 'lfu'; it must be one of cost, lru")
-    with refused if policy == "lfu" else nullcontext():
-        vllm_config(model_path("qwen2vl"), ec_manager_config=manager)
 
 
 def test_an_engine_that_does_not_name_it_does_not_import_it() -> None:
