@@ -2,10 +2,11 @@
 """What the soak takes from the testbed: real servers, tiny checkpoints, and a rank that is no engine's."""
 
 from benchmarks.testbed.core import Bench, length, payload
-from benchmarks.testbed.engine_env import Engine, Layout, engine_environment, greedy
+from benchmarks.testbed.engine_env import Engine, Layout, engine_environment, greedy, vllm_version
 from benchmarks.testbed.engine_runner import Call, EngineProcess, descendants
 from benchmarks.testbed.media import picture
 from benchmarks.testbed.models import ROOT, model_path
+from benchmarks.testbed.servers.openai import server_flags
 from benchmarks.testbed.servers.redis import RedisServer, free_port
 from benchmarks.testbed.servers.seaweed import Seaweed
 
@@ -26,4 +27,6 @@ __all__ = [
     "model_path",
     "payload",
     "picture",
+    "server_flags",
+    "vllm_version",
 ]

@@ -19,7 +19,15 @@ from typing import Any
 import aiohttp
 
 from benchmarks.soak.leftovers import Traces, arenas, processes_with
-from benchmarks.soak.parts import ROOT, Layout, descendants, engine_environment, free_port
+from benchmarks.soak.parts import (
+    ROOT,
+    Layout,
+    descendants,
+    engine_environment,
+    free_port,
+    server_flags,
+    vllm_version,
+)
 from lmcache_ec.cli.status import engines
 
 _START_S = 240.0
@@ -128,7 +136,7 @@ class Server:
             "ec-transfer-config": json.dumps(connector),
             "worker-extension-cls": "benchmarks.soak.extension.InPlace",
         }
-        flags = ["--enforce-eager", "--skip-mm-profiling", "--trust-request-mm-kwargs", "--disable-uvicorn-access-log"]
+        flags = [*server_flags(vllm_version()), "--disable-uvicorn-access-log"]
         return [*(f"--{name}={value}" for name, value in options.items()), *flags, *self.flavour.arguments]
 
     # ---- its own interface

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import pytest
 
 from benchmarks.testbed import waiting
-from benchmarks.testbed.engine_env import Layout, Output
+from benchmarks.testbed.engine_env import Layout, Output, vllm_version
 from benchmarks.testbed.engine_runner import Call, EngineProcess, Forget, Generate
 from benchmarks.testbed.media import Prompt
+from lmcache_ec.adapters.vllm.versions import minor
 from lmcache_ec.cli.status import engines
 from tests import warm_start
 from tests.engine.drive import Played, Request
@@ -24,6 +26,11 @@ wait_until = partial(waiting.wait_until, deadline_s=60.0, pause_s=0.01)
 PATIENCE = {"load_deadline_ms": 30_000, "start_timeout_s": 60.0}
 """Two workers that spin leave the store process no core for a second and more, where there are only two: a request then
 waits for its answer. With less patience it is encoded, rightly, and saved in a later step."""
+
+needs_v2_runner = pytest.mark.skipif(
+    minor(vllm_version()) < (0, 32),
+    reason="before 0.32 vLLM uses Triton only where its distribution is called vllm, and its V2 runner wants Triton",
+)
 
 ARENA = "/memfd:lmcache-ec-arena"
 NOTHING = Prompt(text="nothing to see")

@@ -12,6 +12,7 @@ from benchmarks.gpu_check import model
 from benchmarks.gpu_check.__main__ import main
 from benchmarks.gpu_check.model import Engines
 from tests import warm_start
+from tests.engine.rig import needs_v2_runner
 
 MODEL = "qwen2vl"
 
@@ -40,6 +41,7 @@ def test_an_engine_is_run_off_cold_repeated_and_restarted() -> None:
 
 
 @pytest.mark.slow
+@needs_v2_runner
 @pytest.mark.timeout(1200)  # nine engines, of which three import vLLM in each process
 def test_both_model_runners_are_run_behind_the_checks_of_the_card(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--card", "tests.cuda:stand_in_card", "--quick", "--model", MODEL]) == 0

@@ -10,7 +10,7 @@ from benchmarks.testbed.engine_runner import Call
 from benchmarks.testbed.media import Prompt
 from benchmarks.testbed.triton_interpreter import ENVIRONMENT
 from tests.engine.drive import Request
-from tests.engine.rig import Reference, Rig
+from tests.engine.rig import Reference, Rig, needs_v2_runner
 
 MODEL = "qwen2vl"
 PICTURE, OTHER = Prompt(images=(1,)), Prompt(images=(2,))
@@ -35,7 +35,8 @@ def forget_payloads(engine: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "runner", [pytest.param({}, id="v1"), pytest.param(ENVIRONMENT, id="v2", marks=pytest.mark.slow)]
+    "runner",
+    [pytest.param({}, id="v1"), pytest.param(ENVIRONMENT, id="v2", marks=[pytest.mark.slow, needs_v2_runner])],
 )
 def test_a_load_that_fails_of_what_cannot_be_encoded_ends_its_request_and_never_the_engine(
     tmp_path: Path, reference: Reference, runner: dict[str, str]

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed.engine_env import Layout, vllm_version
+from benchmarks.testbed.engine_env import Layout
 from benchmarks.testbed.engine_runner import Call
 from benchmarks.testbed.media import Prompt
 from benchmarks.testbed.triton_interpreter import ENVIRONMENT
-from lmcache_ec.adapters.vllm.versions import minor
-from tests.engine.rig import Reference, Rig
+from tests.engine.rig import Reference, Rig, needs_v2_runner
 
-pytestmark = pytest.mark.skipif(
-    minor(vllm_version()) < (0, 32),
-    reason="before 0.32 vLLM uses Triton only where its distribution is called vllm, and the runner wants Triton",
-)
+pytestmark = needs_v2_runner
 
 MODEL = "qwen2vl"
 

@@ -10,8 +10,14 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.testbed.servers.openai import server_flags
 from lmcache_ec.adapters.vllm.versions import NEWEST, OLDEST, measure_output_widths, output_widths, supported
 from tests import versions
+
+
+@pytest.mark.parametrize(("version", "trusting"), [("0.30.0", False), ("0.31.0", True), ("0.33.0+cu129", True)])
+def test_a_server_is_started_only_with_options_that_its_version_knows(version: str, trusting: bool) -> None:
+    assert ("--trust-request-mm-kwargs" in server_flags(version)) == trusting
 
 
 def test_the_page_has_the_table_that_the_results_make() -> None:

@@ -30,6 +30,12 @@ _ANSWER_S = 90.0
 Json = dict[str, Any]
 
 
+def server_flags(version: str) -> list[str]:
+    """What each server of this version of vLLM is started with. Before 0.31 all trust the arguments of requests."""
+    flags = ["--enforce-eager", "--skip-mm-profiling"]
+    return flags if minor(version) < (0, 31) else [*flags, "--trust-request-mm-kwargs"]
+
+
 class Refused(Exception):
     """An answer other than 200, with its status."""
 
@@ -110,9 +116,7 @@ class OpenAIServer:
         given: Json = {"model": self.model, "host": "127.0.0.1", "port": self.port, **self._arguments}
         if self._connector is not None:
             given["ec_transfer_config"] = {**self._connector, "engine_id": self.engine_id}
-        options = ["--enforce-eager", "--skip-mm-profiling"]
-        if minor(vllm_version()) >= (0, 31):  # before that every server trusts them
-            options.append("--trust-request-mm-kwargs")
+        options = server_flags(vllm_version())
         for name, value in given.items():
             option = name.replace("_", "-")
             if isinstance(value, bool):
