@@ -18,6 +18,8 @@ from random import Random
 from typing import Any, Protocol
 
 from benchmarks.soak.judge import Judge, Life
+from benchmarks.soak.parts import vllm_version
+from lmcache_ec.adapters.vllm.versions import minor
 
 
 class Stage(Protocol):
@@ -109,6 +111,8 @@ async def _change(stage: Stage, chance: Random, how: Callable[[Stage, Path], Awa
 
 
 async def _in_place(stage: Stage, checkpoint: Path) -> None:
+    if minor(vllm_version()) < (0, 32):  # it cannot yet
+        return await _reloaded(stage, checkpoint)
     await stage.post("/collective_rpc", {"method": "soak_load", "args": [str(checkpoint)]})
 
 

@@ -13,7 +13,7 @@ class InPlace:
     get_model: Any
 
     def soak_load(self, checkpoint: str) -> None:
-        """Overwrite the model's weights with those of the checkpoint in this folder. Resets no cache.
+        """Overwrite the model's weights with those of the checkpoint in this folder; since vLLM 0.32. Resets no cache.
 
         (Plain `load_weights` is refused on a CPU, where the weights of linear layers are packed away.)
         """
