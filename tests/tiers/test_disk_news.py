@@ -177,7 +177,8 @@ def test_news_written_before_a_kill_is_heard(folder: Path, follower: FolderNews)
     moments, said, heard = random.Random(0), set[int](), list[bytes]()
     for start in range(10):
         command = [sys.executable, "-c", TELLS, str(folder), str(start * 1_000_000)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        # A small pipe: the writer is never further ahead than the logs that it keeps.
+        with subprocess.Popen(command, stdout=subprocess.PIPE, pipesize=4096) as process:
             assert process.stdout is not None
             said.add(int.from_bytes(process.stdout.read(8), "big"))
             end = time.monotonic() + moments.uniform(0, 0.02)
