@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.testbed.engine_env import apply_environment
+from lmcache_ec import store_process
+from tests import warm_store
 from tests.examples import take_few
 
 if TYPE_CHECKING:
@@ -39,6 +41,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # what stays at the end of the interpreter counts as a leak
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _store_processes_are_forked() -> Iterator[None]:
+    warm = warm_store.WarmStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_process, "begin", warm.begin)
+        yield
+    warm.close()
+
+
+@pytest.fixture
+def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store processes begin as those of users do."""
+    monkeypatch.setattr(store_process, "begin", warm_store.begin)
 
 
 @pytest.fixture(scope="session")

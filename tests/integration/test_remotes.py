@@ -387,6 +387,7 @@ def test_doctor_reports_before_a_start_what_the_start_would_report_of_a_remote(t
     assert "canary" not in "".join(report.to_json() + render(report) for report in (right, wrong, away))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
         url = f"redis://:s3cr3t-canary@127.0.0.1:{server.port}"
@@ -409,6 +410,7 @@ def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert not [file for file in (tmp_path / "disk").rglob("*") if file.is_file() and b"canary" in file.read_bytes()]
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_credentials_of_the_environment_reach_the_store_process_only_for_s3(
     tmp_path: Path, in_s3: Remote, in_redis: Remote
 ) -> None:
