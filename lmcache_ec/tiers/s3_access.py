@@ -158,7 +158,7 @@ class S3Access:
 
 @cache
 def _loader(data_path: str | None) -> Any:
-    """What botocore knows of S3: for all remotes of this process, since reading it is most of what opening one takes."""
+    """What botocore knows of S3, for all remotes of this process: to read it is most of what opening one takes."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)
