@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 apply_environment()
 take_few()
+_begin = store_process.begin
 gc.disable()  # while vLLM, torch and the tests are imported, nothing becomes garbage that would be worth the search
 
 
@@ -55,7 +56,7 @@ def _store_processes_are_forked() -> Iterator[None]:
 @pytest.fixture
 def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Store processes begin as those of users do."""
-    monkeypatch.setattr(store_process, "begin", warm_store.begin)
+    monkeypatch.setattr(store_process, "begin", _begin)
 
 
 @pytest.fixture(scope="session")

@@ -8,16 +8,12 @@ declared, without code behind them, right after torchvision has found that its l
 load, nothing happens.
 """
 
-from __future__ import annotations
-
+import importlib.util
 import sys
-
-# Every interpreter of the environment runs this: at its start it may take no time, so it imports nothing else.
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 LOADS_THE_LIBRARY = "torchvision.extension"
 
@@ -33,14 +29,12 @@ def declare_missing(extension: ModuleType) -> None:
     extension._declared_operators = library  # type: ignore[attr-defined]  # they last as long as the library object
 
 
-class AfterImport:
+class AfterImport(MetaPathFinder):
     """Steps aside for the real finder, and has `declare_missing` called once the module has run."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != LOADS_THE_LIBRARY:
             return None
-        import importlib.util
-
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
