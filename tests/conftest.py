@@ -6,7 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,10 @@ from tests.examples import take_few
 
 if TYPE_CHECKING:
     from benchmarks.testbed.servers.seaweed import Seaweed
+    from lmcache_ec.store_process import Starter
 
 apply_environment()
 take_few()
-_begin = store_process.begin
 gc.disable()  # while vLLM, torch and the tests are imported, nothing becomes garbage that would be worth the search
 
 
@@ -45,18 +45,19 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _store_processes_are_forked() -> Iterator[None]:
-    warm = warm_store.WarmStore()
+def how_store_processes_begin() -> Iterator[Callable[..., Starter]]:
+    """They are forked. The value is how they would begin."""
+    begin, warm = store_process.begin, warm_store.WarmStore()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_process, "begin", warm.begin)
-        yield
+        yield begin
     warm.close()
 
 
 @pytest.fixture
-def new_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+def new_interpreters(how_store_processes_begin: Callable[..., Starter], monkeypatch: pytest.MonkeyPatch) -> None:
     """Store processes begin as those of users do."""
-    monkeypatch.setattr(store_process, "begin", _begin)
+    monkeypatch.setattr(store_process, "begin", how_store_processes_begin)
 
 
 @pytest.fixture(scope="session")
