@@ -36,18 +36,23 @@ class WarmStore:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._environ = environment(())
+        self._environ, self._interpreter = environment(()), sys.executable
         self._control: socket.socket | None = None
 
     def begin(self, fds: tuple[int, int, int], errors: int, environ: Mapping[str, str]) -> Starter:
         with self._lock:
             if self._control is None:
                 self._control = self._started()
-            if environ.get("PYTHONPATH") != self._environ.get("PYTHONPATH"):  # it is to find other modules
+            if not self._suits(environ):
                 return begin(fds, errors, environ)
             socket.send_fds(self._control, [json.dumps(dict(environ)).encode()], [errors, *fds])
             _, [pidfd], *_ = socket.recv_fds(self._control, 1, 1)
             return Forked(pidfd)
+
+    def _suits(self, environ: Mapping[str, str]) -> bool:
+        """Else another interpreter is to run, or to find other modules."""
+        same_path = environ.get("PYTHONPATH") == self._environ.get("PYTHONPATH")
+        return same_path and sys.executable == self._interpreter
 
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

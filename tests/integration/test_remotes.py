@@ -135,7 +135,31 @@ def test_a_host_without_a_disk_writes_and_reads_the_remote(remote: Remote) -> No
         other.settle()
 
 
-@pytest.mark.parametrize("kind", ["fs", pytest.param("lm", marks=pytest.mark.slow)])
+def opened_by_lmcache(bench: Bench) -> None:
+    """Importing LMCache may take longer than the start waits for."""
+    bench.scanned_disk()
+    bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
+
+
+def test_what_the_disk_has_lost_comes_from_a_remote_of_lmcache(tmp_path: Path) -> None:
+    """Through LMCache's own connector, in the store process."""
+    with Bench(tmp_path / "disk", remotes=[f"fs://{tmp_path}/shared"]) as bench:
+        opened_by_lmcache(bench)
+        bench.encode(IMAGES)
+        bench.settle()
+        wait_until("all is written", lambda: bench.status()["store"].get("lmcache_writes") == len(IMAGES))
+        bench.cache.book.forget_all()
+        for file in (tmp_path / "disk").rglob("*.safetensors"):
+            file.unlink()
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        assert not bench.serves("never stored")
+        bench.settle()
+        assert bench.snapshot()["loads_lmcache"] == len(IMAGES)
+        wait_until("all is on its disk again", lambda: stored(tmp_path / "disk") == set(IMAGES))
+
+
+@pytest.mark.slow  # two store processes import LMCache
+@pytest.mark.parametrize("kind", ["fs", "lm"])
 def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str) -> None:
     """Through LMCache's own connector, in the store process."""
     with ExitStack() as stack:
@@ -143,14 +167,12 @@ def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str
         if kind == "lm":
             url = stack.enter_context(lmcache_server(tmp_path / "server.log")).url
         with Bench(tmp_path / "one", remotes=[url]) as bench:
-            bench.scanned_disk()  # importing LMCache may take longer than the start waits for
-            bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
+            opened_by_lmcache(bench)
             bench.encode(IMAGES)
             bench.settle()
             wait_until("all is written", lambda: bench.status()["store"].get("lmcache_writes") == len(IMAGES))
         with Bench(tmp_path / "two", remotes=[url]) as other:
-            other.scanned_disk()
-            other.until("it is open", lambda: asks(other, f"new-{time.monotonic()}"), 60.0)
+            opened_by_lmcache(other)
             assert all(other.serves(identifier) for identifier in IMAGES)
             assert not other.serves("never stored")
             other.settle()

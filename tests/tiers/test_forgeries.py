@@ -232,9 +232,9 @@ def test_a_list_under_an_entrys_name_in_redis_is_replaced(server: RedisServer) -
     tier.close()
 
 
-def test_in_s3_only_what_was_read_is_replaced(bucket: Seaweed) -> None:
-    keys = {"aws_access_key_id": bucket.access_key_id, "aws_secret_access_key": bucket.secret_access_key}
-    tier = open_s3(f"s3://{bucket.bucket}/forgeries?endpoint={bucket.endpoint}", keys)
+def test_in_s3_only_what_was_read_is_replaced(s3: Seaweed) -> None:
+    keys = {"aws_access_key_id": s3.access_key_id, "aws_secret_access_key": s3.secret_access_key}
+    tier = open_s3(f"s3://{s3.bucket}/forgeries?endpoint={s3.endpoint}", keys)
     key = EncoderCacheKey(new_namespace(), "picture")
     tier.put(key, memoryview(b"forged"))
     held = tier.held(key, 100)

@@ -230,8 +230,8 @@ LISTS_FOR_EVER = """
 import hashlib, itertools, os, sys, threading
 from lmcache_ec.presence import PresenceWriter
 digests = lambda prefix, count: [hashlib.sha256(f"{prefix}{n}".encode()).digest() for n in range(count)]
-writer, stored, sizes = PresenceWriter.create(["disk"]), digests("stored", 500), itertools.cycle((0, 200_000, 20_000))
-others = digests("other", 200_000)
+writer, stored, sizes = PresenceWriter.create(["disk"]), digests("stored", 500), itertools.cycle((0, 100_000, 10_000))
+others = digests("other", 100_000)
 for key in stored:
     writer.add("disk", key)
 print(os.getpid(), writer.fd, flush=True)
