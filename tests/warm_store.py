@@ -41,13 +41,15 @@ class WarmStore:
 
     def begin(self, fds: tuple[int, int, int], errors: int, environ: Mapping[str, str]) -> Starter:
         with self._lock:
-            if self._control is None:
-                self._control = self._started()
             if not self._suits(environ):
                 return begin(fds, errors, environ)
+            if self._control is None:
+                self._control = self._started()
             socket.send_fds(self._control, [json.dumps(dict(environ)).encode()], [errors, *fds])
-            _, [pidfd], *_ = socket.recv_fds(self._control, 1, 1)
-            return Forked(pidfd)
+            _, pidfds, *_ = socket.recv_fds(self._control, 1, 1)
+            if not pidfds:
+                raise ChildProcessError(f"what store processes are forked from ended: {self._process.wait()}")
+            return Forked(pidfds[0])
 
     def _suits(self, environ: Mapping[str, str]) -> bool:
         """Else another interpreter is to run, or to find other modules."""
