@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Protocol
 
 from lmcache_ec.link import pair
 
@@ -24,6 +26,29 @@ PROCESS_NAME = "lmcache-ec"
 def environment(passed_on: tuple[str, ...]) -> dict[str, str]:
     """What of this process's environment a store process gets; `passed_on` are further beginnings of names."""
     return {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(("LC_", *passed_on))}
+
+
+class Starter(Protocol):
+    """The process that detaches a store process from this one, and ends."""
+
+    def poll(self) -> int | None:
+        """None while it runs. Never waits."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+def begin(fds: tuple[int, int, int], errors: int, environ: Mapping[str, str]) -> Starter:
+    """Start an interpreter that runs `store.main` with these descriptors, and writes its errors to `errors`. Takes
+    about a millisecond; OSError if it cannot be started."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        pass_fds=fds,
+        env=environ,
+    )
 
 
 class StoreProcess:
@@ -46,14 +71,7 @@ class StoreProcess:
         self.closed = False
         fds = (arena_fd, link_end.fileno(), saver_end.fileno())
         try:
-            self._starter = subprocess.Popen(
-                [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                pass_fds=fds,
-                env=environment(passed_on),
-            )
+            self._starter = begin(fds, self._errors, environment(passed_on))
         except OSError:
             self.link.close()
             self.saver_socket.close()

@@ -1,14 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test can rely on: the environment of an in-process engine is set before anything imports vLLM."""
 
+from __future__ import annotations
+
 import atexit
 import gc
+import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from benchmarks.testbed.engine_env import apply_environment
+from lmcache_ec import store_process
+from tests import warm_store
 from tests.examples import take_few
+
+if TYPE_CHECKING:
+    from benchmarks.testbed.servers.seaweed import Seaweed
+    from lmcache_ec.store_process import Starter
 
 apply_environment()
 take_few()
@@ -31,3 +42,33 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
     atexit.register(gc.unfreeze)  # what stays at the end of the interpreter counts as a leak
+
+
+@pytest.fixture(scope="session", autouse=True)
+def how_store_processes_begin() -> Iterator[Callable[..., Starter]]:
+    """They are forked. The value is how they would begin."""
+    begin, warm = store_process.begin, warm_store.WarmStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_process, "begin", warm.begin)
+        yield begin
+    warm.close()
+
+
+@pytest.fixture
+def new_interpreters(how_store_processes_begin: Callable[..., Starter], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store processes begin as those of users do."""
+    monkeypatch.setattr(store_process, "begin", how_store_processes_begin)
+
+
+@pytest.fixture(scope="session")
+def seaweed_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    from benchmarks.testbed.servers.seaweed import seaweed
+
+    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3(seaweed_for_all: Seaweed) -> Seaweed:
+    """A server that other files use, too, with a bucket for this file. Who kills or hurts one starts one."""
+    return seaweed_for_all.with_bucket(f"tests-{uuid.uuid4().hex}")

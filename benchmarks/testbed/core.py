@@ -33,6 +33,7 @@ from lmcache_ec.entry import TensorSpec, entry_length, room, verify
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.place import Place
 from lmcache_ec.rank import Rank
+from lmcache_ec.store_process import PROCESS_NAME
 
 NAMESPACE = "bench-0123456789abcdef"
 WIDTH = 64
@@ -443,10 +444,11 @@ def store_processes(arena: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            command = (folder / "cmdline").read_bytes()
+            begins = b"lmcache_ec.store" in (folder / "cmdline").read_bytes()  # and has no name yet
+            serves = (folder / "comm").read_text() == f"{PROCESS_NAME}\n"
         except OSError:
             continue
-        if b"lmcache_ec.store" in command and arena in _arenas(folder.name):
+        if (begins or serves) and arena in _arenas(folder.name):
             found.append(int(folder.name))
     return found
 

@@ -29,7 +29,7 @@ def wait_until(
     despite: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> T:
     """What `condition` returns, once that is true: it is called again and again, each time after `doing`, with a pause
-    between: `pause_s`, or a twentieth of what has been waited, from one to five milliseconds. AssertionError at the
+    between: `pause_s`, or a twentieth of what has been waited, from one to twenty milliseconds. AssertionError at the
     deadline. Where one of them raises one of `despite`, it does not hold yet.
     """
     began, raised = time.monotonic(), ""
@@ -46,7 +46,7 @@ def wait_until(
         now = time.monotonic()
         if now > deadline:
             raise AssertionError(f"waited {deadline_s:g} s until {what}{raised}")
-        time.sleep(min(max(0.001, (now - began) / 20), 0.005) if pause_s is None else pause_s)
+        time.sleep(min(max(0.001, (now - began) / 20), 0.02) if pause_s is None else pause_s)
 
 
 def freeze(pid: int) -> None:

@@ -3,31 +3,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from lmcache_ec.cli.arguments import number, one_of
-from lmcache_ec.cli.clear import clear
-from lmcache_ec.cli.completion import completion
-from lmcache_ec.cli.doctor import examine, render
-from lmcache_ec.cli.epoch import begin_epoch
-from lmcache_ec.cli.inspect import inspect
-from lmcache_ec.cli.keys import list_keys
-from lmcache_ec.cli.lifecycle import check_and_set
-from lmcache_ec.cli.ls import list_entries
-from lmcache_ec.cli.namespaces import find_and_remove
-from lmcache_ec.cli.plan import plan
-from lmcache_ec.cli.record import record_trace
-from lmcache_ec.cli.status import all_engines, show
-from lmcache_ec.cli.top import top
-from lmcache_ec.cli.verify import verify
-from lmcache_ec.cli.warm import warm
-from lmcache_ec.cli.where import where
 from lmcache_ec.sizes import MIB
 from lmcache_ec.version import __version__
 
@@ -38,19 +26,67 @@ _ROLES = ("ec_both", "ec_producer", "ec_consumer")
 _MOST_MIB = 256
 """Of a recording, if nothing else is said."""
 
+_COMMANDS = {
+    "status": "commands:status",
+    "doctor": "commands:doctor",
+    "ls": "ls:list_entries",
+    "inspect": "inspect:inspect",
+    "verify": "verify:verify",
+    "warm": "warm:warm",
+    "clear": "clear:clear",
+    "epoch": "epoch:begin_epoch",
+    "keys": "keys:list_keys",
+    "namespaces": "namespaces:find_and_remove",
+    "lifecycle": "lifecycle:check_and_set",
+    "top": "top:top",
+    "where": "where:where",
+    "plan": "plan:plan",
+    "completion": "completion:completion",
+}
+"""Each command's function, in a module beside this one."""
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    """What typer makes of the function. Its docstring is the help, in which typer would keep the ends of lines."""
+    module, _, function = _COMMANDS[name].partition(":")
+    run = getattr(importlib.import_module(f"lmcache_ec.cli.{module}"), function)
+    paragraphs = re.split(r"\n\s*\n", run.__doc__ or "")
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(run)
+    return typer.main.get_command(alone)
+
+
+class _Commands(Mapping[str, Any]):
+    """Each is imported when it is asked for: what all of them need together takes longer than most of them run."""
+
+    def __getitem__(self, name: str) -> Any:
+        return _command(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_COMMANDS)
+
+    def __len__(self) -> int:
+        return len(_COMMANDS)
+
+
+class _Program(TyperGroup):
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = _Commands()  # type: ignore[assignment]  # nothing is added later
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+
 # Without typer's own tracebacks: they may show local variables, and so the environment.
 app = typer.Typer(
+    cls=_Program,
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="The encoder cache on this host.",
 )
-
-
-def _add(name: str, command: Callable[..., None]) -> None:
-    """Its docstring is the help, in which typer would keep the ends of lines."""
-    paragraphs = re.split(r"\n\s*\n", command.__doc__ or "")
-    app.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -95,11 +131,15 @@ def status(
     With --record, record what requests need, until Ctrl-C. No names are written, only their digests with a secret salt.
     """
     if record is not None:
+        from lmcache_ec.cli.record import record_trace
+
         most_bytes = int((most_mib or _MOST_MIB) * MIB)
         raise typer.Exit(record_trace(record, engine, seconds or math.inf, most_bytes, as_json))
     for option, given in (("--for", seconds), ("--engine", engine), ("--most", most_mib)):
         if given:
             raise typer.BadParameter("is about a recording: needs --record", param_hint=option)
+    from lmcache_ec.cli.status import all_engines, show
+
     found = all_engines()
     if as_json:
         typer.echo(json.dumps(found))
@@ -123,23 +163,8 @@ def doctor(
 
     The exit status is 1 if there are problems.
     """
+    from lmcache_ec.cli.doctor import examine, render
+
     report = examine(extra, role=role)
     typer.echo(report.to_json() if as_json else render(report))
     raise typer.Exit(1 if report.problems else 0)
-
-
-_add("status", status)
-_add("doctor", doctor)
-_add("ls", list_entries)
-_add("inspect", inspect)
-_add("verify", verify)
-_add("warm", warm)
-_add("clear", clear)
-_add("epoch", begin_epoch)
-_add("keys", list_keys)
-_add("namespaces", find_and_remove)
-_add("lifecycle", check_and_set)
-_add("top", top)
-_add("where", where)
-_add("plan", plan)
-_add("completion", completion)

@@ -7,6 +7,7 @@ import base64
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -55,6 +56,7 @@ class S3Access:
         if options.access_key_id and options.secret_access_key:
             core.set_credentials(options.access_key_id, options.secret_access_key)
         try:
+            core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
             session = boto3.Session(botocore_session=core)
             found = session.get_credentials() is not None
             credentials = Boto3CredentialProvider(session, ttl=timedelta(seconds=_CREDENTIALS_S)) if found else None
@@ -152,6 +154,14 @@ class S3Access:
             },
             credential_provider=self.credentials,
         )
+
+
+@cache
+def _loader(data_path: str | None) -> Any:
+    """What botocore knows of S3, for all remotes of this process: to read it is most of what opening one takes."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def _admin(session: Any, options: S3Options, region: str) -> Any:

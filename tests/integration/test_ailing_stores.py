@@ -16,7 +16,7 @@ from benchmarks.testbed.core import Bench, names
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.relay import relay
 from benchmarks.testbed.servers.s3_front import Request, S3Front, s3_front
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.cli.doctor import examine
 
@@ -28,12 +28,6 @@ KEYS: dict[str, Any] = {"remote_lookup": "probe", "load_deadline_ms": 5000}
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     with redis_server(tmp_path / "redis") as server:
         fill(server.url, lambda: stored_in(server))
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
         yield server
 
 

@@ -75,3 +75,15 @@ def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(
         os.close(writer)
         errors.seek(0)
         assert (ended.returncode, errors.read()) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_command_imports_what_it_needs_alone() -> None:
+    """A monitor asks for the status again and again. What all commands need together takes longer than that."""
+    code = """
+import sys
+from lmcache_ec.cli.commands import app
+app(["status"], standalone_mode=False)
+print(*{"numpy", "redis", "yaml", "boto3"} & {name.split(".")[0] for name in sys.modules}, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "\n"

@@ -251,7 +251,7 @@ def test_a_path_that_cannot_be_a_folder_is_named_at_start(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_refuses_every_write_costs_the_writes_and_nothing_else() -> None:
-    with Bench(Path("/proc")) as bench:
+    with Bench(Path("/proc/tty")) as bench:
         bench.encode(IMAGES)
         bench.settle()
         assert bench.snapshot()["writes_failed"] == len(IMAGES)
@@ -334,7 +334,7 @@ def test_what_a_producer_waited_for_is_known_to_the_scheduler_side_when_the_step
 
 
 def test_a_producer_learns_of_failed_writes_and_waits_no_longer_than_it_may(tmp_path: Path) -> None:
-    with Bench(Path("/proc")) as bench:  # a folder that refuses every write
+    with Bench(Path("/proc/tty")) as bench:  # a folder that refuses every write
         assert flushed(bench, bench.save(IMAGES)) == set()
         bench.settle()
     with Bench(tmp_path) as bench, stopped(bench.serving()):

@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.testbed.core import NAMESPACE, VERSIONS, Bench, of_another_version, payload
 from benchmarks.testbed.core import spec as spec_of_bench
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, entry
 from lmcache_ec.cli.commands import app
@@ -47,12 +47,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis"), "--requirepass", CANARY) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
         yield server
 
 

@@ -22,6 +22,8 @@ from benchmarks.testbed.core import (
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.link import rank_address
 
+pytestmark = pytest.mark.usefixtures("new_interpreters")
+
 
 def mappings() -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "lmcache-ec" in line]

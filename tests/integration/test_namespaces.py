@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.testbed.core import NAMESPACE, Bench, names, stored
 from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from lmcache_ec.cli import namespaces as module
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey
@@ -49,12 +49,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis"), "--requirepass", CANARY) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
         yield server
 
 

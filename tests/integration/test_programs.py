@@ -21,7 +21,7 @@ import lmcache_ec
 from benchmarks.testbed.core import NAMESPACE, WIDTH, Bench, length, names, payload, stored
 from benchmarks.testbed.models import ROOT
 from benchmarks.testbed.servers.redis import redis_server
-from benchmarks.testbed.servers.seaweed import seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import Cache, ConfigError, Tensor
 from lmcache_ec.dtypes import DTYPES
@@ -181,9 +181,9 @@ def test_what_a_program_stores_an_engine_loads_and_the_other_way_round(folder: P
 
 
 def test_every_tier_has_it_and_what_a_host_lost_comes_back_from_the_remote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, s3: Seaweed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with redis_server(tmp_path / "redis") as redis, seaweed(tmp_path / "s3") as s3:
+    with redis_server(tmp_path / "redis") as redis:
         for name, value in s3.environment.items():
             monkeypatch.setenv(name, value)
         remotes = [redis.url, f"s3://{s3.bucket}/programs?endpoint={s3.endpoint}"]

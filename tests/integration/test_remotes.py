@@ -30,7 +30,7 @@ from benchmarks.testbed.servers.authority import Authority
 from benchmarks.testbed.servers.lmcache_server import lmcache_server
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.relay import relay
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.cli.doctor import Report, examine, render
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
@@ -53,12 +53,6 @@ class Remote:
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
         yield server
 
 
@@ -141,7 +135,31 @@ def test_a_host_without_a_disk_writes_and_reads_the_remote(remote: Remote) -> No
         other.settle()
 
 
-@pytest.mark.parametrize("kind", ["fs", pytest.param("lm", marks=pytest.mark.slow)])
+def opened_by_lmcache(bench: Bench) -> None:
+    """Importing LMCache may take longer than the start waits for."""
+    bench.scanned_disk()
+    bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
+
+
+def test_what_the_disk_has_lost_comes_from_a_remote_of_lmcache(tmp_path: Path) -> None:
+    """Through LMCache's own connector, in the store process."""
+    with Bench(tmp_path / "disk", remotes=[f"fs://{tmp_path}/shared"]) as bench:
+        opened_by_lmcache(bench)
+        bench.encode(IMAGES)
+        bench.settle()
+        wait_until("all is written", lambda: bench.status()["store"].get("lmcache_writes") == len(IMAGES))
+        bench.cache.book.forget_all()
+        for file in (tmp_path / "disk").rglob("*.safetensors"):
+            file.unlink()
+        assert all(bench.serves(identifier) for identifier in IMAGES)
+        assert not bench.serves("never stored")
+        bench.settle()
+        assert bench.snapshot()["loads_lmcache"] == len(IMAGES)
+        wait_until("all is on its disk again", lambda: stored(tmp_path / "disk") == set(IMAGES))
+
+
+@pytest.mark.slow  # two store processes import LMCache
+@pytest.mark.parametrize("kind", ["fs", "lm"])
 def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str) -> None:
     """Through LMCache's own connector, in the store process."""
     with ExitStack() as stack:
@@ -149,14 +167,12 @@ def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str
         if kind == "lm":
             url = stack.enter_context(lmcache_server(tmp_path / "server.log")).url
         with Bench(tmp_path / "one", remotes=[url]) as bench:
-            bench.scanned_disk()  # importing LMCache may take longer than the start waits for
-            bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
+            opened_by_lmcache(bench)
             bench.encode(IMAGES)
             bench.settle()
             wait_until("all is written", lambda: bench.status()["store"].get("lmcache_writes") == len(IMAGES))
         with Bench(tmp_path / "two", remotes=[url]) as other:
-            other.scanned_disk()
-            other.until("it is open", lambda: asks(other, f"new-{time.monotonic()}"), 60.0)
+            opened_by_lmcache(other)
             assert all(other.serves(identifier) for identifier in IMAGES)
             assert not other.serves("never stored")
             other.settle()
@@ -393,6 +409,7 @@ def test_doctor_reports_before_a_start_what_the_start_would_report_of_a_remote(t
     assert "canary" not in "".join(report.to_json() + render(report) for report in (right, wrong, away))
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
         url = f"redis://:s3cr3t-canary@127.0.0.1:{server.port}"
@@ -407,12 +424,15 @@ def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFix
             )
             shown = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
             assert not any(b"canary" in text for text in shown)
-            status = subprocess.run([sys.executable, "-m", "lmcache_ec.cli", "status", "--json"], capture_output=True)
+            command = [sys.executable, "-c", "from lmcache_ec.cli import main; main()", "status", "--json"]
+            status = subprocess.run(command, capture_output=True, check=True)
+            assert bench.engine.encode() in status.stdout
             assert b"canary" not in status.stdout + status.stderr
     assert "canary" not in caplog.text
     assert not [file for file in (tmp_path / "disk").rglob("*") if file.is_file() and b"canary" in file.read_bytes()]
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_credentials_of_the_environment_reach_the_store_process_only_for_s3(
     tmp_path: Path, in_s3: Remote, in_redis: Remote
 ) -> None:

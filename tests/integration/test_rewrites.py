@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.testbed.core import MIB, NAMESPACE, Bench, names
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from lmcache_ec.cli.commands import app
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Tier
@@ -53,12 +53,6 @@ class Store:
 @pytest.fixture(scope="module")
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
         yield server
 
 

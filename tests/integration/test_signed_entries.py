@@ -109,6 +109,7 @@ def test_switching_signing_on_and_changing_the_key_meet_no_old_entries(folder: P
     assert len({path.name for path in folder.iterdir() if not path.name.startswith(".")}) == 2
 
 
+@pytest.mark.usefixtures("new_interpreters")
 def test_the_key_reaches_the_store_process_and_nothing_that_others_read(
     folder: Path, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,16 +115,18 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
 
 
-def test_an_engine_without_requests_says_how_old_its_own_counts_are(tmp_path: Path) -> None:
+def test_an_engine_without_requests_says_how_old_its_own_counts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_ec.cli.status._IDLE_S", 0.5)
     with Bench(tmp_path) as bench:
         bench.encode(["kept"])
         bench.settle()
         bench.until("its counts are there", lambda: bench.status()["book"].get("saves") == 1)
-        assert not any("idle" in line for line in lines(status(), bench.engine))
-        wait_until("it makes no pass for a while", lambda: status_of(bench)["book_age_s"] > 6)
+        bench.until("it is not idle", lambda: not any("idle" in line for line in lines(status(), bench.engine)))
+        wait_until("it makes no pass for a while", lambda: status_of(bench)["book_age_s"] > 0.6)
         assert any("idle" in line and "the row cpu" in line for line in lines(status(), bench.engine))
-        bench.drain()
-        bench.until("it goes on", lambda: status_of(bench)["book_age_s"] < 5)
+        bench.until("it goes on", lambda: status_of(bench)["book_age_s"] < 0.5)
 
 
 def test_what_is_written_in_the_place_of_a_corrupt_entry_is_counted_once(tmp_path: Path) -> None:

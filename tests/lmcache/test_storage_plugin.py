@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.testbed.core import of_another_version
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
 from tests.lmcache.storage_process import THINGS, StorageProcess, content, described, storage_process
@@ -27,12 +27,6 @@ CANARY = "canary-5f0c-in-the-mine"
 POOL_BYTES = 32 << 20
 OURS = "ours"
 Config = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.servers.redis import RedisServer, cluster, redis_server
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers import s3 as s3_module
 from lmcache_ec.tiers.base import Tier
@@ -43,12 +43,6 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def masters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RedisServer]]:
     with cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield list(running)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as server:
-        yield server
 
 
 @pytest.fixture(params=["disk", "what a shell's star names", "redis", "cluster", "s3"])

@@ -15,6 +15,7 @@ import pytest
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.disk import DiskTier
+from tests.examples import examples
 
 LARGEST = 40_000
 LIMITS = {"small": 500_000, "large": 800_000}
@@ -71,7 +72,7 @@ def test_two_storms_with_limits_of_their_own_keep_the_folder_within_the_larger_o
     moments, watcher, most = random.Random(0), DiskTier(tmp_path, LIMITS["large"]), 0
     watcher.maintain()
     writers = {name: storm(tmp_path, limit) for name, limit in LIMITS.items()}
-    for number in range(120):
+    for number in range(examples(120)):
         select.select([], [], [], moments.uniform(0, 0.02))
         for writer in writers.values():
             writer.send_signal(signal.SIGSTOP)
@@ -81,7 +82,7 @@ def test_two_storms_with_limits_of_their_own_keep_the_folder_within_the_larger_o
         assert account is not None
         assert bytes_now <= account <= LIMITS["large"]
         most = max(most, bytes_now)
-        if number % 20 == 19:
+        if number % 12 == 11:
             name = moments.choice(list(writers))
             end(writers[name])
             writers[name] = storm(tmp_path, LIMITS[name])

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from benchmarks.testbed.servers.redis import RedisServer, redis_server
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
 from lmcache_ec.key import EncoderCacheKey
@@ -100,12 +100,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as running:
-        yield running
-
-
 @pytest.fixture(params=["disk", "redis", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tier, bool]]:
     """A tier, and whether it is local."""
@@ -115,7 +109,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Tier
         case "redis":
             tier = open_redis(request.getfixturevalue("server").url)
         case _:
-            there = request.getfixturevalue("bucket")
+            there = request.getfixturevalue("s3")
             keys = {"aws_access_key_id": there.access_key_id, "aws_secret_access_key": there.secret_access_key}
             tier = open_s3(f"s3://{there.bucket}/forgeries?endpoint={there.endpoint}", keys)
     yield tier, request.param == "disk"
@@ -238,9 +232,9 @@ def test_a_list_under_an_entrys_name_in_redis_is_replaced(server: RedisServer) -
     tier.close()
 
 
-def test_in_s3_only_what_was_read_is_replaced(bucket: Seaweed) -> None:
-    keys = {"aws_access_key_id": bucket.access_key_id, "aws_secret_access_key": bucket.secret_access_key}
-    tier = open_s3(f"s3://{bucket.bucket}/forgeries?endpoint={bucket.endpoint}", keys)
+def test_in_s3_only_what_was_read_is_replaced(s3: Seaweed) -> None:
+    keys = {"aws_access_key_id": s3.access_key_id, "aws_secret_access_key": s3.secret_access_key}
+    tier = open_s3(f"s3://{s3.bucket}/forgeries?endpoint={s3.endpoint}", keys)
     key = EncoderCacheKey(new_namespace(), "picture")
     tier.put(key, memoryview(b"forged"))
     held = tier.held(key, 100)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from botocore.loaders import JSONFileLoader
 
 from benchmarks.testbed.servers.s3_front import s3_front
 from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
@@ -813,6 +814,21 @@ def test_limits_that_make_no_sense_are_refused(url: str) -> None:
     for limits in ({"ttl_s": 0.0}, {"timeout_s": 0.0}):
         with pytest.raises(ValueError, match="must be above 0"):
             open_s3(url, **limits)  # type: ignore[arg-type]
+
+
+def test_another_remote_of_the_process_is_opened_without_reading_what_botocore_knows_of_s3_again(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_s3(url)
+    read, load = list[str](), JSONFileLoader.load_file
+
+    def noted(loader: JSONFileLoader, path: str) -> object:
+        read.append(path)
+        return load(loader, path)
+
+    monkeypatch.setattr(JSONFileLoader, "load_file", noted)
+    open_s3(url)
+    assert read == []
 
 
 def test_boto3_and_obstore_are_imported_when_a_remote_is_opened_and_torch_never(url: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed.servers.s3_front import Request, S3Front, s3_front
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.presence import MAX_SHARD_BYTES, SHARDS, PresenceWriter, shard_of
@@ -40,30 +40,24 @@ STORED = (286, *range(79))
 """The key of the first is in shard 00, by which the size of a namespace is guessed."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as running:
-        yield running
-
-
 @pytest.fixture(autouse=True)
-def environment(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("AWS_") or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
-    for name, text in server.environment.items():
+    for name, text in s3.environment.items():
         monkeypatch.setenv(name, text)
 
 
 @pytest.fixture
-def front(server: Seaweed) -> Iterator[S3Front]:
-    with s3_front(int(server.endpoint.rpartition(":")[2])) as made:
+def front(s3: Seaweed) -> Iterator[S3Front]:
+    with s3_front(int(s3.endpoint.rpartition(":")[2])) as made:
         yield made
 
 
 @pytest.fixture
-def url(server: Seaweed) -> str:
-    return f"s3://{server.bucket}/{uuid.uuid4().hex}?endpoint={server.endpoint}"
+def url(s3: Seaweed) -> str:
+    return f"s3://{s3.bucket}/{uuid.uuid4().hex}?endpoint={s3.endpoint}"
 
 
 def key(name: object) -> EncoderCacheKey:
@@ -129,13 +123,13 @@ def filled(url: str) -> str:
     return url
 
 
-def objects(server: Seaweed, url: str) -> list[str]:
-    found = server.client().list_objects_v2(Bucket=server.bucket, Prefix=f"{s3_options(url).prefix}/.catalog")
+def objects(s3: Seaweed, url: str) -> list[str]:
+    found = s3.client().list_objects_v2(Bucket=s3.bucket, Prefix=f"{s3_options(url).prefix}/.catalog")
     return [one["Key"] for one in found.get("Contents", ())]
 
 
-def test_of_replicas_one_lists_and_the_others_read_what_it_wrote(filled: str, front: S3Front, server: Seaweed) -> None:
-    one, other = Replica(filled), Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+def test_of_replicas_one_lists_and_the_others_read_what_it_wrote(filled: str, front: S3Front, s3: Seaweed) -> None:
+    one, other = Replica(filled), Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     one.refresh()
     assert one.lacks("not known yet") == []  # until the catalog is there it asks for everything
     wait_until("it has listed", lambda: not one.cataloged._compactor.running)
@@ -180,8 +174,8 @@ def test_a_writer_that_ends_announces_what_it_wrote_last(filled: str) -> None:
     assert other.lacks("last") == []
 
 
-def test_what_cannot_be_announced_is_told_and_announced_later(filled: str, front: S3Front, server: Seaweed) -> None:
-    one, other = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}")), Replica(filled)
+def test_what_cannot_be_announced_is_told_and_announced_later(filled: str, front: S3Front, s3: Seaweed) -> None:
+    one, other = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}")), Replica(filled)
     one.compact()
     one.refresh()
     one.put("new")
@@ -210,12 +204,12 @@ def test_what_was_deleted_is_forgotten_with_the_next_full_listing(filled: str) -
     assert other.lacks(*STORED[40:]) == []
 
 
-def test_a_small_namespace_is_listed_and_nothing_is_written_for_it(server: Seaweed, url: str) -> None:
+def test_a_small_namespace_is_listed_and_nothing_is_written_for_it(s3: Seaweed, url: str) -> None:
     one = Replica(url)
     one.put("a", "b")
     one.refresh()
     one.refresh()
-    assert objects(server, url) == []
+    assert objects(s3, url) == []
     assert one.lacks("a", "b") == []
     assert len(one.lacks("c")) == 1
 
@@ -233,9 +227,9 @@ def test_a_namespace_that_has_become_small_loses_its_catalog(filled: str) -> Non
     assert other.asked_for_nothing < 0.01
 
 
-def test_without_the_option_nothing_asks_for_a_catalog(filled: str, front: S3Front, server: Seaweed) -> None:
+def test_without_the_option_nothing_asks_for_a_catalog(filled: str, front: S3Front, s3: Seaweed) -> None:
     Replica(filled).compact()
-    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"), catalog=False)
+    one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"), catalog=False)
     one.refresh()
     one.put("a")
     one.refresh()
@@ -244,9 +238,9 @@ def test_without_the_option_nothing_asks_for_a_catalog(filled: str, front: S3Fro
 
 
 @pytest.mark.slow
-def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, server: Seaweed, front: S3Front) -> None:
+def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, s3: Seaweed, front: S3Front) -> None:
     Replica(filled).compact()
-    through = filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}")
+    through = filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}")
     reader = Replica(f"{through}&read_only=true", pace=replace(PACE, compact_s=-60.0))
     reader.refresh()
     assert reader.lacks(*STORED) == []
@@ -254,12 +248,12 @@ def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, ser
 
 
 @pytest.mark.slow
-def test_a_removed_namespace_has_no_catalog_and_its_compactor_ends(server: Seaweed, filled: str) -> None:
+def test_a_removed_namespace_has_no_catalog_and_its_compactor_ends(s3: Seaweed, filled: str) -> None:
     one = Replica(filled)
     compactor = one.compactor()
     assert compactor.take(one.folder.look())
     assert one.tier.remove(NAMESPACE) == len(STORED)
-    assert objects(server, filled) == []
+    assert objects(s3, filled) == []
     with pytest.raises(LeaseLost):
         compactor.compact()
     other = Replica(filled)
@@ -272,22 +266,22 @@ def test_a_removed_namespace_has_no_catalog_and_its_compactor_ends(server: Seawe
     assert other.asked_for_nothing < 0.01
 
 
-def test_a_store_without_conditional_writes_is_listed(filled: str, front: S3Front, server: Seaweed) -> None:
+def test_a_store_without_conditional_writes_is_listed(filled: str, front: S3Front, s3: Seaweed) -> None:
     def unconditional(request: Request) -> tuple[int, str] | None:
         return (501, "NotImplemented") if {"if-match", "if-none-match"} & set(request.headers) else None
 
     front.rule = unconditional
-    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     one.refresh()
     one.refresh()
-    assert objects(server, filled) == []
+    assert objects(s3, filled) == []
     assert one.lacks(*STORED) == []
     assert one.asked_for_nothing < 0.01
 
 
-def test_who_may_not_write_the_catalog_lists(filled: str, front: S3Front, server: Seaweed) -> None:
+def test_who_may_not_write_the_catalog_lists(filled: str, front: S3Front, s3: Seaweed) -> None:
     front.rule = lambda request: (403, "AccessDenied") if request.writes and ".catalog" in request.path else None
-    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     with suppress(TierError):
         one.refresh()
     one.refresh()
@@ -296,16 +290,16 @@ def test_who_may_not_write_the_catalog_lists(filled: str, front: S3Front, server
 
 
 def test_a_store_that_was_busy_for_a_moment_gets_its_catalog_at_the_next_refresh(
-    filled: str, front: S3Front, server: Seaweed
+    filled: str, front: S3Front, s3: Seaweed
 ) -> None:
     front.rule = lambda request: (503, "SlowDown") if request.writes else None
-    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     with pytest.raises(TierError):
         one.refresh()
     front.rule = lambda request: None
     one.refresh()
     wait_until("it has listed", lambda: one.cataloged._compactor is not None and not one.cataloged._compactor.running)
-    assert len(objects(server, filled)) > SHARDS
+    assert len(objects(s3, filled)) > SHARDS
 
 
 # ---- whoever dies, and whoever comes in between
@@ -399,10 +393,10 @@ def test_of_two_compactors_the_one_that_was_given_up_is_refused_and_removes_noth
 
 
 @pytest.mark.slow
-def test_a_lease_is_stale_by_the_observers_time_alone(filled: str, front: S3Front, server: Seaweed) -> None:
+def test_a_lease_is_stale_by_the_observers_time_alone(filled: str, front: S3Front, s3: Seaweed) -> None:
     """A store whose clock is a year off, and a holder that has just died: it is waited for, and then replaced."""
     front.ahead_s = 365 * 86400.0
-    one = Replica(filled.replace(server.endpoint, f"http://127.0.0.1:{front.port}"))
+    one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     dead = one.compactor()
     assert dead.take(one.folder.look())
     one.refresh()
@@ -495,20 +489,20 @@ HOWS = (
 )
 
 
-def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: str, server: Seaweed) -> None:
+def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: str, s3: Seaweed) -> None:
     """Each shard is spoilt in another way; all keys that begin as it does are then asked for."""
     one = Replica(filled, signing=KEY)
     one.compact()
     follower = Replica(filled, signing=KEY)
     follower.refresh()
-    client, folder = server.client(), f"{s3_options(filled).prefix}/.catalog/{NAMESPACE}/shard"
+    client, folder = s3.client(), f"{s3_options(filled).prefix}/.catalog/{NAMESPACE}/shard"
     for number, how in enumerate(HOWS):
         name = f"{folder}/{number:02x}"
-        bad = spoiled(client.get_object(Bucket=server.bucket, Key=name)["Body"].read(), how, number)
+        bad = spoiled(client.get_object(Bucket=s3.bucket, Key=name)["Body"].read(), how, number)
         if bad is None:
-            client.delete_object(Bucket=server.bucket, Key=name)
+            client.delete_object(Bucket=s3.bucket, Key=name)
         else:
-            client.put_object(Bucket=server.bucket, Key=name, Body=bad)
+            client.put_object(Bucket=s3.bucket, Key=name, Body=bad)
     for replica in (Replica(filled, signing=KEY), follower):
         replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # nobody mends it
         replica.refresh()

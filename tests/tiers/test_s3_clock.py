@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.testbed.core import Bench
 from benchmarks.testbed.servers.s3_front import S3Front, s3_front
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from lmcache_ec.cli.doctor import examine
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.s3 import open_s3
@@ -19,23 +19,17 @@ KEY = EncoderCacheKey("ns", "picture")
 TTL_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as running:
-        yield running
-
-
 @pytest.fixture
-def front(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Front]:
-    for name, text in server.environment.items():
+def front(s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Front]:
+    for name, text in s3.environment.items():
         monkeypatch.setenv(name, text)
-    with s3_front(int(server.endpoint.rpartition(":")[2])) as between:
+    with s3_front(int(s3.endpoint.rpartition(":")[2])) as between:
         yield between
 
 
 @pytest.fixture
-def url(server: Seaweed, front: S3Front) -> str:
-    return f"s3://{server.bucket}/{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{front.port}"
+def url(s3: Seaweed, front: S3Front) -> str:
+    return f"s3://{s3.bucket}/{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{front.port}"
 
 
 @pytest.mark.parametrize("ahead_s", [-600.0, 600.0])

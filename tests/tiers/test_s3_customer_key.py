@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.servers.s3_front import S3Front, s3_front
-from benchmarks.testbed.servers.seaweed import Seaweed, seaweed
+from benchmarks.testbed.servers.seaweed import Seaweed
 from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import TierError, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.kinds import check_remote
@@ -23,24 +23,18 @@ HEADER = "x-amz-server-side-encryption-customer-key"
 VARIABLE = "AWS_SSE_CUSTOMER_KEY_BASE64"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    with seaweed(tmp_path_factory.mktemp("s3") / "data") as running:
-        yield running
-
-
 @pytest.fixture
-def front(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Front]:
+def front(s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Front]:
     monkeypatch.delenv(VARIABLE, raising=False)
-    for name, text in server.environment.items():
+    for name, text in s3.environment.items():
         monkeypatch.setenv(name, text)
-    with s3_front(int(server.endpoint.rpartition(":")[2])) as between:
+    with s3_front(int(s3.endpoint.rpartition(":")[2])) as between:
         yield between
 
 
 @pytest.fixture
-def url(server: Seaweed, front: S3Front) -> str:
-    return f"s3://{server.bucket}/{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{front.port}"
+def url(s3: Seaweed, front: S3Front) -> str:
+    return f"s3://{s3.bucket}/{uuid.uuid4().hex}?endpoint=http://127.0.0.1:{front.port}"
 
 
 @pytest.fixture
@@ -55,7 +49,7 @@ def opened(url: str, query: str = "") -> S3Tier:
 
 
 def test_the_key_goes_with_each_read_look_and_write_and_who_has_none_reads_nothing(
-    server: Seaweed, front: S3Front, url: str, key_file: Path
+    s3: Seaweed, front: S3Front, url: str, key_file: Path
 ) -> None:
     tier = opened(url, f"&sse_c_key_file={key_file}")
     assert tier.put(KEY, value("secret", 5000))

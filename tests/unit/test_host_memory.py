@@ -176,6 +176,6 @@ def small_group() -> Iterator[Path]:
 
 def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_lives(small_group: Path) -> None:
     """400 MiB of entries go by; without the limit's being asked for, the kernel kills it."""
-    capacity, log = serves(rows=65_536, images=100, within=small_group)
+    capacity, log = serves(rows=65_536, images=50, within=small_group)
     assert capacity < 240 * MIB
     assert "of control group" in log

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LMCache's own loader is the judge: what it reads from a file and an environment, we read too, of the keys we share.
 
-LMCache is loaded in one other process (2.4 s, 350 MB), which answers for all cases at once.
+LMCache is loaded in one other process (2.4 s, 350 MB), which answers for all cases at once, and reads the files of
+configs/.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ import yaml
 from lmcache_ec.config import EncoderCacheConfig, load_config, resolve
 from lmcache_ec.config.lmcache_keys import NOTED, REFUSED
 from lmcache_ec.config.resolve import SHARED
+from tests.unit.test_configs import FILES
 
 JUDGE = """
 import json, os, sys
-SHARED, cases = json.load(sys.stdin)
+SHARED, cases, files = json.load(sys.stdin)
 from lmcache.v1 import config
 answers = []
 for environ in cases:
@@ -37,7 +39,8 @@ for environ in cases:
 definitions = {name: each["default"] for name, each in config._CONFIG_DEFINITIONS.items()}
 old = [*config._CONFIG_ALIASES, *config._DEPRECATED_CONFIGS]
 print()
-print(json.dumps({"answers": answers, "definitions": definitions, "old": old}))
+sizes = [config.LMCacheEngineConfig.from_file(file).chunk_size for file in files]
+print(json.dumps({"answers": answers, "definitions": definitions, "old": old, "chunk_sizes": sizes}))
 """
 
 VALUES: Mapping[str, Mapping[str, object]] = {
@@ -100,7 +103,7 @@ def judge(cases: list[Case]) -> dict[str, Any]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE_")}
     done = subprocess.run(
         [sys.executable, "-c", JUDGE],
-        input=json.dumps([list(VALUES), [case.environ for case in cases]]),
+        input=json.dumps([list(VALUES), [case.environ for case in cases], [*map(str, FILES)]]),
         env=environ | {"LMCACHE_TRACK_USAGE": "false"},
         capture_output=True,
         text=True,
@@ -172,3 +175,8 @@ def test_a_file_that_spells_out_all_of_lmcache_needs_no_change(judge: dict[str, 
     for key, value in every.items():
         noted = any(f"{key} (" in note for note in resolved.notes)
         assert noted == (key in NOTED and value is not None), key
+
+
+def test_lmcache_reads_its_part_of_each_file_that_is_shipped(judge: dict[str, Any]) -> None:
+    assert len(FILES) > 5
+    assert judge["chunk_sizes"] == [256] * len(FILES)

@@ -230,8 +230,8 @@ LISTS_FOR_EVER = """
 import hashlib, itertools, os, sys, threading
 from lmcache_ec.presence import PresenceWriter
 digests = lambda prefix, count: [hashlib.sha256(f"{prefix}{n}".encode()).digest() for n in range(count)]
-writer, stored, sizes = PresenceWriter.create(["disk"]), digests("stored", 500), itertools.cycle((0, 200_000, 20_000))
-others = digests("other", 200_000)
+writer, stored, sizes = PresenceWriter.create(["disk"]), digests("stored", 500), itertools.cycle((0, 100_000, 10_000))
+others = digests("other", 100_000)
 for key in stored:
     writer.add("disk", key)
 print(os.getpid(), writer.fd, flush=True)
@@ -336,7 +336,7 @@ def test_a_listing_of_one_tier_touches_nothing_of_another(writer: PresenceWriter
 # ---- how large, and how often mistaken
 
 
-@pytest.mark.parametrize("count", [0, 100, 40_000, 100_000, 200_000])
+@pytest.mark.parametrize("count", [0, 100, 40_000, 100_000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_after_a_listing_fewer_than_one_in_a_hundred_others_is_mistaken_in_25_bits_a_key(
     writer: PresenceWriter, count: int
 ) -> None:

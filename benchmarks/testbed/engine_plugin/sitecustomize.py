@@ -25,5 +25,5 @@ def _hang_where_stuck() -> None:
     disk_files.sweep = sweep_or_hang
 
 
-if sys.orig_argv[1:3] == ["-m", "lmcache_ec.store"]:
+if sys.orig_argv[1:3] in (["-m", "lmcache_ec.store"], ["-m", "tests.warm_store"]):
     _hang_where_stuck()

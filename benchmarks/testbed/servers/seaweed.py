@@ -14,9 +14,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import boto3
 from botocore.config import Config
@@ -83,9 +84,9 @@ class Seaweed:
             self._process.kill()
             self._process.wait()
             self._process = None
-        for port in self._ports.values():
-            for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # where it puts them whatever it is told
-                left.unlink()
+        for left in Path("/tmp").glob("seaweedfs-*-*.sock"):  # where it puts them whatever it is told
+            if left.stem.rpartition("-")[2] in map(str, self._ports.values()):
+                left.unlink(missing_ok=True)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -98,14 +99,14 @@ class Seaweed:
         finally:
             self._process.send_signal(signal.SIGCONT)
 
+    def with_bucket(self, name: str) -> Self:
+        """The same server, which runs, with another bucket, which is made. To be killed by who has started it."""
+        self.client().create_bucket(Bucket=name)
+        return replace(self, bucket=name)
+
     def client(self) -> Any:
-        """boto3's client: the view that another program has of the bucket."""
-        return boto3.Session(aws_access_key_id=self.access_key_id, aws_secret_access_key=self.secret_access_key).client(
-            "s3",
-            endpoint_url=self.endpoint,
-            region_name="us-east-1",
-            config=Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=10),
-        )
+        """boto3's client: the view that another program has of the bucket. Any thread may use it."""
+        return _client(self.endpoint, self.access_key_id, self.secret_access_key)
 
     def _arguments(self) -> list[str]:
         options: dict[str, object] = {
@@ -146,6 +147,17 @@ def seaweed(folder: Path, tls_files: tuple[Path, Path] | None = None) -> Iterato
         yield server
     finally:
         server.kill()
+
+
+@cache
+def _client(endpoint: str, access_key_id: str, secret_access_key: str) -> Any:
+    """To make one takes boto3 longer than any request takes."""
+    return boto3.Session(aws_access_key_id=access_key_id, aws_secret_access_key=secret_access_key).client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        config=Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=10),
+    )
 
 
 def _program() -> str:
