@@ -26,7 +26,7 @@ def install() -> None:
         _check_name(vllm_config.ec_transfer_config)
         _check_manager(vllm_config)
         if is_ours(vllm_config):
-            _begin(vllm_config.ec_transfer_config.ec_connector_extra_config)
+            _begin(vllm_config)
         return vllm_config
 
     create_engine_config._lmcache_ec = True  # type: ignore[attr-defined]
@@ -55,13 +55,28 @@ def _check_manager(vllm_config: Any) -> None:
         sys.modules[manager.get_encoder_cache_manager_obj().__module__].policy_of(manager.manager_config)
 
 
-def _begin(extra: dict[str, Any]) -> None:
-    """ConfigError for a configuration that cannot be used, a key that cannot be read included."""
-    from lmcache_ec.config import load_config
+def _begin(vllm_config: Any) -> None:
+    """ConfigError for a configuration that cannot be used, a key that cannot be read, or a tier that refuses."""
+    from lmcache_ec.config import ConfigError, load_config
 
     from .container import finish_before_exit
 
-    config = load_config(extra)
-    if config.enabled:
-        config.signing_key()
-        finish_before_exit(config.drain_s)
+    config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    if not config.enabled:
+        return
+    config.signing_key()
+    if _engine_is_here(vllm_config.parallel_config):
+        from lmcache_ec.tiers.opening_check import why_refused
+
+        if problem := why_refused(config):
+            raise ConfigError(problem)
+    finish_before_exit(config.drain_s)
+
+
+def _engine_is_here(parallel: Any) -> bool:
+    """Whether an engine of this front end starts on this host. Elsewhere credentials and disks may be others."""
+    return (
+        parallel.data_parallel_size_local > 0
+        and parallel.data_parallel_backend != "ray"
+        and not parallel.node_rank_within_dp
+    )

@@ -2,19 +2,20 @@
 """What one request costs, by where its picture's encoder output was.
 
 Each kind of hit is measured beside its floor, a hit in vLLM's own cache, in the same server, with the same pictures, a
-few requests later; a miss with the cache beside one without, in two servers in turn. Servers of one kind differ by more
-than what is to be shown (by a tenth, of a tiny model), so misses are measured in several pairs of them, and hits in
-memory in several rounds over the same pictures. All counts are checked: a figure of a hit that was none ends the run.
+few requests later; a miss with the cache beside one without, and, of the tiny model, one with a connector that does
+nothing, in servers in turn. Servers of one kind differ by more than what is to be shown (by a tenth, of a tiny model),
+so misses are measured in several sets of them, hits in memory in several rounds over the same pictures, and hits from
+disk after several restarts. All counts are checked: a figure of a hit that was none ends the run.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.client import FEW_TOKENS, TOKENS, Timing, ask_once
-from benchmarks.engine.parties import Stores, Subject, example, ours, server
+from benchmarks.engine.parties import Stores, Subject, example, nothing, ours, server
 from benchmarks.testbed.servers.openai import OpenAIServer
 from benchmarks.testbed.waiting import wait_until
 
@@ -111,29 +112,34 @@ def _measure_misses(
     rounds: int,
     report: Report,
 ) -> None:
-    """In two servers side by side, and what of `seeds` is in memory then."""
+    """In servers side by side, and what of `seeds` is in memory then."""
     report(f"{subject.model}: misses with and without the cache, hits in memory")
-    with (
-        _served(subject, folder / "off", None, behind) as off,
-        _served(subject, folder / "ours", ours(behind.tiers("disk")), behind) as cached,
-    ):
+    connectors = {"off": None, **({"nothing": nothing()} if more else {}), "miss": ours(behind.tiers("disk"))}
+    with ExitStack() as stack:
+        servers = {
+            kind: stack.enter_context(_served(subject, folder / kind, connector, behind))
+            for kind, connector in connectors.items()
+        }
+        off, cached = servers["off"], servers["miss"]
         written = _writes(cached)
         for block in _blocks(seeds):
-            _miss(measured, subject, off, cached, block)
+            _miss(measured, subject, servers, block)
             _each(measured, "off own", off, subject, block)
             for number in range(rounds):
                 cached.forget()
                 _each(measured, "LocalCPU", cached, subject, block, number, loads="cpu")
                 _each(measured, "LocalCPU own", cached, subject, block, number)
-        _miss(measured, subject, off, cached, more)
+        _miss(measured, subject, servers, more)
         wait_until("all is written", lambda: _writes(cached) >= written + len(seeds), _WRITES_S, pause_s=0.2)
 
 
-def _miss(measured: Measured, subject: Subject, off: OpenAIServer, cached: OpenAIServer, seeds: Sequence[int]) -> None:
+def _miss(measured: Measured, subject: Subject, servers: Mapping[str, OpenAIServer], seeds: Sequence[int]) -> None:
+    """Each of the servers is the first as often as the others."""
+    kinds = list(servers)
     for position, seed in enumerate(seeds):
-        pair = {"off": off, "miss": cached}
-        for kind in sorted(pair, reverse=position % 2 == 1):
-            _each(measured, kind, pair[kind], subject, [seed], encodes=1)
+        first = position % len(kinds)
+        for kind in (*kinds[first:], *kinds[:first]):
+            _each(measured, kind, servers[kind], subject, [seed], encodes=1)
 
 
 @contextmanager

@@ -78,6 +78,12 @@ def example(folder: Path) -> dict[str, Any]:
     return {"ec_connector": "ECExampleConnector", "ec_role": "ec_both", "ec_connector_extra_config": extra}
 
 
+def nothing() -> dict[str, Any]:
+    """A connector without a cache, see `nothing.py`."""
+    module = "benchmarks.engine.nothing"
+    return {"ec_connector": "NothingConnector", "ec_role": "ec_both", "ec_connector_module_path": module}
+
+
 def server(
     subject: Subject, folder: Path, connector: Mapping[str, Any] | None, environment: Mapping[str, str]
 ) -> OpenAIServer:

@@ -46,8 +46,8 @@ class Bar:
 
 def rows(measured: Measured) -> list[Row]:
     """Of a hit in vLLM's own cache two: without this cache, and with it."""
-    floors = {"miss": "off", "LocalCPU own": "off own", **{kind: f"{kind} own" for kind in HITS}}
-    kinds = ("off", "miss", "off own", "LocalCPU own", *HITS)
+    floors = {"miss": "off", "nothing": "off", "LocalCPU own": "off own", **{kind: f"{kind} own" for kind in HITS}}
+    kinds = ("off", "nothing", "miss", "off own", "LocalCPU own", *HITS)
     return [_row(kind, measured, floors.get(kind)) for kind in kinds if kind in measured]
 
 
@@ -157,7 +157,7 @@ def kept(row: Row) -> dict[str, Any]:
 
 def draw_hits(of_model: Sequence[Row], path: Path, title: str) -> None:
     """Times to the first token, by where the encoder output was."""
-    of_model = [row for row in of_model if row.kind != "LocalCPU own"]
+    of_model = [row for row in of_model if row.kind not in ("nothing", "LocalCPU own")]
     labels = {"off": "no cache: encoded", "miss": "cache, first seen", "off own": "vLLM's own cache"}
     names = [
         labels.get(row.kind, f"{row.kind}, after a restart" if row.kind != "LocalCPU" else row.kind) for row in of_model

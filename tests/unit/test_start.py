@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ends a start as soon as vLLM has its configuration: before weights are loaded, as the last line of the log."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.testbed.models import model_path
+from benchmarks.testbed.servers.redis import free_port, redis_server
 from lmcache_ec.adapters.vllm.plugin import register
+from lmcache_ec.config import ConfigError
 from tests.unit.test_namespace import vllm_config
 
 MANAGER = "lmcache_ec.adapters.vllm.encoder_cache_manager.TierAwareEncoderCacheManager"
@@ -69,3 +72,37 @@ def test_what_cannot_be_meant_ends_the_start_in_the_first_process(changes: dict[
 )
 def test_what_may_be_meant_does_not(changes: dict[str, Any]) -> None:
     begun(**changes)
+
+
+def cached(**keys: Any) -> dict[str, Any]:
+    return connector("ECLMCacheConnector", ec_connector_extra_config=keys)
+
+
+def test_a_tier_that_refuses_ends_the_start_in_the_first_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are loaded, and as the last line of the log."""
+    with redis_server(tmp_path / "redis", "--requirepass", "right-4711") as redis:
+        monkeypatch.setenv("LMCACHE_EC_REMOTES", f"redis://:wrong-4711@127.0.0.1:{redis.port}/0")
+        with pytest.raises(ConfigError, match=r"redis.*\bpassword\b") as refusal:
+            begun(**cached())
+        assert "4711" not in str(refusal.value)
+
+
+def test_a_folder_that_cannot_be_used_does_too(tmp_path: Path) -> None:
+    (tmp_path / ".epoch").write_text("last Tuesday\n")
+    with pytest.raises(ConfigError, match=r"local_disk .*\.epoch"):
+        begun(**cached(local_disk=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1"}, {}]
+)
+def test_a_store_that_cannot_be_reached_does_not_nor_one_of_another_host(
+    parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A front end without an engine may have no credentials, and nothing of the disk."""
+    monkeypatch.setenv("LMCACHE_EC_REMOTES", f"redis://127.0.0.1:{free_port()}/0")
+    if parallel:
+        (tmp_path / ".epoch").write_text("last Tuesday\n")
+    assert begun(**cached(local_disk=str(tmp_path)), **parallel) is not None

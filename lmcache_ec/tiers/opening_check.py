@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine's tiers can be opened, asked before its weights are loaded: a wrong password need not cost minutes.
+
+A process of its own opens them as the store process will, with the same environment, and ends; so the one that asks
+imports no client, and a store that hangs holds nothing up for longer than `_PATIENCE_S`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lmcache_ec.store_process import environment
+from lmcache_ec.tiers.kinds import environment_of, kind_of
+from lmcache_ec.tiers.opening import Opening, opened
+from lmcache_ec.tiers.remote import Remote
+
+if TYPE_CHECKING:
+    from lmcache_ec.config import EncoderCacheConfig
+
+_PATIENCE_S = 5.0
+"""A refusal comes within a second or two. What takes longer is left to the store process, which waits for it."""
+
+_NO_RESCAN_S = 3600.0
+
+
+class _Question(msgspec.Struct):
+    """The tiers. `remotes` may hold credentials: it is sent through a pipe."""
+
+    disk: str
+    disk_bytes: int
+    disk_free_bytes: int
+    follows_epoch: bool
+    remotes: list[Remote]
+
+
+def why_refused(config: EncoderCacheConfig) -> str:
+    """Why no engine could start with these tiers; empty if one could, or if that is not known in time."""
+    disk = str(config.local_disk) if config.local_disk else ""
+    remotes = [remote for remote in config.remote_tiers if not kind_of(remote.url).no_probe]
+    if not disk and not remotes:
+        return ""
+    epoch = config.namespace is None
+    question = _Question(disk, config.max_local_disk_bytes, config.min_free_disk_bytes, epoch, remotes)
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=msgspec.msgpack.encode(question),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(environment_of(config.remotes)),
+            timeout=_PATIENCE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.decode(errors="replace")
+
+
+def main() -> None:
+    """Answer the question on standard input. Runs in the process that `why_refused` starts."""
+    question = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Question)
+    openings = list(map(Opening.of_remote, question.remotes))
+    if question.disk:
+        disk = Opening.of_disk(Path(question.disk), question.disk_bytes, question.disk_free_bytes, _NO_RESCAN_S)
+        openings.insert(0, disk)
+    problems: list[str] = []
+    opened(openings, lambda kind, text: None, problems.append)
+    if question.disk and question.follows_epoch and not problems:
+        from lmcache_ec.tiers.disk_epoch import EpochError, read_epoch
+
+        try:
+            read_epoch(Path(question.disk))
+        except EpochError as error:
+            problems.append(f"local_disk {question.disk}: {error}")
+    sys.stdout.write("".join(problems[:1]))
+    sys.stdout.flush()
+    os._exit(0)  # a store that does not answer may still hold a thread
+
+
+if __name__ == "__main__":
+    main()
