@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from .ours import NAME, is_ours
+from .topology import why_inert
 
 
 def install() -> None:
@@ -65,8 +66,8 @@ def _begin(vllm_config: Any) -> None:
     if not config.enabled:
         return
     config.signing_key()
-    if _engine_is_here(vllm_config.parallel_config):
-        from lmcache_ec.tiers.opening_check import why_refused
+    if _engine_is_here(vllm_config.parallel_config) and not why_inert(vllm_config):
+        from lmcache_ec.opening_check import why_refused
 
         if problem := why_refused(config):
             raise ConfigError(problem)
