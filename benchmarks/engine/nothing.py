@@ -6,7 +6,7 @@ from typing import Any
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
 
 
-class NothingConnector(ECConnectorBase):
+class NothingConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not looked at here
     """Never has an item and keeps none."""
 
     def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:
