@@ -123,7 +123,10 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
     with Bench(tmp_path) as bench:
         bench.encode(old)
         bench.settle()
-    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
+    with (
+        stuck(stuck_writes(tmp_path)) as release,
+        Bench(tmp_path, store_timeout_s=60) as bench,  # no scan: everything is asked
+    ):
         with stopped(bench.serving()), monkeypatch.context() as impatient:
             impatient.setattr("lmcache_ec.supervisor._SLOW_PONG_S", 0.5)
             assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())  # nobody knows yet
@@ -140,6 +143,8 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
         assert all(bench.serves(name) for name in old)
         bench.until("what was handed over is sealed", lambda: all(map(bench.live, new)))
         assert all(bench.serves(name) for name in new)
+        release()
+        bench.settle()  # all is written
         assert bench.snapshot()["store_losses"] == 0
     with Bench(tmp_path) as bench:
         bench.settle()

@@ -33,7 +33,7 @@ INHERITED = {
 """Methods of vLLM's base class that are left as they are."""
 OF_OURS = {
     *("expect", "watch_weights", "weights_may_change", "follows_weight_versions", "set_weight_version", "snapshot"),
-    *("restore_s", "_only_encodable", "_guarded", "_give_up"),
+    *("forget_vllm_cache", "restore_s", "_only_encodable", "_guarded", "_give_up"),
 }
 MANAGER = "vllm.v1.core.encoder_cache_manager"
 LEFT = {
@@ -44,6 +44,7 @@ LEFT = {
 WRAPPED = {
     ("vllm.v1.engine.core", "EngineCore"): {
         "preprocess_add_request": ["self", "request"],
+        "reset_encoder_cache": ["self"],
         "set_weight_version": ["self", "weight_version"],
     },
     ("vllm.v1.executor.abstract", "Executor"): {

@@ -32,6 +32,12 @@ Rule = Callable[[Request], tuple[int, str] | None]
 """HTTP status and S3 error code of an answer that the server itself is not asked for; None: it is."""
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has left is no error of the server's. To print one parses source text in this thread, beside
+        which Python 3.11 can parse none in another."""
+
+
 class S3Front:
     """Passes requests on to a port of 127.0.0.1, unless `rule` answers, by a clock that is `ahead_s` of this machine's
     (negative: behind it). Runs on threads of its own."""
@@ -95,7 +101,7 @@ class S3Front:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_port
         Thread(target=self._server.serve_forever, daemon=True).start()
