@@ -42,7 +42,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.fault(
-    "a file is spoilt before or after it was found",
+    "a file is damaged before or after it was found",
     "LocalDisk",
     "a miss, and then a good file",
     recovery="all is written",

@@ -505,7 +505,7 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
     assert stored(tmp_path) == set(images)
 
 
-@pytest.mark.fault("answers nothing", "LocalDisk", "asked for a bounded number of entries")
+@pytest.mark.fault("does not answer", "LocalDisk", "asked for a bounded number of entries")
 def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
     code = f"""
@@ -534,7 +534,9 @@ DiskTier.contains = lambda *_: time.sleep(3600)
         assert bench.cache.fetch("image-0", 0, time.monotonic()), "it is still under way"
 
 
-@pytest.mark.fault("gone while the store process starts again", "LocalDisk", "done without; used once it is back")
+@pytest.mark.fault(
+    "missing while the store process starts again", "LocalDisk", "served without it; used once it is back"
+)
 def test_a_disk_that_is_unreachable_while_the_store_process_restarts_is_used_once_it_is_back(tmp_path: Path) -> None:
     folder, away = tmp_path / "disk", tmp_path / "away"
     with Bench(folder) as bench:
