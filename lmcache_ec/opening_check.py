@@ -28,6 +28,10 @@ _PATIENCE_S = 5.0
 
 _NO_RESCAN_S = 3600.0
 
+_REFUSED = 3
+"""The exit status of a process that has found a tier which refuses. Its reason ends its output, after a zero byte:
+whatever else starts in that interpreter may have printed something, too."""
+
 
 class _Question(msgspec.Struct):
     """The tiers. `remotes` may hold credentials: it is sent through a pipe."""
@@ -58,7 +62,7 @@ def why_refused(config: EncoderCacheConfig) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return answer.stdout.decode(errors="replace")
+    return answer.stdout.rpartition(b"\0")[2].decode(errors="replace") if answer.returncode == _REFUSED else ""
 
 
 def main() -> None:
@@ -77,9 +81,10 @@ def main() -> None:
             read_epoch(Path(question.disk))
         except EpochError as error:
             problems.append(f"local_disk {question.disk}: {error}")
-    sys.stdout.write("".join(problems[:1]))
-    sys.stdout.flush()
-    os._exit(0)  # a store that does not answer may still hold a thread
+    if problems:
+        sys.stdout.write(f"\0{problems[0]}")
+        sys.stdout.flush()
+    os._exit(_REFUSED if problems else 0)  # a store that does not answer may still hold a thread
 
 
 if __name__ == "__main__":

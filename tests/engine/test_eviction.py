@@ -50,16 +50,8 @@ def test_what_memory_has_dropped_comes_from_the_disk_once_vllm_has_emptied_its_o
     tmp_path: Path, reference: Reference
 ) -> None:
     """The first request, too: nothing in vLLM tells a connector that its cache was emptied."""
-    file = tmp_path / "lmcache.yaml"
-    file.write_text(f"ec:\n  max_local_cpu_size: {ARENA_FOR_SIX}\n  local_disk: {tmp_path / 'entries'}\n")
-    with Rig(
-        MODEL,
-        Layout.ONE_PROCESS,
-        tmp_path,
-        reference,
-        environment={"LMCACHE_CONFIG_FILE": str(file)},
-        connector={"ec_connector_extra_config": PATIENCE},  # type: ignore[dict-item]
-    ) as rig:
+    keys = {"max_local_cpu_size": float(ARENA_FOR_SIX)}
+    with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:
         assert rig.ask(*POPULAR, max_tokens=1) == len(POPULAR)
         assert rig.ask(*crawled(0), *crawled(1), max_tokens=1, one_by_one=True) == 2 * CRAWLED
         rig.settle()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ends a start as soon as vLLM has its configuration: before weights are loaded, as the last line of the log."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,20 @@ def test_a_folder_that_cannot_be_used_does_too(tmp_path: Path) -> None:
     (tmp_path / ".epoch").write_text("last Tuesday\n")
     with pytest.raises(ConfigError, match=r"local_disk .*\.epoch"):
         begun(**cached(local_disk=str(tmp_path)))
+
+
+def test_what_interpreters_print_as_they_start_ends_no_start_and_hides_no_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talkative, disk = tmp_path / "talkative", tmp_path / "disk"
+    talkative.mkdir()
+    (talkative / "sitecustomize.py").write_text("print('a site that greets')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{talkative}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    assert begun(**cached(local_disk=str(disk))) is not None
+    (disk / ".epoch").write_text("last Tuesday\n")
+    with pytest.raises(ConfigError, match=r"local_disk .*\.epoch") as refusal:
+        begun(**cached(local_disk=str(disk)))
+    assert "greets" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
