@@ -23,7 +23,7 @@ from typing import Any, Self
 import safetensors
 import xxhash
 
-from benchmarks.testbed.waiting import DEADLINE_S, wait_until
+from benchmarks.testbed.waiting import DEADLINE_S, freeze, state, wait_until
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.cli.status import engines
@@ -362,9 +362,8 @@ def _serve(link: Any, side: type[Worker] | type[Scheduler], arguments: tuple[Any
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process held by SIGSTOP; it goes on afterwards if it is still there."""
-    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until("it has stopped", lambda: process_state(pid) in "TZ")
+        freeze(pid)
         yield
     finally:
         try:
@@ -389,10 +388,7 @@ def stuck(path: Path) -> Iterator[Callable[[], None]]:
 
 def process_state(pid: int) -> str:
     """One letter, as ps shows it; Z (ended) too if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return "Z"
+    return state(Path(f"/proc/{pid}"))
 
 
 def own_arenas() -> set[int]:

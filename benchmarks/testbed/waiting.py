@@ -53,12 +53,13 @@ def freeze(pid: int) -> None:
     """Stop a process, and wait until all of its threads stand still: on a busy machine they go on for a while."""
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
-    wait_until("it has stopped", lambda: {_state(thread) for thread in threads.iterdir()} <= {"T", "Z"})
+    wait_until("it has stopped", lambda: {state(thread) for thread in threads.iterdir()} <= {"T", "Z"})
 
 
-def _state(thread: Path) -> str:
+def state(folder: Path) -> str:
+    """Of the process or thread whose folder in /proc this is: one letter, as ps shows it."""
     try:
-        return (thread / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
         return "Z"  # it has ended
 

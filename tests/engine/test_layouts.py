@@ -202,7 +202,8 @@ def test_fifty_images_exceed_the_arena_and_a_hot_one_stays(rig: Rig) -> None:
 
 def test_zero_token_steps_amid_a_save(rig: Rig) -> None:
     """One request waits for the disk; the other's only step is scheduled, and passes without tokens follow. The store
-    process is stopped until that step has encoded, else the entry may be there before it."""
+    process is stopped until that step has encoded, and what is on disk is asked for first: else it may be there before
+    any pass looks for it."""
     stored, new = images(1400), images(1450)
     assert rig.ask(stored) == 1
     rig.ask(*(images(1401 + number) for number in range(45)), max_tokens=1)
@@ -211,10 +212,10 @@ def test_zero_token_steps_amid_a_save(rig: Rig) -> None:
     rig.rest()
     encoded = rig.engine.encode_log.stat().st_size
     with stopped(rig.status()["pid"]):
-        rig.engine.send(Generate((new, stored), max_tokens=1))
+        rig.engine.send(Generate((stored, new), max_tokens=1))
         wait_until("the other one is encoded", lambda: rig.engine.encode_log.stat().st_size > encoded)
     report = rig.engine.receive()
-    rig.compare(report.outputs, (new, stored), 1)
+    rig.compare(report.outputs, (stored, new), 1)
     assert rig.encodes(report.encodes) == 1
     after = rig.counts()
     assert after["loads_disk"] == before.get("loads_disk", 0) + 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.testbed.core import stopped
 from benchmarks.testbed.engine_env import Layout
 from benchmarks.testbed.media import Prompt
 from tests.engine.drive import Request
@@ -79,18 +80,11 @@ def test_a_save_that_found_no_room_is_made_up_for(tmp_path: Path, reference: Ref
     """An arena for two entries, held by a store process that is stopped: the third is not saved, but it is hot, and
     vLLM's own cache spares its encode until the engine is started again.
     """
-    import os
-    import signal
-
     keys = {**KEYS, "max_local_cpu_size": 0.000105}
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:
         rig.scanned()
-        store = rig.status()["pid"]
-        os.kill(store, signal.SIGSTOP)
-        try:
+        with stopped(rig.status()["pid"]):
             assert rig.ask(*(images(number) for number in range(3)), one_by_one=True) == 3
-        finally:
-            os.kill(store, signal.SIGCONT)
         counts = rig.counts()
         assert counts["saves_dropped"] > 0
         assert rig.ask(images(2)) == 0
