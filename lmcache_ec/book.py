@@ -39,7 +39,7 @@ from lmcache_ec.eviction_order import USES_HALF_LIFE, CostOrder, LruOrder, Order
 from lmcache_ec.histogram import SIZE_BYTES, Histogram
 from lmcache_ec.place import Extent, Place, State, aligned
 from lmcache_ec.rewrites import Rewrites
-from lmcache_ec.space import Space
+from lmcache_ec.space import Space, Window
 from lmcache_ec.tiers.base import Landing
 
 _EVICTION_CANDIDATES = 64
@@ -648,21 +648,21 @@ class Book:
     def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
         """Evict at most twice `size` bytes around one of the entries that are evicted first, those whose loss is least,
         or nothing at all."""
+
+        def loss(place: Place) -> float | None:
+            return place.extent.length * self._evictable.worth(place) if evictable(place) else None
+
         start: Place | None = None
-        steps, best, least = iter(range(_WINDOW_STEPS)), None, float("inf")
+        steps, best = iter(range(_WINDOW_STEPS)), Window(float("inf"), [])
         for candidate in islice(self._evictable.candidates(2 * size), _EVICTION_CANDIDATES):
-            if not evictable(candidate):
-                continue
-            window = self._space.window(candidate.extent, size, evictable, steps)
+            window = self._space.window(candidate.extent, size, loss, best.lost, steps)
             if window is not None:
-                lost = sum(one.length * self._evictable.worth(one.place) for one in window if one.place is not None)
-                if lost < least:
-                    best, least, start = window, lost, candidate
-        if best is None or start is None:
+                best, start = window, candidate
+        if start is None:
             return None
         self._evictable.age(start)
-        free = best[0]
-        for extent in best:
+        free = best.extents[0]
+        for extent in best.extents:
             if extent.place is not None:
                 free = self._evict(extent.place)
         return self._space.cut(free, size)

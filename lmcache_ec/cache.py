@@ -8,7 +8,7 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lmcache_ec import arena
 from lmcache_ec.accesses import Accesses
@@ -282,13 +282,16 @@ class EncoderCache:
         rows = place.spec.rows if place.spec is not None else 0
         return self.policy.restore_s(place.tiers, place.length, place.modality, rows)
 
-    def hand_ledger(self, counts: dict[str, int]) -> None:
-        """Hand all counts, with the caller's, to the store process, which answers whoever asks: at once if the book has
-        changed, and with each ping, since the caller's may have changed without it."""
+    def hand_ledger(self, counts: Callable[[], dict[str, int]], later: bool = False) -> None:
+        """Hand all counts, with the caller's, to the store process, which answers whoever asks: if the book has
+        changed, and with each ping, since the caller's may have changed without it. `later`: a request waits for the
+        end of this pass, and another pass follows, so what the book has changed goes with that one."""
         handed = self.book.revision, self._store.ping
-        if self._handed == handed or self.inert or not self._responsive(time.monotonic()):
+        if self._handed == handed or self.inert or (later and self._handed[1] == handed[1]):
             return
-        if self._send(Ledger({**self.snapshot(), **counts})):
+        if not self._responsive(time.monotonic()):
+            return
+        if self._send(Ledger({**self.snapshot(), **counts()})):
             self._handed = handed
 
     def hand_changes(self) -> None:

@@ -8,8 +8,25 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from lmcache_ec.place import Extent, Place
+
+
+class Joinable(NamedTuple):
+    """An extent that a window may take in: when its turn is, and what of it is owned and would be lost."""
+
+    priority: float
+    extent: Extent
+    owned: int
+    lost: float
+
+
+class Window(NamedTuple):
+    """Adjoining extents, and what is lost by evicting those that are owned."""
+
+    lost: float
+    extents: list[Extent]
 
 
 class Space:
@@ -76,31 +93,51 @@ class Space:
         return extent
 
     def window(
-        self, start: Extent, length: int, evictable: Callable[[Place], bool], steps: Iterator[int]
-    ) -> list[Extent] | None:
+        self,
+        start: Extent,
+        length: int,
+        loss: Callable[[Place], float | None],
+        least: float,
+        steps: Iterator[int],
+    ) -> Window | None:
         """Adjoining extents around `start`, free or evictable, of at least `length` bytes together.
 
-        At most `2 * length` bytes of them are owned, and each neighbour joined uses up one of `steps`: None if that
-        does not do. Free neighbours are joined first, then the one that is evicted first.
+        `loss` is what evicting a place loses, None if it cannot be evicted. At most `2 * length` bytes are owned, less
+        than `least` is lost, and each neighbour joined uses up one of `steps`: None if that does not do. Free
+        neighbours are joined first, then the one that is evicted first.
         """
-        window = [start]
-        low, high = start, start
-        total = owned = start.length
-        while total < length:
-            if owned > 2 * length or next(steps, None) is None:
+
+        def neighbour(extent: Extent | None) -> Joinable | None:
+            if extent is None:
                 return None
-            below = low.before if low.before and (not low.before.place or evictable(low.before.place)) else None
-            above = high.after if high.after and (not high.after.place or evictable(high.after.place)) else None
-            if below is None and above is None:
+            place = extent.place
+            if place is None:
+                return Joinable(-1.0, extent, 0, 0.0)
+            lost = loss(place)
+            return None if lost is None else Joinable(place.priority, extent, extent.length, lost)
+
+        first = neighbour(start)
+        if first is None:
+            return None
+        extents, most = [start], 2 * length
+        total, owned, lost = start.length, first.owned, first.lost
+        below, above = neighbour(start.before), neighbour(start.after)
+        while owned <= most and lost < least:
+            if total >= length:
+                return Window(lost, extents)
+            if next(steps, None) is None:
                 return None
-            if below is not None and (above is None or _priority(below) <= _priority(above)):
-                low = chosen = below
+            if below is not None and (above is None or below.priority <= above.priority):
+                joined, below = below, neighbour(below.extent.before)
             elif above is not None:
-                high = chosen = above
-            window.append(chosen)
-            total += chosen.length
-            owned += chosen.length if chosen.place else 0
-        return window if owned <= 2 * length else None
+                joined, above = above, neighbour(above.extent.after)
+            else:
+                return None
+            extents.append(joined.extent)
+            total += joined.extent.length
+            owned += joined.owned
+            lost += joined.lost
+        return None
 
     def _link(self, extent: Extent, after: Extent | None) -> None:
         extent.after = after
@@ -116,8 +153,3 @@ class Space:
     def _drop_free(self, extent: Extent) -> None:
         del self._free[bisect_left(self._free, (extent.length, extent.offset))]
         del self._extents[extent.offset]
-
-
-def _priority(extent: Extent) -> float:
-    """Order of joining a window: free first, then what is evicted first."""
-    return extent.place.priority if extent.place else -1.0

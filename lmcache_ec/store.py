@@ -99,6 +99,7 @@ class Store:
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._seals = 0
         self._outbox: deque[AnyMessage] = deque()
+        self._sending = threading.Lock()  # never held across what blocks
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ledger: dict[str, int] = {}
@@ -263,13 +264,12 @@ class Store:
         return self._seals + self._stack.writes.jobs
 
     def _flush(self) -> None:
-        """Send what the threads answered; what finds the scheduler side's link full waits for room.
+        """Send what is left to send; what finds the scheduler side's link full waits for room.
 
         In order over both links: a producer's rank that hears of an entry ends its step, and then the scheduler side
         has to know of it already.
         """
-        while self._outbox and self._sent(self._outbox[0]):
-            self._outbox.popleft()
+        self._send()
         if self._link not in self._links:
             return
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
@@ -319,9 +319,17 @@ class Store:
     # ---- any thread
 
     def _post(self, message: AnyMessage) -> None:
-        """Have the main thread send it: `Durable` to the rank that saves, anything else to the scheduler side."""
+        """Send it: `Durable` to the rank that saves, anything else to the scheduler side. At once where there is room,
+        since a request may wait for it and the main thread has to wake up first."""
         self._outbox.append(message)
-        self._rouse()
+        self._send()
+        if self._outbox:
+            self._rouse()
+
+    def _send(self) -> None:
+        with self._sending:
+            while self._outbox and self._sent(self._outbox[0]):
+                self._outbox.popleft()
 
     def _rouse(self) -> None:
         os.eventfd_write(self._wake, 1)

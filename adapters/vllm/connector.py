@@ -74,10 +74,7 @@ class ECLMCacheConnector(ECConnectorBase):
                 return self._scheduler.ensure_cache_available(request, num_computed_tokens)
             except Exception:
                 self._give_up("ensure_cache_available")
-        failed = self._failed
-        if failed is not None:
-            self._guarded(lambda: failed.note(request), None)
-        return self._only_encodable(request, num_computed_tokens)
+        return self._without_cache(request, num_computed_tokens)
 
     def has_cache_item(self, identifier: str) -> bool:
         if self._scheduler is None:
@@ -235,8 +232,11 @@ class ECLMCacheConnector(ECConnectorBase):
                 self._guarded(side.shutdown, None)
         self._worker = self._scheduler = None
 
-    def _only_encodable(self, request: Request, num_computed_tokens: int) -> bool:
-        """Without a cache, a request that carries nothing to encode fails alone: vLLM would end the engine over it."""
+    def _without_cache(self, request: Request, num_computed_tokens: int) -> bool:
+        """A request that carries nothing to encode fails alone: vLLM would end the engine over it."""
+        failed = self._failed
+        if failed is not None:
+            self._guarded(lambda: failed.note(request), None)
         if self._encodable is None or self._encodable(request, num_computed_tokens):
             return True
         self._unavailable.add(request.request_id)

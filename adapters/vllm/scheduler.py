@@ -304,7 +304,7 @@ class SchedulerSide:
         self._asked = None
         self._drained = self._questioned = False
         self.cache.hand_changes()
-        self.cache.hand_ledger({**self._counts(), "requests": len(self._memos)})
+        self.cache.hand_ledger(self._ledger, later=bool(meta.step))
         if self.cache.accesses is not None:
             self.cache.accesses.hand_over()
         self._loads.sent(meta)  # `give_up` needs them if anything before this raises
@@ -478,7 +478,7 @@ class SchedulerSide:
     def snapshot(self) -> dict[str, int]:
         """All counts; `requests` is how many are remembered."""
         with self._turn:
-            return {**self.cache.snapshot(), **self._counts(), "requests": len(self._memos)}
+            return {**self.cache.snapshot(), **self._ledger()}
 
     def measures(self) -> dict[str, int]:
         """All that `metric_table` is made of: counts, gauges and the counts of histograms."""
@@ -487,6 +487,9 @@ class SchedulerSide:
             evicted = {"cpu_evictions": counts["evictions"], "cpu_evicted_bytes": counts["evicted_bytes"]}
             sizes, copies = dict(cache.book.saved_sizes.counts()), cache.copies.counts()
             return {**counts, **evicted, **sizes, **self.decisions.counts(), **copies, **cache.tallies.totals()}
+
+    def _ledger(self) -> dict[str, int]:
+        return {**self._counts(), "requests": len(self._memos)}
 
     def _counts(self) -> dict[str, int]:
         own = {**self.counts, **self._intake.counts, "misfits": self._look_ups.misfits}

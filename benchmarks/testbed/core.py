@@ -182,7 +182,7 @@ class Scheduler:
         if self.cache.weights.moved:
             self.cache.follow_weights()
         self.cache.hand_changes()
-        self.cache.hand_ledger({"steps": self.steps})
+        self.cache.hand_ledger(lambda: {"steps": self.steps})
 
     idle = drain
 

@@ -33,7 +33,7 @@ INHERITED = {
 """Methods of vLLM's base class that are left as they are."""
 OF_OURS = {
     *("expect", "watch_weights", "weights_may_change", "follows_weight_versions", "set_weight_version", "snapshot"),
-    *("forget_vllm_cache", "restore_s", "_only_encodable", "_guarded", "_give_up"),
+    *("forget_vllm_cache", "restore_s", "_without_cache", "_guarded", "_give_up"),
 }
 MANAGER = "vllm.v1.core.encoder_cache_manager"
 LEFT = {
