@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache costs an engine in memory once it has started: each process's own, without the cache and with it.
+"""What the cache costs an engine in memory once it has started: each process's own, without a connector, with one that
+does nothing, and with the cache.
 
-`python -m benchmarks.memory [MODEL]`. A tiny model on a CPU, in vLLM's default layout. Given is the proportional set
-size (PSS), in which a page that several processes map counts once; the arena is among it, as far as it is resident.
+`python -m benchmarks.memory [MODEL] [--engines N]`. A tiny model on a CPU, in vLLM's default layout. Given is the
+proportional set size (PSS), in which a page that several processes map counts once; the arena is among it, as far as it
+is resident. Of several engines of each kind, started in turn, it is the median of each process, and the quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
+from benchmarks.engine.parties import nothing, ours
 from benchmarks.testbed.engine_env import Layout
 from benchmarks.testbed.engine_runner import EngineProcess
 from lmcache_ec.cli.status import engines
@@ -22,22 +27,34 @@ MIB = 1 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Memory after the start, in MiB.")
     parser.add_argument("model", nargs="?", default="qwen2vl", help="a name in benchmarks/testbed/models.py")
-    model = parser.parse_args().model
-    with tempfile.TemporaryDirectory(prefix="lmcache-ec-") as folder:
-        print(json.dumps({way: measure(model, Path(folder), way == "with the cache") for way in WAYS}, indent=1))
+    parser.add_argument("--engines", type=int, default=1, help="of each kind")
+    arguments = parser.parse_args()
+    found: dict[str, list[dict[str, float]]] = {}
+    for _ in range(arguments.engines):
+        with tempfile.TemporaryDirectory(prefix="lmcache-ec-") as folder:
+            for way, connector in ways(Path(folder)).items():
+                found.setdefault(way, []).append(measure(arguments.model, Path(folder), connector))
+    spread = {way: {name: _spread(runs, name) for name in runs[0]} for way, runs in found.items()}
+    print(json.dumps(spread, indent=1))
 
 
-WAYS = ("without the cache", "with the cache")
-
-
-def measure(model: str, folder: Path, cached: bool) -> dict[str, float]:
-    """MiB of each process of an engine that has served nothing yet, by its title."""
-    connector = {
-        "ec_connector": "ECLMCacheConnector",
-        "ec_role": "ec_both",
-        "ec_connector_extra_config": {"local_disk": str(folder / "entries")},
+def ways(folder: Path) -> dict[str, dict[str, Any] | None]:
+    return {
+        "without a connector": None,
+        "with one that does nothing": nothing(),
+        "with the cache": ours({"local_disk": str(folder / "entries")}),
     }
-    with EngineProcess(model, Layout.MULTI_PROCESS, folder=folder, connector=connector if cached else None) as engine:
+
+
+def _spread(runs: list[dict[str, float]], name: str) -> float | list[float]:
+    """The median, and in front and behind it the quartiles where there are several."""
+    values = [run[name] for run in runs]
+    return values[0] if len(values) == 1 else [round(value, 1) for value in statistics.quantiles(values)]
+
+
+def measure(model: str, folder: Path, connector: dict[str, Any] | None) -> dict[str, float]:
+    """MiB of each process of an engine that has served nothing yet, by its title."""
+    with EngineProcess(model, Layout.MULTI_PROCESS, folder=folder, connector=connector) as engine:
         processes = engine.processes()
         own = set(processes.values())
         for each in engines():

@@ -218,8 +218,9 @@ class WorkerSide:
         self._load_ns = self._save_ns = 0
         if meta is None or rank is None:
             return
-        step, namespace, handed_over = meta.step, meta.namespace, threading.Event()
+        step, namespace = meta.step, meta.namespace
         flushed = {save.place for save in copied if save.persist} if self._flush_s else set[int]()
+        handed_over = threading.Event() if flushed else None
 
         def done() -> None:
             named = [(place, outcome, 0) for place, outcome in outcomes]
@@ -227,10 +228,11 @@ class WorkerSide:
                 incarnation = rank.hand_over(_saved(save, namespace, save.place in flushed))
                 named.append((save.place, Outcome.COPIED if incarnation else Outcome.ABSENT, incarnation))
             rank.report(step, named, *took_ns, encode_s())
-            handed_over.set()
+            if handed_over is not None:
+                handed_over.set()
 
         self._copier.finish(done)
-        if flushed:
+        if handed_over is not None:
             self._flush(rank, flushed, handed_over)
 
     def _flush(self, rank: Rank, places: set[int], handed_over: threading.Event) -> None:
