@@ -16,7 +16,7 @@ from random import SystemRandom
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.arguments import whole
+from lmcache_ec.cli.arguments import Extra, whole
 from lmcache_ec.cli.entries import (
     Held,
     Namespaces,
@@ -94,7 +94,8 @@ class Report:
     def listing(self, found: Iterator[Held]) -> Iterator[Held]:
         """The same entries, counted as they pass."""
         number = 0
-        for number, held in enumerate(found, 1):
+        for held in found:
+            number += 1
             self.namespaces.add(held.name.namespace)
             yield held
         self.listed = number
@@ -109,20 +110,29 @@ class Report:
 
     def as_record(self) -> dict[str, object]:
         counts = {str(verdict): self.verdicts[verdict] for verdict in Verdict}
-        return {"listed": self.listed, **counts, "removed": self.removed, "bytes": self.bytes, "problems": self.problems}
+        return {
+            "listed": self.listed,
+            **counts,
+            "removed": self.removed,
+            "bytes": self.bytes,
+            "problems": self.problems,
+        }
 
 
 def verify(
     namespaces: Namespaces = None,
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Verify only this tier."),
     sample: str = typer.Option(
-        "100%", "--sample", metavar="N|P%", help="Only this many entries of each tier, or about this share: at random, at least one."
+        "100%",
+        "--sample",
+        metavar="N|P%",
+        help="Only this many entries of each tier, or about this share: at random, at least one.",
     ),
     remove: bool = typer.Option(False, "--remove", help="Delete what is corrupt; entries of other versions are kept."),
     threads: int = typer.Option(
         _THREADS, "--threads", parser=whole(1, 256), metavar="N", help="Entries to read at the same time."
     ),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Whether the entries of the tiers are intact: reads them whole and compares them with their digests.
