@@ -10,17 +10,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from lmcache_ec.store_process import environment
+from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.kinds import environment_of, kind_of
 from lmcache_ec.tiers.opening import Opening, opened
 from lmcache_ec.tiers.remote import Remote
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from lmcache_ec.config import EncoderCacheConfig
 
 _PATIENCE_S = 5.0
@@ -70,21 +75,29 @@ def main() -> None:
     question = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Question)
     openings = list(map(Opening.of_remote, question.remotes))
     if question.disk:
-        disk = Opening.of_disk(Path(question.disk), question.disk_bytes, question.disk_free_bytes, _NO_RESCAN_S)
+        folder = Path(question.disk)
+        disk = Opening.of_disk(folder, question.disk_bytes, question.disk_free_bytes, _NO_RESCAN_S)
+        if question.follows_epoch:
+            disk = replace(disk, open=partial(_disk_and_epoch, disk.open, folder))
         openings.insert(0, disk)
-    problems: list[str] = []
-    opened(openings, lambda kind, text: None, problems.append)
-    if question.disk and question.follows_epoch and not problems:
-        from lmcache_ec.tiers.disk_epoch import EpochError, read_epoch
+    opened(openings, lambda kind, text: None, _refused)
+    os._exit(0)  # a store that does not answer may still hold a thread
 
-        try:
-            read_epoch(Path(question.disk))
-        except EpochError as error:
-            problems.append(f"local_disk {question.disk}: {error}")
-    if problems:
-        sys.stdout.write(f"\0{problems[0]}")
-        sys.stdout.flush()
-    os._exit(_REFUSED if problems else 0)  # a store that does not answer may still hold a thread
+
+def _disk_and_epoch(tier: Callable[[], Tier], folder: Path) -> Tier:
+    """ValueError also if the folder's file holds no epoch."""
+    from lmcache_ec.tiers.disk_epoch import read_epoch
+
+    disk = tier()
+    read_epoch(folder)
+    return disk
+
+
+def _refused(problem: str) -> NoReturn:
+    """The answer, at once: other stores may not have answered yet."""
+    sys.stdout.write(f"\0{problem}")
+    sys.stdout.flush()
+    os._exit(_REFUSED)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,16 @@ import json
 import math
 import re
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from lmcache_ec.mask import masked_unknown
+
+Extra = Annotated[
+    str, typer.Option("--extra", metavar="JSON", help="The ec_connector_extra_config that vLLM is given.")
+]
+"""The option of a command that reads the configuration as an engine does."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import typer
 
+from lmcache_ec.cli.arguments import Extra
 from lmcache_ec.cli.entries import check_namespaces
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.namespaces import look_and_remove
@@ -12,10 +13,12 @@ from lmcache_ec.cli.namespaces import look_and_remove
 
 def clear(
     tier: str = typer.Argument(..., metavar="TIER", help="Its name, as in `status`: disk, redis, s3, s3_2."),
-    namespace: str = typer.Option("", "--namespace", help="Remove only the entries of this namespace."),
+    namespace: str = typer.Option(
+        "", "--namespace", metavar="NAMESPACE", help="Remove only the entries of this namespace."
+    ),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     force: bool = typer.Option(False, "--force", help="Remove even what an engine on this host uses now."),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Remove all entries from one tier; asks first. Other files, keys and objects stay.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from lmcache_ec.cli.arguments import number, one_of
+from lmcache_ec.cli.arguments import Extra, number, one_of
 from lmcache_ec.sizes import MIB
 from lmcache_ec.version import __version__
 
@@ -46,6 +46,19 @@ _COMMANDS = {
 """Each command's function, in a module beside this one."""
 
 
+def _untyped(params: list[Any]) -> list[Any]:
+    """The same, without the type that typer shows beside flags (`--json <bool>`) and arguments (`ENTRY <str>`)."""
+    for param in params:
+        if getattr(param, "is_flag", True):  # arguments have no such attribute
+            param.display_type_rich = lambda ctx: ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
 @functools.cache
 def _command(name: str) -> Any:
     """What typer makes of the function. Its docstring is the help, in which typer would keep the ends of lines."""
@@ -53,7 +66,7 @@ def _command(name: str) -> Any:
     run = getattr(importlib.import_module(f"lmcache_ec.cli.{module}"), function)
     paragraphs = re.split(r"\n\s*\n", run.__doc__ or "")
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(run)
+    alone.command(name, cls=_Command, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(run)
     return typer.main.get_command(alone)
 
 
@@ -74,6 +87,9 @@ class _Program(TyperGroup):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         self.commands = _Commands()  # type: ignore[assignment]  # nothing is added later
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -117,7 +133,7 @@ def status(
     seconds: float | None = typer.Option(
         None, "--for", parser=number(0.1), metavar="SECONDS", help="End the recording after this many seconds."
     ),
-    engine: str = typer.Option("", "--engine", help="Record only engines whose names begin with this."),
+    engine: str = typer.Option("", "--engine", metavar="NAME", help="Record only engines whose names begin with this."),
     most_mib: float | None = typer.Option(
         None,
         "--most",
@@ -148,7 +164,7 @@ def status(
 
 
 def doctor(
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM will be given, as JSON."),
+    extra: Extra = "{}",
     role: str = typer.Option(
         _ROLES[0],
         "--role",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from lmcache_ec.cli.arguments import whole
+from lmcache_ec.cli.arguments import Extra, whole
 from lmcache_ec.cli.named_tiers import configured
 from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.config import EncoderCacheConfig
@@ -40,7 +40,7 @@ def begin_epoch(
         None, "--to", parser=whole(), metavar="N", help="Its number; the present one plus 1 if not given."
     ),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Begin a new epoch; asks first. Engines on this disk folder, also running ones, then use nothing stored so far.

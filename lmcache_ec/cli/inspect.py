@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import typer
 
 from lmcache_ec import entry
+from lmcache_ec.cli.arguments import Extra
 from lmcache_ec.cli.entries import OpenTiers, check_namespaces, header_of, signing_of, verified
 from lmcache_ec.cli.ls import printable
 from lmcache_ec.cli.named_tiers import wanted_tiers
@@ -43,10 +44,12 @@ class Copy:
 
 def inspect(
     wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, sha256 of it, or object name."),
-    namespace: str = typer.Option("", "--namespace", help="Look for it here; otherwise in all that the tiers list."),
+    namespace: str = typer.Option(
+        "", "--namespace", metavar="NAMESPACE", help="Look for it here; otherwise in all that the tiers list."
+    ),
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     header_only: bool = typer.Option(False, "--header-only", help="Do not read and verify the payload."),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """What one entry's header says, which tiers have the entry, and whether it verifies there.

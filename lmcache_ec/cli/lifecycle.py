@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import typer
 
+from lmcache_ec.cli.arguments import Extra
 from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
 from lmcache_ec.tiers.base import message
 from lmcache_ec.tiers.s3 import S3Tier
@@ -33,7 +34,7 @@ class Rule:
 
 def check_and_set(
     apply: bool = typer.Option(False, "--set", help="Set the rule that follows from ec.ttl_s, and check it."),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object per S3 remote."),
 ) -> None:
     """Whether each S3 remote has a lifecycle rule that deletes what has outlived ec.ttl_s.

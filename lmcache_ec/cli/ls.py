@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.arguments import whole
+from lmcache_ec.cli.arguments import Extra, whole
 from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, header_of, held_in, report_absent
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import Progress, results
@@ -60,7 +60,7 @@ def list_entries(
     identifiers: bool = typer.Option(
         False, "--identifiers", help="Read identifiers from slow tiers, too: one request to S3 per entry."
     ),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Which entries the tiers hold: size, age and tiers of each, and its identifier where it takes little to read it.

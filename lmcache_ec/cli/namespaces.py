@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from lmcache_ec.cli.arguments import number
+from lmcache_ec.cli.arguments import Extra, number
 from lmcache_ec.cli.named_tiers import NamedTier, wanted_tiers
 from lmcache_ec.cli.progress import confirmed
 from lmcache_ec.cli.status import engines
@@ -83,7 +83,7 @@ def find_and_remove(
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     force: bool = typer.Option(False, "--force", help="Remove even what an engine on this host uses now."),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """How much each namespace takes in the tiers of this configuration, and when it was last used.

@@ -41,20 +41,23 @@ def plan(
     policies: list[str] = typer.Option(  # noqa: B008
         ["lru"],
         "--policy",
+        metavar="NAME",
         help="How memory evicts, lru or cost; give it twice for both.",
     ),
     replicas: int = typer.Option(
         1, "--replicas", parser=whole(1, 10_000), metavar="N", help="Engines that serve the trace together."
     ),
     routing: str = typer.Option(
-        "random", "--routing", help=f"How requests are spread over them: {' or '.join(ROUTINGS)}."
+        "random", "--routing", metavar="NAME", help=f"How requests are spread over them: {' or '.join(ROUTINGS)}."
     ),
     sample: float = typer.Option(
         1.0, "--sample", parser=number(1e-6, 1), metavar="SHARE", help="Replay this share of the identifiers."
     ),
     prices: list[str] = typer.Option([], "--price", metavar="NAME=NUMBER", help="A price; --json shows all of them."),  # noqa: B008
-    picture: Path | None = typer.Option(None, "--picture", help="Write an SVG file here."),  # noqa: B008
-    keep: Path | None = typer.Option(None, "--write-trace", help="Write what is replayed to this CSV file."),  # noqa: B008
+    picture: Path | None = typer.Option(None, "--picture", metavar="FILE", help="Write an SVG file here."),  # noqa: B008
+    keep: Path | None = typer.Option(  # noqa: B008
+        None, "--write-trace", metavar="FILE", help="Write what is replayed to this CSV file."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """What tiers of these sizes would save for a trace of requests: hits by tier, encoder time, network and money.

@@ -6,17 +6,17 @@ from __future__ import annotations
 import enum
 import json
 import math
-import random
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from random import SystemRandom
 
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.arguments import whole
+from lmcache_ec.cli.arguments import Extra, whole
 from lmcache_ec.cli.entries import (
     Held,
     Namespaces,
@@ -39,6 +39,7 @@ _LISTED = 100
 """Entries that are named in the report, of each tier; all are counted."""
 _FAILURES = 8
 """So many answers in a row that a store cannot be reached end the verification of its tier."""
+_chance = SystemRandom()
 _SAMPLE = re.compile(r"([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
 
 
@@ -71,14 +72,16 @@ class Judged:
 
 @dataclass(slots=True)
 class Report:
-    """Of one tier: entries by verdict, those removed, bytes read, and the first that are not good."""
+    """Of one tier: how many entries were listed, those read by verdict, bytes read, and the first that are not good."""
 
+    listed: int | None = None
+    """None until the listing has ended."""
     verdicts: Counter[str] = field(default_factory=Counter)
     removed: int = 0
     bytes: int = 0
     problems: list[dict[str, str]] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
-    """Of the entries that were looked at."""
+    """Of the listed entries."""
 
     @property
     def read(self) -> int:
@@ -88,9 +91,17 @@ class Report:
     def failed(self) -> bool:
         return any(self.verdicts[verdict] for verdict in _BAD)
 
+    def listing(self, found: Iterator[Held]) -> Iterator[Held]:
+        """The same entries, counted as they pass."""
+        number = 0
+        for held in found:
+            number += 1
+            self.namespaces.add(held.name.namespace)
+            yield held
+        self.listed = number
+
     def add(self, judged: Judged) -> None:
         self.verdicts[judged.verdict] += 1
-        self.namespaces.add(judged.held.name.namespace)
         self.removed += judged.removed
         self.bytes += judged.held.length if judged.verdict is not Verdict.GONE else 0
         if judged.problem and len(self.problems) < _LISTED:
@@ -99,20 +110,29 @@ class Report:
 
     def as_record(self) -> dict[str, object]:
         counts = {str(verdict): self.verdicts[verdict] for verdict in Verdict}
-        return {**counts, "removed": self.removed, "bytes": self.bytes, "problems": self.problems}
+        return {
+            "listed": self.listed,
+            **counts,
+            "removed": self.removed,
+            "bytes": self.bytes,
+            "problems": self.problems,
+        }
 
 
 def verify(
     namespaces: Namespaces = None,
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Verify only this tier."),
     sample: str = typer.Option(
-        "100%", "--sample", metavar="N|P%", help="Only this many entries of each tier, chosen at random."
+        "100%",
+        "--sample",
+        metavar="N|P%",
+        help="Only this many entries of each tier, or about this share: at random, at least one.",
     ),
     remove: bool = typer.Option(False, "--remove", help="Delete what is corrupt; entries of other versions are kept."),
     threads: int = typer.Option(
         _THREADS, "--threads", parser=whole(1, 256), metavar="N", help="Entries to read at the same time."
     ),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Whether the entries of the tiers are intact: reads them whole and compares them with their digests.
@@ -130,8 +150,9 @@ def verify(
             report = reports[name] = Report()
             progress = Progress(partial(_progress, name, report))
             job = partial(_judged, one, signing, remove=remove)
+            chosen = choose(report.listing(held_in(one, namespaces or ())))
             try:
-                _collect(results(choose(held_in(one, namespaces or ())), job, threads, progress.tick), report)
+                _collect(results(chosen, job, threads, progress.tick), report)
             except TierError as error:
                 opened.errors[name] = message(error)
             except KeyboardInterrupt:
@@ -151,7 +172,7 @@ def verify(
         typer.echo("interrupted: the rest was not looked at", err=True)
         raise typer.Exit(INTERRUPTED)
     seen = frozenset[str]().union(*(report.namespaces for report in reports.values()))
-    absent = report_absent(namespaces or (), seen) if not opened.errors and choose.takes_all else False
+    absent = report_absent(namespaces or (), seen) if not opened.errors else False
     raise typer.Exit(1 if absent or opened.errors or any(report.failed for report in reports.values()) else 0)
 
 
@@ -159,26 +180,34 @@ def verify(
 
 
 class _Sampling:
-    """Chooses so many entries, or each with the same probability. In the order of the listing in the second case, whose
-    end it need not wait for."""
+    """Chooses so many entries; or each with the same probability, in the order of the listing, whose end it need not
+    wait for, and at least one of any."""
 
     def __init__(self, number: int | None, share: float) -> None:
         self._number = number
         self._share = share
 
-    @property
-    def takes_all(self) -> bool:
-        return self._number is None and self._share >= 1
-
     def __call__(self, listed: Iterator[Held]) -> Iterator[Held]:
-        if self._number is None:
-            yield from (held for held in listed if self._share >= 1 or random.random() < self._share)
-            return
+        return self._by_share(listed) if self._number is None else self._so_many(listed, self._number)
+
+    def _by_share(self, listed: Iterator[Held]) -> Iterator[Held]:
+        some, instead = False, list[Held]()
+        for index, held in enumerate(listed):
+            if self._share >= 1 or _chance.random() < self._share:
+                some = True
+                yield held
+            elif not some and not _chance.randrange(index + 1):
+                instead = [held]
+        if not some:
+            yield from instead
+
+    @staticmethod
+    def _so_many(listed: Iterator[Held], number: int) -> Iterator[Held]:
         chosen: list[Held] = []
         for index, held in enumerate(listed):
-            if index < self._number:
+            if index < number:
                 chosen.append(held)
-            elif (place := random.randrange(index + 1)) < self._number:
+            elif (place := _chance.randrange(index + 1)) < number:
                 chosen[place] = held
         yield from chosen
 
@@ -267,7 +296,9 @@ def _print(name: str, report: Report, passed_s: float) -> None:
         parts.append(f"{verdicts[Verdict.UNCHECKED]:,} whole, signature not checked (namespace without this key's id)")
     if verdicts[Verdict.GONE]:
         parts.append(f"{verdicts[Verdict.GONE]:,} removed meanwhile by others")
-    read = f"{counted(report.read, 'entry')} read, {precise_size(report.bytes)} in {span(passed_s)}"
+    all_read = report.listed in (None, report.verdicts.total())
+    number = counted(report.read, "entry") if all_read else f"{report.read:,} of {counted(report.listed or 0, 'entry')}"
+    read = f"{number} read, {precise_size(report.bytes)} in {span(passed_s)}"
     typer.echo(f"{name}: {read}: {', '.join(parts)}")
     for problem in report.problems:
         typer.echo(f"  {problem['object']}: {problem['problem']}")

@@ -17,7 +17,7 @@ from typing import TextIO
 import typer
 
 from lmcache_ec import entry
-from lmcache_ec.cli.arguments import whole
+from lmcache_ec.cli.arguments import Extra, whole
 from lmcache_ec.cli.entries import Held, check_namespaces, held_in
 from lmcache_ec.cli.named_tiers import NamedTier, configured, named_tiers
 from lmcache_ec.cli.progress import INTERRUPTED, Progress, results
@@ -124,13 +124,16 @@ def warm(
     ),
     size: str = typer.Option("", "--bytes", metavar="SIZE", help="At most this much of the newest, for example 10GiB."),
     identifiers: typer.FileText | None = typer.Option(  # noqa: B008
-        None, "--identifiers", help="Only these: a file with one identifier per line, - for standard input."
+        None,
+        "--identifiers",
+        metavar="FILE",
+        help="Only these: a file with one identifier per line, - for standard input.",
     ),
     evict: bool = typer.Option(False, "--evict", help="Make room on a full disk, as an engine does."),
     threads: int = typer.Option(
         _THREADS, "--threads", parser=whole(1, 256), metavar="N", help="Entries to copy at the same time."
     ),
-    extra: str = typer.Option("{}", "--extra", help="The ec_connector_extra_config that vLLM is given, as JSON."),
+    extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Copy entries from a remote to the disk, verified, the newest first.

@@ -30,7 +30,9 @@ def where(
         help="Where a replica publishes (ec.events_endpoint), for example tcp://10.0.0.7:5757; once for each. With a "
         "comma the address of snapshots, if that is not 1000 ports above.",
     ),
-    namespace: str = typer.Option("", "--namespace", help="Count only replicas of this namespace."),
+    namespace: str = typer.Option(
+        "", "--namespace", metavar="NAMESPACE", help="Count only replicas of this namespace."
+    ),
     timeout: float = typer.Option(
         3.0, "--timeout", parser=number(0.1, 60), metavar="SECONDS", help="Longest wait for all replicas."
     ),

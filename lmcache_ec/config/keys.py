@@ -203,43 +203,45 @@ class EncoderCacheConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    enabled: Flag = Field(True, description="Whether the cache works at all; if not, the connector is inert.")
+    enabled: Flag = Field(True, description="Whether the cache is on; if not, the connector does nothing.")
     namespace: Namespace = Field(
         None,
         description="Replaces the computed namespace. Use it only if all engines that share it encode identically.",
     )
-    salt: Text = Field("", description="Any text; entries are shared among engines of the same salt only.")
+    salt: Text = Field("", description="Any text; only engines with the same salt share entries.")
     epoch: Number = Field(
         0, description="Increase it to abandon all existing entries. `lmcache-ec epoch` does it in running engines."
     )
     key_by_engine_version: Flag = Field(
-        True, description="Whether the engine's minor version is part of the namespace, as encoders change with it."
+        True,
+        description="Whether the engine's minor version is part of the namespace, since encoders may change with it.",
     )
     max_local_cpu_size: Annotated[
         Gibibytes,
         Field(gt=0),
         Accepts("must be a number of GiB above 0, for example 4 or 0.5, without a unit", "GiB"),
-    ] = Field(2.0, description="Limit of LocalCPU, memory shared by the processes of one engine.")
+    ] = Field(2.0, description="Limit of LocalCPU, the memory shared by the processes of one engine.")
     local_disk: Folder = Field(
-        None, description="Folder of LocalDisk, shared by any number of engines. Unset: under that of the KV part."
+        None,
+        description="Folder of LocalDisk, shared by any number of engines. Unset: a subfolder of the KV part's folder.",
     )
     max_local_disk_size: Gibibytes = Field(
         16.0, description="Limit of the LocalDisk folder; engines that share it count together."
     )
     min_free_disk_size: Gibibytes = Field(
-        1.0, description="Nothing is written while the file system of LocalDisk has less than this free."
+        1.0, description="Nothing is written while the file system of LocalDisk has less free space than this."
     )
     cache_policy: Annotated[Literal["LRU", "cost"], BeforeValidator(_policy), Accepts("must be LRU or cost")] = Field(
         "LRU",
-        description="What LocalCPU evicts first: the least recently used, or what costs least to get back, for its "
-        "size and how often it is asked for (cost). LocalDisk always evicts the least recently used.",
+        description="What LocalCPU evicts first: the least recently used entry, or the one that costs least to get "
+        "back, relative to its size and use (cost). LocalDisk always evicts the least recently used.",
     )
     extra_config: ExtraConfig = Field(
-        default_factory=dict, description="As in LMCache. Only what belongs to S3 or to a remote of LMCache is used."
+        default_factory=dict, description="As in LMCache. Only settings for S3 and for remotes of LMCache are used."
     )
     remotes: Remotes = Field(
         (),
-        description="URLs of the remote tiers, in the order in which they are asked. For a single one there is "
+        description="URLs of the remote tiers, in the order in which they are asked. For a single one you can use "
         "`remote_url`. `${NAME}` stands for an environment variable.",
     )
     ttl_s: Lifetime = Field(None, description="How long an entry lives in a remote tier. Unset: no limit.")
@@ -248,7 +250,7 @@ class EncoderCacheConfig(BaseModel):
         BeforeValidator(_no_flag),
         Field(gt=0, le=600, allow_inf_nan=False),
         Accepts("must be a number of seconds above 0, at most 600, without a unit", "s"),
-    ] = Field(TIMEOUT_S, description="How long a remote tier may be silent.")
+    ] = Field(TIMEOUT_S, description="A call to a remote tier fails if there is no answer for this long.")
     max_remote_entry_size: Annotated[
         Gibibytes,
         Field(gt=0, le=64),
@@ -256,13 +258,13 @@ class EncoderCacheConfig(BaseModel):
     ] = Field(MAX_ENTRY_BYTES / GIB, description="Largest entry that is sent to Redis.")
     remote_lookup: Annotated[Literal["auto", "probe", "catalog"], Accepts("must be auto, probe or catalog")] = Field(
         "auto",
-        description="What a remote is asked for: everything (probe), or only what its listing has (catalog). auto: S3 "
-        "for what its listing has; Redis for everything, as long as it answers quickly.",
+        description="Which entries a remote is asked for: all (probe), or only those in its listing (catalog). auto: "
+        "S3 for those in its listing; Redis for all, as long as it answers quickly.",
     )
     catalog_refresh_s: Seconds = Field(
         REFRESH_S,
-        description="Longest time between two listings of a remote. Each is up to a tenth sooner, by chance, so that "
-        "replicas do not list in step.",
+        description="Longest time between two listings of a remote. Each is up to a tenth earlier, at random, so "
+        "that replicas do not list at the same time.",
     )
     load_deadline_ms: Milliseconds = Field(
         1000,
@@ -271,11 +273,11 @@ class EncoderCacheConfig(BaseModel):
     )
     load_policy: Annotated[Literal["auto", "always"], Accepts("must be auto or always")] = Field(
         "auto",
-        description="What a request waits for: entries that are expected sooner than vLLM would have encoded them "
-        "(auto), or all that a tier has (always).",
+        description="What a request waits for: entries that are expected to arrive before vLLM could have encoded "
+        "them (auto), or all that a tier has (always).",
     )
     start_timeout_s: Seconds = Field(
-        10.0, description="How long an engine may wait at its start for the store process and the ranks."
+        10.0, description="How long an engine may wait at startup for the store process and the ranks."
     )
     store_timeout_s: Seconds = Field(
         10.0, description="A store process that does not answer for this long is replaced."
@@ -285,9 +287,7 @@ class EncoderCacheConfig(BaseModel):
         SecondsFromZero,
         Field(le=600),
         Accepts("must be a number of seconds from 0 to 600, without a unit", "s"),
-    ] = Field(
-        10.0, description="How long a producer's step may wait until its entries are in every tier; 0: not at all."
-    )
+    ] = Field(10.0, description="How long a producer's step may wait until its entries are in every tier; 0: no wait.")
     wait_for_producer_ms: Annotated[
         int,
         BeforeValidator(_no_flag),
@@ -296,12 +296,13 @@ class EncoderCacheConfig(BaseModel):
     ] = Field(2000, description="Longest wait for an entry that a producer has announced to a request.")
     signing_key_file: KeyFile = Field(
         None,
-        description="File of at least 32 random bytes, the same for all who share entries: each entry is signed with "
-        "them, and what is not is a miss.",
+        description="File of at least 32 random bytes, the same for all engines that share entries. Entries are "
+        "signed with it; unsigned entries are misses.",
     )
     persist_client_ids: Flag = Field(
         False,
-        description="Whether entries named by a client's uuid may leave LocalCPU: one name, one content, for ever.",
+        description="Whether entries named by a client's uuid may leave LocalCPU. Set it only if a name always means "
+        "the same content.",
     )
 
     persist_updated_weights: Annotated[
@@ -310,12 +311,12 @@ class EncoderCacheConfig(BaseModel):
         Accepts("must be true, false or by_version"),
     ] = Field(
         False,
-        description="Whether outputs of weights that were changed under a running engine may leave LocalCPU: under a "
+        description="Whether outputs of weights that were changed in a running engine may leave LocalCPU: under a "
         "namespace with the weights' digest (true), or with the version that vLLM was given (by_version).",
     )
     weights_check_s: SecondsFromZero = Field(
         60.0,
-        description="Time between two checks whether the weights have changed without a call to the workers; 0: no "
+        description="Interval of the check whether the weights have changed without a call to the workers; 0: no "
         "check.",
     )
     events_endpoint: Endpoint = Field(
@@ -328,7 +329,7 @@ class EncoderCacheConfig(BaseModel):
         description="Address from which subscribers get all that LocalCPU holds. Unset: 1000 ports above "
         "events_endpoint, or its path with `.snapshots`.",
     )
-    events_topic: Text = Field("", description="First frame of each event, by which subscribers can select.")
+    events_topic: Text = Field("", description="First frame of each event, for subscribers to filter by.")
 
     @field_validator("max_local_disk_size")
     @classmethod

@@ -18,7 +18,6 @@ own file may have stayed): it gives the account a new number, too.
 
 import errno
 import os
-import random
 import struct
 import threading
 import time
@@ -26,6 +25,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from random import SystemRandom
 from typing import NamedTuple
 
 from lmcache_ec.tiers.disk_folder import (
@@ -253,7 +253,7 @@ class _File:
 
 
 def _new_number() -> int:
-    return random.SystemRandom().getrandbits(64)
+    return SystemRandom().getrandbits(64)
 
 
 def _lock(fd: int) -> bool:

@@ -2,8 +2,8 @@
 """What a folder holds, and what of it was used least recently: one walk over it."""
 
 import os
-import random
 from collections.abc import Iterator
+from random import SystemRandom
 
 from lmcache_ec.tiers.base import Listed
 from lmcache_ec.tiers.disk_account import FolderAccount
@@ -11,6 +11,8 @@ from lmcache_ec.tiers.disk_files import entries_in, namespaces_in, shards_of, sw
 
 _VICTIMS = 16_384
 """Entries a survey remembers, about 300 bytes each."""
+
+_chance = SystemRandom()  # not `random`'s own generator, which vLLM seeds alike on all replicas
 
 
 class Survey:
@@ -47,7 +49,7 @@ class Survey:
     def sample(self, root: int, at_most: int | None) -> None:
         """All namespaces, shard by shard in an order drawn by chance, until `at_most` entries have been seen."""
         shards = [shard for namespace in self.unseen for shard in shards_of(root, namespace)]
-        random.shuffle(shards)
+        _chance.shuffle(shards)
         for shard in shards:
             for name, _, status in entries_in(root, shard):
                 if self._seen == at_most:

@@ -27,7 +27,7 @@ _SOONER = 0.1
 
 _WRITE_FAILURES = 3
 _chance = SystemRandom()
-"""Not `random`'s own generator: a program that seeds that one does so alike on all its replicas."""
+"""Not `random`'s own generator, which vLLM seeds alike on all replicas."""
 
 
 class ReadHealth:

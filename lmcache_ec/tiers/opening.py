@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,25 +49,36 @@ class Opening:
 def opened(
     openings: Sequence[Opening], report: Report, refuse: Callable[[str], None], *, restarted: bool = False
 ) -> list[tuple[Tier, Habits]]:
-    """The tiers, in order. `refuse` hears of one that cannot be used; if it returns, that one is done without.
+    """The tiers, in order. `refuse` is called as soon as one turns out to be unusable, even while others are still
+    being opened; if it returns, that tier is left out.
 
     A remote that cannot be reached is opened later (`AwaitedTier`), and so is, where `restarted`, any tier: an engine
     has been served with it already.
     """
     pool = ThreadPoolExecutor(max(1, len(openings)), "open")
-    futures = [pool.submit(opening.open) for opening in openings]
+    attempts = {pool.submit(opening.open): opening for opening in openings}
     pool.shutdown(wait=False)
-    wait(futures, _TIMEOUT_S)
-    tiers: list[tuple[Tier, Habits]] = []
-    for opening, future in zip(openings, futures, strict=True):
+    tiers: dict[Future[Tier], Tier] = {}
+    for future in _as_they_end(attempts):
+        opening = attempts[future]
         error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, "no answer")
         if error is None:
-            tiers.append((future.result(), opening.habits))
+            tiers[future] = future.result()
             if notice := future.result().notice:
                 report(f"{opening.what}-open", notice)
         elif not restarted and (opening.habits.local or not isinstance(error, TierUnreachable)):
             refuse(f"{opening.what}: {message(error)}")
         else:
             report(f"{opening.what}-open", f"{message(error)}; tried again in the background")
-            tiers.append((AwaitedTier(opening.name, opening.open, None if future.done() else future), opening.habits))
-    return tiers
+            tiers[future] = AwaitedTier(opening.name, opening.open, None if future.done() else future)
+    return [(tiers[future], opening.habits) for future, opening in attempts.items() if future in tiers]
+
+
+def _as_they_end(attempts: Collection[Future[Tier]]) -> Iterator[Future[Tier]]:
+    """Each as soon as it has ended; after `_TIMEOUT_S` also those that have not."""
+    waiting = dict.fromkeys(attempts)
+    with suppress(TimeoutError):
+        for future in as_completed(attempts, _TIMEOUT_S):
+            del waiting[future]
+            yield future
+    yield from waiting

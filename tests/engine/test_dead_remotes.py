@@ -40,9 +40,9 @@ def costs(rig: Rig) -> tuple[list[int], int, list[int]]:
 
 
 @pytest.mark.fault(
-    "dead from the start, under a real engine",
+    "down from the start, under a real engine",
     "Valkey",
-    "the same steps, encodes and counts as without it; no pass is deferred",
+    "same steps, encodes and counts as without it; no scheduling pass is deferred",
     engine="alive",
 )
 def test_a_remote_that_is_dead_from_the_start_costs_what_none_costs(tmp_path: Path, reference: Reference) -> None:
@@ -60,9 +60,9 @@ def test_a_remote_that_is_dead_from_the_start_costs_what_none_costs(tmp_path: Pa
 
 
 @pytest.mark.fault(
-    "dies and comes back, under a real engine",
+    "goes down and comes back, under a real engine",
     "Valkey",
-    "once that is seen, no pass is deferred; read and written again afterwards",
+    "once the outage is noticed, no scheduling pass is deferred; then read and written again",
     recovery="it is written again",
     engine="alive",
 )

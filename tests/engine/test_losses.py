@@ -21,7 +21,7 @@ NEW = Prompt(images=(4,))
 @pytest.mark.fault(
     "folder and remote are emptied",
     "all tiers",
-    "memory gives them again what it holds; the restart is warm",
+    "refilled from memory; the restart is warm",
     engine="restarted",
 )
 def test_a_restart_is_warm_though_the_folder_and_the_remote_were_emptied(tmp_path: Path, reference: Reference) -> None:

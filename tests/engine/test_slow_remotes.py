@@ -117,7 +117,7 @@ def test_a_first_seen_image_waits_for_no_step_and_a_stored_one_alone_for_its_loa
 @pytest.mark.fault(
     "answers too late",
     "Valkey, S3",
-    "whoever waits is let go at load_deadline_ms",
+    "requests stop waiting at load_deadline_ms",
     recovery="the late answer was taken in",
     engine="alive",
 )
@@ -136,9 +136,9 @@ def test_who_waits_is_let_go_at_the_deadline(store: Store, tmp_path: Path, refer
 
 
 @pytest.mark.fault(
-    "slow, and this replica is new",
+    "slow, and the replica is new",
     "Valkey, S3",
-    "whoever waits is let go at load_deadline_ms",
+    "requests stop waiting at load_deadline_ms",
     recovery="the late answers were taken in",
     engine="alive",
 )

@@ -42,9 +42,9 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.fault(
-    "a file is damaged before or after it was found",
+    "a file is damaged before or after a look-up finds it",
     "LocalDisk",
-    "a miss, and then a good file",
+    "a miss; then a good file is written",
     recovery="all is written",
     engine="alive",
 )

@@ -37,11 +37,11 @@ def entries_in(server: RedisServer) -> int:
 
 
 @pytest.mark.fault(
-    "the engine is PID 1 and gets a TERM",
+    "the engine is PID 1 and gets SIGTERM",
     "container",
-    "all that was handed over arrives; no zombies",
+    "everything handed over is written; no zombies",
     recovery="those that were killed are collected",
-    engine="ended in order",
+    engine="exited cleanly",
     outputs=False,
 )
 def test_what_was_handed_over_arrives_and_nothing_stays_behind(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.fault(
-    "a copy is held, and its request aborted",
+    "a copy is delayed, and its request aborted",
     "worker",
-    "its place is nobody else's",
+    "its place in the arena is not reused",
     recovery="nothing is held",
     engine="alive",
 )
@@ -45,7 +45,7 @@ def test_a_place_whose_copy_is_held_is_nobody_elses_though_the_request_is_aborte
 
 
 @pytest.mark.fault(
-    "the arena is full of what is unwritten",
+    "the arena is full of unwritten entries",
     "LocalCPU",
     "saves are dropped",
     recovery="its write is over",
@@ -68,9 +68,9 @@ def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_sav
 
 
 @pytest.mark.fault(
-    "hangs while the arena turns over",
+    "hangs while the arena's contents are replaced",
     "LocalDisk",
-    "each file has its entry's own bytes",
+    "each file holds the bytes of its own entry",
     engine="alive",
 )
 def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(truth: Truth, tmp_path: Path) -> None:
@@ -92,9 +92,9 @@ def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_byte
 
 
 @pytest.mark.fault(
-    "tensors that are owed are freed by vLLM",
+    "vLLM frees tensors that were still to be saved",
     "worker",
-    "the saves are let go",
+    "those saves are dropped",
     recovery="nothing is owed",
     engine="alive",
 )

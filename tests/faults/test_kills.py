@@ -65,7 +65,7 @@ def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
 @pytest.mark.fault(
     "killed",
     "worker",
-    "vLLM ends the engine; what was handed over is written",
+    "vLLM ends the engine; saves already handed over are written",
     engine="ended by vLLM",
 )
 def test_the_worker_is_killed(served: Served) -> None:
@@ -75,7 +75,7 @@ def test_the_worker_is_killed(served: Served) -> None:
 @pytest.mark.fault(
     "killed",
     "EngineCore",
-    "the engine ends; what was handed over is written",
+    "the engine ends; saves already handed over are written",
     engine="ended",
 )
 def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "killed at once, then with the store process",
+    "all killed at once; then all, with the store process",
     "engine's processes",
-    "nothing is left; the next engine serves",
+    "nothing is left behind; the next engine serves",
     engine="restarted",
 )
 def test_all_are_killed_at_once_then_with_the_store_process_too(truth: Truth, tmp_path: Path) -> None:
@@ -123,10 +123,10 @@ def half_written(truth: Truth, disk: Path) -> None:
 
 
 @pytest.mark.fault(
-    "Ctrl-C to the group",
+    "Ctrl-C to the process group",
     "engine's processes",
-    "the store process writes what it has, and ends",
-    engine="ended in order",
+    "the store process writes what it holds, and exits",
+    engine="exited cleanly",
 )
 def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) -> None:
     """A terminal sends SIGINT to its whole foreground process group."""
@@ -151,7 +151,7 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
 @pytest.mark.fault(
     "one of two ranks fails to load",
     "worker",
-    "both agree, and encode",
+    "both agree to encode",
     engine="alive",
 )
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from tests.faults.harness import Served, Truth
 
 
 @pytest.mark.fault(
-    "stopped or dead, and a request has no picture",
+    "stopped or dead, and a request comes without its picture",
     "store process",
-    "that request fails alone",
+    "only that request fails",
     engine="alive",
 )
 def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def written(served: Served) -> None:
 @pytest.mark.fault(
     "stopped, under a real engine",
     "store process",
-    "a bounded wait, then encodes; all is back when it goes on",
+    "a bounded wait, then encodes; all is back when it resumes",
     recovery="nothing is held",
     engine="alive",
 )
@@ -56,7 +56,7 @@ def test_a_stopped_store_process_costs_a_bounded_wait_and_all_is_back_when_it_go
 @pytest.mark.fault(
     "stopped for two seconds, under a real engine",
     "store process",
-    "fifty saves are sealed and written when it goes on",
+    "fifty saves are sealed and written when it resumes",
     recovery="all is written",
     engine="alive",
 )
@@ -97,9 +97,9 @@ def no_folder(disk: Path) -> Iterator[None]:
 
 
 @pytest.mark.fault(
-    "fills up, or goes, in mid-flight",
+    "fills up or disappears while in use",
     "LocalDisk",
-    "writes fail; entries are in memory",
+    "writes fail; entries stay in memory",
     recovery="all is written",
     engine="alive",
 )
@@ -124,7 +124,7 @@ def test_a_disk_that_fills_up_or_disappears_costs_only_the_writes(served: Served
 @pytest.mark.fault(
     "killed or left stopped, under a real engine",
     "store process",
-    "replaced; what is owed is written, nothing encoded twice",
+    "replaced; pending writes are made, and nothing is encoded twice",
     recovery="it is killed and replaced",
     engine="alive",
 )

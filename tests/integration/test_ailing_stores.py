@@ -90,7 +90,7 @@ def fill_up(server: RedisServer) -> None:
 
 
 @pytest.mark.fault(
-    "full, and evicts nothing (no engine)",
+    "full, with eviction off (no engine)",
     "Valkey",
     "read only until it has room; every stored entry is a hit",
     recovery="what it lacks is written",
@@ -143,7 +143,7 @@ def test_one_refused_write_in_ten_costs_no_hit_and_is_made_up_for(redis: RedisSe
         assert not tier(bench, "redis")["read_only"]
 
 
-@pytest.mark.fault("the user may not write", "Valkey", "read only; every stored entry is a hit")
+@pytest.mark.fault("the user has no permission to write", "Valkey", "read only; every stored entry is a hit")
 def test_a_user_who_may_not_write_reads(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     redis.client().execute_command(
         "ACL", "SETUSER", "reader", "on", ">s3cret", "~*", "+@read", "+@connection", "+info", "+client"
@@ -211,7 +211,9 @@ def no_puts_now(request: Request) -> tuple[int, str] | None:
 
 
 @pytest.mark.parametrize("rule", [no_writes, encrypted_only, no_puts_now], ids=lambda rule: rule.__name__)
-@pytest.mark.fault("writes are forbidden, throttled, or want a header", "S3", "read only; every stored entry is a hit")
+@pytest.mark.fault(
+    "writes are forbidden or throttled, or need a header", "S3", "read only; every stored entry is a hit"
+)
 def test_a_bucket_that_takes_no_writes_is_read(
     bucket: str, front: S3Front, rule: Callable[[Request], tuple[int, str] | None]
 ) -> None:
@@ -224,7 +226,9 @@ def test_a_bucket_that_takes_no_writes_is_read(
         assert puts < len(STORED), "it is not asked each time"
 
 
-@pytest.mark.fault("no conditional writes (501)", "S3", "asked first, then written without")
+@pytest.mark.fault(
+    "does not support conditional writes (501)", "S3", "checks for the object first, then writes unconditionally"
+)
 def test_a_store_that_knows_no_conditional_writes_is_written_without(
     bucket: str, front: S3Front, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,7 +244,7 @@ def test_a_store_that_knows_no_conditional_writes_is_written_without(
         assert other.status()["store"].get("s3_writes", 0) == 0, "it is there"
 
 
-@pytest.mark.fault("one answer in ten is an error", "S3", "no more is lost than fails")
+@pytest.mark.fault("one response in ten is an error", "S3", "nothing is lost beyond the failed requests")
 def test_of_failing_answers_no_more_is_lost_than_fails(bucket: str, front: S3Front) -> None:
     """One in ten, of each kind of request, again and again: obstore tries three times, so it is three in a row."""
     turns = itertools.count()
@@ -272,7 +276,7 @@ def test_what_goes_with_each_write_is_in_the_url(bucket: str, front: S3Front) ->
 
 
 @pytest.mark.parametrize("status", [500, 503])
-@pytest.mark.fault("500 or 503 at the start", "S3", "the engine starts without it", recovery="it is used")
+@pytest.mark.fault("answers with 500 or 503 at startup", "S3", "the engine starts without it", recovery="it is used")
 def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
     bucket: str, front: S3Front, status: int
 ) -> None:
@@ -288,7 +292,9 @@ def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
         bench.until("it is used", lambda: bench.serves(STORED[1]) or bench.serves(STORED[2]), 20.0)
 
 
-@pytest.mark.fault("loads its data set at the start", "Valkey", "the engine starts without it", recovery="it is used")
+@pytest.mark.fault(
+    "still loading its data set at startup", "Valkey", "the engine starts without it", recovery="it is used"
+)
 def test_a_server_that_loads_its_data_ends_no_start(tmp_path: Path) -> None:
     """Long enough to be met: a tenth of a second for each key."""
     with redis_server(tmp_path / "redis", "--enable-debug-command", "local") as server:

@@ -86,7 +86,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 @pytest.mark.fault(
     "killed right after a save was handed over",
     "engine's processes",
-    "the entry is written; nothing is left",
+    "the entry is written; nothing is left behind",
     recovery="nothing is left",
 )
 def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_is_left(
@@ -108,7 +108,7 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
 @pytest.mark.fault(
     "killed before the store process has read anything",
     "engine's processes",
-    "what was handed over is written",
+    "saves already handed over are written",
     recovery="nothing is left",
 )
 def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: Engine, tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: E
 
 
 @pytest.mark.fault(
-    "killed before a rank has handed over",
+    "killed before a rank has handed over its saves",
     "scheduler side",
-    "the rank is waited for, its entries are written",
+    "the store process waits for the rank; its entries are written",
     recovery="the store process has ended",
 )
 def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_for(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def link_messages(link: Link, *kinds: type[Message]) -> list[tuple[type[Message]
 @pytest.mark.fault(
     "killed together with the store process",
     "engine's processes",
-    "nothing is left, and no part of an entry is served",
+    "nothing is left behind; no partial entry is served",
     recovery="nothing is left",
 )
 def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engine: Engine, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engin
 @pytest.mark.fault(
     "hangs when the engine ends",
     "LocalDisk",
-    "the store process ends after drain_s",
+    "the store process exits after drain_s",
     recovery="it has ended all the same",
 )
 def test_a_disk_that_hangs_keeps_the_store_process_no_longer_than_the_drain(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def kept(folder: Path) -> None:
         bench.settle()
 
 
-@pytest.mark.fault("ends", "rank", "the cache is inert")
+@pytest.mark.fault("exits", "rank", "the cache becomes inert")
 def test_a_rank_that_ends_makes_the_cache_inert_for_good(tmp_path: Path) -> None:
     kept(tmp_path)
     name = str(uuid.uuid4())
@@ -259,7 +259,7 @@ def test_a_rank_that_ends_makes_the_cache_inert_for_good(tmp_path: Path) -> None
         own.close()
 
 
-@pytest.mark.fault("cannot be reached", "rank", "the cache is inert, at once")
+@pytest.mark.fault("cannot be reached", "rank", "the cache becomes inert at once")
 def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: Path) -> None:
     kept(tmp_path)
     scheduler = Scheduler(tmp_path, str(uuid.uuid4()))
@@ -271,7 +271,7 @@ def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: P
         scheduler.close()
 
 
-@pytest.mark.fault("has not mapped the arena yet", "rank", "nothing is promised")
+@pytest.mark.fault("has not mapped the arena yet", "rank", "no load is promised")
 def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path: Path) -> None:
     kept(tmp_path)
     name = str(uuid.uuid4())

@@ -332,6 +332,18 @@ def test_a_sample_is_so_many_entries_or_such_a_share(
         assert run("verify", "--sample", wrong).exit_code == 2
 
 
+def test_the_smallest_sample_reads_an_entry_where_there_is_one_and_says_of_how_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
+    assert answered("verify", "--sample", "0.001%")["tiers"]["disk"]["listed"] == 0
+    put(DiskTier(tmp_path, GIB), "a", "b", "c")
+    found = answered("verify", "--sample", "0.001%")["tiers"]["disk"]
+    assert (found["listed"], found["good"]) == (3, 1)
+    assert "disk: 1 of 3 entries read," in run("verify", "--sample", "1").output
+    assert "disk: 3 entries read," in run("verify").output
+
+
 def test_a_store_that_dies_while_it_is_verified_is_an_error_and_not_a_loss_of_entries(
     stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -551,8 +563,8 @@ def test_a_namespace_that_no_tier_has_is_named_and_is_no_success(tmp_path: Path)
     """A misspelled one must not look like one in which all is well."""
     extra = json.dumps({"local_disk": str(tmp_path / "entries"), "min_free_disk_size": 0})
     (tmp_path / "entries").mkdir()
-    for command in ("ls", "verify"):
-        result = CliRunner().invoke(app, [command, "no-such", "--extra", extra])
+    for command in (["ls"], ["verify"], ["verify", "--sample", "5%"]):
+        result = CliRunner().invoke(app, [*command, "no-such", "--extra", extra])
         assert result.exit_code == 1, command
         assert "No tier has an entry of namespace 'no-such'" in result.output
     refused = CliRunner().invoke(app, ["verify", "--sample", "0%", "--extra", extra])

@@ -91,7 +91,7 @@ def test_what_was_written_before_a_store_process_was_killed_is_found_within_a_se
     assert found > kills
 
 
-@pytest.mark.fault("a neighbour is stopped, or loses the folder", "LocalDisk", "its entries are found again")
+@pytest.mark.fault("another engine on the folder is stopped, or loses it", "LocalDisk", "its entries are found again")
 def test_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_heard_again(tmp_path: Path) -> None:
     with Bench(tmp_path / "disk") as one, Bench(tmp_path / "disk") as two:
         two.scanned()

@@ -193,7 +193,7 @@ def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
         other.settle()
 
 
-@pytest.mark.fault("a value is damaged", "any remote", "a miss; deleted, and written again")
+@pytest.mark.fault("a value is damaged", "any remote", "a miss; deleted and rewritten")
 def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
     filled(None, remote)
     remote.edit(IMAGES[0], lambda data: data[:5000] + bytes([data[5000] ^ 0xFF]) + data[5001:])
@@ -336,7 +336,10 @@ def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
 
 
 @pytest.mark.fault(
-    "dies, and comes back (no engine)", "Valkey", "left alone; it is given what it missed", recovery="it is asked again"
+    "goes down and comes back (no engine)",
+    "Valkey",
+    "not used meanwhile; then it gets what it missed",
+    recovery="it is asked again",
 )
 def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -358,7 +361,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
         assert re.search(r"redis answers again, after \d+ s", caplog.text)
 
 
-@pytest.mark.fault("away at the start", "Valkey", "the engine starts without it", recovery="it is asked")
+@pytest.mark.fault("unreachable at startup", "Valkey", "the engine starts without it", recovery="it is asked")
 def test_a_remote_that_is_unreachable_at_the_start_is_used_once_it_is_up(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()

@@ -102,7 +102,7 @@ def looked(bench: Bench, name: str, times: int = 2) -> None:
     bench.settle()
 
 
-@pytest.mark.fault("emptied as a whole", "any tier", "it is given again what memory holds")
+@pytest.mark.fault("emptied completely", "any tier", "refilled from memory")
 def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store) -> None:
     """The folder removed, FLUSHALL, the bucket emptied; and once more. The next engine is warm."""
     with store.bench() as bench:

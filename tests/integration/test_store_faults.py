@@ -72,9 +72,9 @@ def noticed(bench: Bench, losses: int) -> bool:
 
 
 @pytest.mark.fault(
-    "stopped for two seconds, with fifty saves behind it",
+    "stopped for two seconds, with fifty saves waiting",
     "store process",
-    "all are sealed and written when it goes on",
+    "all are sealed and written when it resumes",
     recovery="all is written",
 )
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path)
 
 
 @pytest.mark.fault(
-    "stopped, with look-ups and saves under way",
+    "stopped, with look-ups and saves in progress",
     "store process",
-    "no call waits; all is answered when it goes on",
+    "no call waits; all are answered when it resumes",
     recovery="what was handed over is sealed",
 )
 def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(
@@ -152,7 +152,7 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
 
 
 @pytest.mark.fault(
-    "stopped, with its link full, while the engine is idle", "store process", "goes on, and is not killed"
+    "stopped, with its link full, while the engine is idle", "store process", "it resumes, and is not killed"
 )
 def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
     tmp_path: Path,
@@ -170,7 +170,7 @@ def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_tha
 
 
 @pytest.mark.fault(
-    "stays stopped", "store process", "killed and replaced; what is owed is written", recovery="it is replaced"
+    "stays stopped", "store process", "killed and replaced; pending writes are made", recovery="it is replaced"
 )
 def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
@@ -202,7 +202,7 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_pat
 @pytest.mark.fault(
     "hangs before its first message",
     "store process",
-    "replaced; it touches no place",
+    "replaced; it touches nothing in the arena",
     recovery="the next one serves, and the arena is used again and again",
 )
 def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_of_others(
@@ -244,7 +244,9 @@ def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_o
         stored(folder)
 
 
-@pytest.mark.fault("its tiers take longer to open than it may be silent", "store process", "is waited for, and serves")
+@pytest.mark.fault(
+    "its tiers take longer to open than store_timeout_s", "store process", "it is not killed, and serves"
+)
 def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +271,10 @@ def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serv
 
 
 @pytest.mark.fault(
-    "killed while it fills", "store process", "a miss; asked for again", recovery="it is asked for again"
+    "killed while it reads an entry into the arena",
+    "store process",
+    "a miss; read again",
+    recovery="it is asked for again",
 )
 def test_killed_while_it_fills(tmp_path: Path) -> None:
     old = names("old", 5)
@@ -292,7 +297,7 @@ def test_killed_while_it_fills(tmp_path: Path) -> None:
         all_made_up_for(bench, tmp_path, set(old))
 
 
-@pytest.mark.fault("killed while it seals", "store process", "the save is taken again")
+@pytest.mark.fault("killed while it seals an entry", "store process", "the save is repeated")
 def test_killed_while_it_seals(tmp_path: Path) -> None:
     saves = names("sealing", 5)
     with Bench(tmp_path) as bench:
@@ -311,7 +316,7 @@ def test_killed_while_it_seals(tmp_path: Path) -> None:
 @pytest.mark.fault(
     "killed while a rank's link is full",
     "store process",
-    "the next one is introduced once there is room",
+    "the rank is connected to its successor once there is room",
     recovery="the rank knows it",
 )
 def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
@@ -337,7 +342,7 @@ def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_ful
 @pytest.mark.fault(
     "killed while it writes",
     "store process",
-    "the torn file is swept, the entry written again",
+    "the partial file is removed; the entry is written again",
     recovery="the torn file is swept",
 )
 def test_killed_while_it_writes(tmp_path: Path) -> None:
@@ -357,7 +362,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
     assert stored(tmp_path) == {"big"}
 
 
-@pytest.mark.fault("killed at random moments", "store process", "no entry is torn, none is lost")
+@pytest.mark.fault("killed at random moments", "store process", "no entry is damaged or lost")
 def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times, while it fills, seals and writes."""
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
@@ -387,7 +392,7 @@ def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/no/such/interpreter"])
-@pytest.mark.fault("cannot be started", "store process", "misses; tried again and again until it can")
+@pytest.mark.fault("cannot be started", "store process", "misses; retried until it starts")
 def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
@@ -413,7 +418,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
 
 
 @pytest.mark.fault(
-    "ends right after its first message, each time", "store process", "started again after longer and longer pauses"
+    "exits right after its first message, every time", "store process", "restarted after longer and longer pauses"
 )
 def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -432,9 +437,9 @@ def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_lo
 
 
 @pytest.mark.fault(
-    "ends before a rank reports what it handed over",
+    "exits before a rank reports what it handed over",
     "store process",
-    "the place is given back",
+    "the place in the arena is freed",
     recovery="the report is in",
 )
 def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_place(
@@ -464,7 +469,10 @@ def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_plac
 
 
 @pytest.mark.fault(
-    "hangs in writes", "LocalDisk", "sealing and reuse go on; no file has another's bytes", recovery="all is written"
+    "writes hang",
+    "LocalDisk",
+    "sealing and reuse continue; no file holds another entry's bytes",
+    recovery="all is written",
 )
 def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_anothers_bytes(tmp_path: Path) -> None:
     """Far more is encoded than may wait to be written, in an arena that is wanted again and again."""
@@ -505,7 +513,7 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
     assert stored(tmp_path) == set(images)
 
 
-@pytest.mark.fault("does not answer", "LocalDisk", "asked for a bounded number of entries")
+@pytest.mark.fault("does not answer", "LocalDisk", "only a bounded number of look-ups wait for it")
 def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
     code = f"""
@@ -535,7 +543,7 @@ DiskTier.contains = lambda *_: time.sleep(3600)
 
 
 @pytest.mark.fault(
-    "missing while the store process starts again", "LocalDisk", "served without it; used once it is back"
+    "missing while the store process restarts", "LocalDisk", "the engine serves without it, and uses it once it is back"
 )
 def test_a_disk_that_is_unreachable_while_the_store_process_restarts_is_used_once_it_is_back(tmp_path: Path) -> None:
     folder, away = tmp_path / "disk", tmp_path / "away"
@@ -580,7 +588,7 @@ def in_time(work: Callable[[], None]) -> None:
 
 
 @pytest.mark.fault(
-    "reads no message",
+    "reads no messages",
     "store process",
     "saves are dropped, look-ups are misses, nothing waits",
     recovery="all reports are in",
@@ -612,7 +620,7 @@ def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_n
         bench.settle()
 
 
-@pytest.mark.fault("reads no message", "scheduler side", "ranks and store process go on", recovery="all is sealed")
+@pytest.mark.fault("reads no messages", "scheduler side", "ranks and store process carry on", recovery="all is sealed")
 def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
     """More reports and answers than a link holds: they come late, all, and in order."""
     many = names("image", 5000)
@@ -635,7 +643,7 @@ def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_stor
         bench.settle()
 
 
-@pytest.mark.fault("none is left to a producer", "tiers", "it learns so at once, and announces nothing")
+@pytest.mark.fault("a producer has no usable tier left", "tiers", "it finds out at once, and announces nothing")
 def test_a_producer_with_no_tier_left_learns_so_at_once(tmp_path: Path) -> None:
     """The folder cannot be used, which is found out too late to end the start."""
     (tmp_path / "in the way").write_text("")

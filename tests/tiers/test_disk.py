@@ -316,6 +316,23 @@ def test_a_survey_remembers_only_the_least_recently_used(tmp_path: Path, monkeyp
     assert [Path(path).name for _, path in tier._victims] == expected[:10]
 
 
+def test_replicas_whose_random_generators_were_seeded_alike_do_not_sample_the_same_part_of_a_folder(
+    tmp_path: Path,
+) -> None:
+    tier = DiskTier(tmp_path, 1000 * 50)
+    for number in range(200):
+        tier.put(key(str(number)), value(str(number), 50))
+    samples = set[frozenset[str]]()
+    root = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(4):
+        random.seed(0)
+        survey = disk_survey.Survey(root, tier._account)
+        survey.sample(root, 20)
+        samples.add(frozenset(name for _, name in survey._found))
+    os.close(root)
+    assert len(samples) == 4
+
+
 def test_a_limit_that_was_lowered_is_kept_once_the_folder_is_surveyed(tmp_path: Path) -> None:
     larger = DiskTier(tmp_path, 1000)
     for name in "abcd":

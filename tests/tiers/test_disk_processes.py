@@ -145,7 +145,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.fault("200 kills of writers", "LocalDisk", "every entry verifies, no temporary stays")
+@pytest.mark.fault("writers are killed 200 times", "LocalDisk", "every entry verifies; no temporary file is left")
 def test_two_hundred_kills_leave_entries_that_verify_no_temporary_and_a_folder_that_serves(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLS, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -155,7 +155,7 @@ def test_two_hundred_kills_leave_entries_that_verify_no_temporary_and_a_folder_t
     assert found["entries"] > 1000
 
 
-@pytest.mark.fault("a neighbour is stopped while it holds the account", "LocalDisk", "others give up after 5 s")
+@pytest.mark.fault("another engine is stopped while it holds the account", "LocalDisk", "the others give up after 5 s")
 def test_an_engine_stopped_while_it_holds_the_account_holds_up_no_other_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,7 +294,9 @@ def test_where_the_account_is_not_ours_the_engine_says_so_and_counts_for_itself(
 
 
 @pytest.mark.fault(
-    "a stranger replaces the account while it is used", "LocalDisk", "left alone; each engine counts for itself"
+    "another user replaces the account while it is in use",
+    "LocalDisk",
+    "it is not touched; each engine counts for itself",
 )
 def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(tmp_path: Path, outside: Path) -> None:
     """And once more if it happens again, when it was ours in between."""

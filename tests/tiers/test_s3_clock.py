@@ -66,7 +66,9 @@ def test_a_clock_that_goes_wrong_later_is_seen_at_the_next_listing(
 
 
 @pytest.mark.fault(
-    "its clock is ten minutes behind, ttl_s is one", "S3", "hits, and nothing is uploaded again; reported"
+    "its clock is ten minutes behind, with a ttl_s of one minute",
+    "S3",
+    "hits; nothing is uploaded again; the clock is reported",
 )
 def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
     front: S3Front, url: str, caplog: pytest.LogCaptureFixture

@@ -81,7 +81,7 @@ def test_the_key_is_taken_from_the_environment_or_in_base64_from_the_file(
     assert fetch(opened(url, f"&sse=sse-c&sse_c_key_file={key_file}"), KEY) == value("secret", 5000)
 
 
-@pytest.mark.fault("written with another key of SSE-C", "S3", "a miss, or the start ends with an error")
+@pytest.mark.fault("objects were written with another SSE-C key", "S3", "a miss, or an error at startup")
 def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_written_with_it(
     url: str, key_file: Path
 ) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from typer.main import get_group
 from typer.testing import CliRunner
@@ -69,6 +71,13 @@ def test_an_extra_configuration_that_is_no_map_ends_every_command_in_the_same_wa
     text = refusal(command, *arguments, "--extra", extra)
     assert says in text
     assert CANARY not in text
+
+
+@pytest.mark.parametrize("command", ["", *get_group(app).commands])
+def test_help_shows_flags_as_they_are_typed_and_no_type_of_python(command: str) -> None:
+    shown = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "120"}).stdout
+    assert re.search(r"--help +Show this message", shown)
+    assert "<" not in shown
 
 
 @pytest.mark.parametrize("command", get_group(app).commands)

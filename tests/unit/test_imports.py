@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -54,6 +55,15 @@ def reach(edges: dict[str, set[str]], start: str) -> set[str]:
         found |= new
         coming += new
     return found
+
+
+def test_nothing_draws_from_a_generator_that_others_seed() -> None:
+    """vLLM seeds `random`'s and numpy's own alike on all replicas: what is to differ among them would not."""
+    own = {"random.Random", "random.SystemRandom"}
+    for name, file in modules().items():
+        drawn = {each for each in imported(name, file) if each.partition(".")[0] == "random"} - own
+        drawn |= set(re.findall(r"\b(?:np|numpy)\.random\.(?!default_rng\b|Generator\b)\w+", file.read_text()))
+        assert not drawn, f"{name}: {drawn}"
 
 
 def test_no_circle_among_the_files() -> None:

@@ -2,6 +2,7 @@
 """What ends a start as soon as vLLM has its configuration: before weights are loaded, as the last line of the log."""
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from benchmarks.testbed.models import model_path
 from benchmarks.testbed.servers.redis import free_port, redis_server
+from lmcache_ec import opening_check
 from lmcache_ec.adapters.vllm.plugin import register
 from lmcache_ec.config import ConfigError
 from tests.unit.test_namespace import vllm_config
@@ -21,6 +23,7 @@ MANAGER = "lmcache_ec.adapters.vllm.encoder_cache_manager.TierAwareEncoderCacheM
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
     monkeypatch.setattr(EngineArgs, "create_engine_config", EngineArgs.create_engine_config)
+    monkeypatch.setattr(opening_check, "_PATIENCE_S", 60.0)  # a busy machine may take long to start a process
     register()
 
 
@@ -88,6 +91,23 @@ def test_a_tier_that_refuses_ends_the_start_in_the_first_process(
         with pytest.raises(ConfigError, match=r"redis.*\bpassword\b") as refusal:
             begun(**cached())
         assert "4711" not in str(refusal.value)
+
+
+def test_a_tier_that_refuses_ends_the_start_while_another_one_still_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = "from lmcache_ec.tiers import opening\nopening._TIMEOUT_S = 600.0\n"
+    (tmp_path / "sitecustomize.py").write_text(patience)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("LMCACHE_EC_BLOCKING_TIMEOUT_SECS", "300")
+    with (
+        redis_server(tmp_path / "redis", "--requirepass", "right-4711") as redis,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        urls = f"redis://127.0.0.1:{silent.getsockname()[1]}/0, redis://:wrong-4711@127.0.0.1:{redis.port}/0"
+        monkeypatch.setenv("LMCACHE_EC_REMOTES", urls)
+        with pytest.raises(ConfigError, match=r"redis.*\bpassword\b"):
+            begun(**cached())
 
 
 def test_a_folder_that_cannot_be_used_does_too(tmp_path: Path) -> None:
