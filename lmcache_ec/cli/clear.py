@@ -28,7 +28,7 @@ def clear(
     """
     check_namespaces([namespace] if namespace else [], "--namespace")
     if as_json and not yes:
-        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
+        raise typer.BadParameter("required with --json, which cannot ask", param_hint="--yes")
     tiers = wanted_tiers(extra, tier, "TIER")
     for one in tiers:
         if one.kind is not None and one.unlisted:

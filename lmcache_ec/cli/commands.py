@@ -153,7 +153,7 @@ def status(
         raise typer.Exit(record_trace(record, engine, seconds or math.inf, most_bytes, as_json))
     for option, given in (("--for", seconds), ("--engine", engine), ("--most", most_mib)):
         if given:
-            raise typer.BadParameter("is about a recording: needs --record", param_hint=option)
+            raise typer.BadParameter("applies only to a recording: needs --record", param_hint=option)
     from lmcache_ec.cli.status import all_engines, show
 
     found = all_engines()

@@ -43,9 +43,9 @@ class Copy:
 
 
 def inspect(
-    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, sha256 of it, or object name."),
+    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, the sha256 of that, or its object name."),
     namespace: str = typer.Option(
-        "", "--namespace", metavar="NAMESPACE", help="Look for it here; otherwise in all that the tiers list."
+        "", "--namespace", metavar="NAMESPACE", help="Look only in this one; by default in all that the tiers list."
     ),
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     header_only: bool = typer.Option(False, "--header-only", help="Do not read and verify the payload."),
@@ -158,7 +158,7 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
     if header is not None:
         spec = header.spec
         if not _is_verified(copies, whole):
-            rows.append(("header", "not verified: what follows may be anything"))
+            rows.append(("header", "not verified: do not rely on what follows"))
         rows += [
             ("identifier", printable(header.identifier)),
             ("namespace", printable(header.namespace)),

@@ -58,7 +58,7 @@ def list_entries(
         _SHOWN, "--count", parser=whole(0), metavar="N", help="At most this many, the newest first; 0: all."
     ),
     identifiers: bool = typer.Option(
-        False, "--identifiers", help="Read identifiers from slow tiers, too: one request to S3 per entry."
+        False, "--identifiers", help="Also read identifiers from slow tiers: one request to S3 per entry."
     ),
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),

@@ -365,4 +365,4 @@ def _print(report: Report, source: str) -> None:
     if report.problem:
         typer.echo(report.problem, err=True)
     if report.interrupted:
-        typer.echo("interrupted: the same command goes on from here", err=True)
+        typer.echo("interrupted: the same command continues from here", err=True)

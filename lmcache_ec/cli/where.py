@@ -27,8 +27,8 @@ def where(
         ...,
         "--replica",
         metavar="ADDRESS",
-        help="Where a replica publishes (ec.events_endpoint), for example tcp://10.0.0.7:5757; once for each. With a "
-        "comma the address of snapshots, if that is not 1000 ports above.",
+        help="Where a replica publishes (ec.events_endpoint), for example tcp://10.0.0.7:5757; once per replica. Add "
+        "the address of snapshots after a comma if it is not 1000 ports above.",
     ),
     namespace: str = typer.Option(
         "", "--namespace", metavar="NAMESPACE", help="Count only replicas of this namespace."
