@@ -599,7 +599,8 @@ def test_the_service_links_of_kubernetes_are_noted_and_configure_nothing() -> No
         (
             "events_snapshot_endpoint: 'tcp://*:1'",
             [
-                "events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect, because events_endpoint is not set"
+                "events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect, "
+                "because events_endpoint is not set"
             ],
         ),
         ("namespace: mine", []),
