@@ -43,9 +43,9 @@ def begin_epoch(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Begin a new epoch; asks first. Engines on this disk folder, also running ones, then use nothing stored so far.
+    """Begin a new epoch; asks first. Engines on this disk folder, even running ones, then use nothing stored so far.
 
-    The number is kept in the folder; the higher of it and ec.epoch holds. The exit status is 1 if none was begun.
+    The number is kept in the folder; the higher of it and ec.epoch applies. The exit status is 1 if none was begun.
     """
     if as_json and not yes:
         raise typer.BadParameter("required with --json, which cannot ask", param_hint="--yes")

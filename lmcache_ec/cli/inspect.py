@@ -52,11 +52,11 @@ def inspect(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What one entry's header says, which tiers have the entry, and whether it verifies there.
+    """Show an entry's header, which tiers have the entry, and whether it verifies there.
 
     The header is that of a copy that verifies. If none does, or with --header-only, it is not verified, and the output
-    says so: anyone who can write to the tier may have written it. The exit status
-    is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
+    says so: anyone who can write to the tier may have written it. The exit status is 1 if no tier has the entry, if it
+    does not verify in one of them, or if a tier could not be reached.
     """
     check_namespaces([namespace] if namespace else [], "--namespace")
     signing = signing_of(extra)

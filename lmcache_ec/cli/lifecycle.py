@@ -37,10 +37,10 @@ def check_and_set(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object per S3 remote."),
 ) -> None:
-    """Whether each S3 remote has a lifecycle rule that deletes what has outlived ec.ttl_s.
+    """Check that each S3 remote has a lifecycle rule that deletes entries older than ec.ttl_s.
 
-    Without one, such entries count as absent and stay in the bucket. The exit status is 1 if a rule is missing or
-    another one, or a remote cannot be asked.
+    Without one, such entries count as absent but stay in the bucket. The exit status is 1 if a rule is missing or
+    differs, or if a remote cannot be reached.
     """
     config = configured(extra)
     if apply and config.ttl_s is None:

@@ -86,10 +86,10 @@ def find_and_remove(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """How much each namespace takes in the tiers of this configuration, and when it was last used.
+    """Show how much each namespace takes in the tiers of this configuration, and when it was last used.
 
-    Changes nothing, unless something is to be removed. The exit status is 1 if a tier could not be reached, or if what
-    was to be removed was not.
+    Changes nothing, unless you ask for a removal. The exit status is 1 if a tier could not be reached, or if something
+    that should have been removed was not.
     """
     removal = bool(remove or remove_unused)
     _check_options(remove, remove_unused, unused_for, needs_yes=removal and as_json and not yes)

@@ -135,7 +135,7 @@ def verify(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Whether the entries of the tiers are intact: reads them whole and compares them with their digests.
+    """Check that the entries of the tiers are intact: read them whole and compare them with their digests.
 
     Verifying does not count as a use. Ctrl-C ends it at any time and shows what was found so far. The exit status is
     1 if an entry is corrupt or unreadable, or a tier could not be reached; 130 after Ctrl-C.
