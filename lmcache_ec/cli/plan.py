@@ -60,7 +60,7 @@ def plan(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Estimate what tiers of these sizes would save for a trace of requests: hits by tier, encoder time, network, money.
+    """Estimate what tiers of these sizes would save for a trace: hits by tier, encoder time, network and money.
 
     A trace has the columns time_s, identifier, bytes, encode_s. The exit status is 2 if it cannot be read.
     """
