@@ -397,10 +397,10 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ("fs://", "must be fs:///<folder>"),
         ("fs://folder/below", "must be fs:///<folder>"),
         ("lm://user:canary@host:1", "takes neither user nor password"),
-        ("nfs://host/folder", r"no tier serves nfs://: did you mean fs://\?"),
+        ("nfs://host/folder", r"no tier supports nfs://: did you mean fs://\?"),
         (
             "http://host/folder",
-            r"no tier serves http://: must be redis://, .* \(an S3 store: s3:",
+            r"no tier supports http://: must be redis://, .* \(an S3 store: s3:",
         ),
     ],
 )

@@ -945,7 +945,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
         (_silent, "no answer in time"),
         (_another_authority, "TLS: the server's certificate is refused: .*certificate"),
         (_another_address, "TLS: the server's certificate is refused: .*127.0.0.1"),
-        (_no_client_certificate, "(refuses|requires) .*client('s)? certificate"),
+        (_no_client_certificate, "(refuses|requires?) .*client('s)? certificate"),
         (_tls_to_a_plain_server, "TLS handshake failed: does the server speak TLS"),
         (_plain_to_a_tls_server, "rediss://"),
         (_no_such_file, "TLS: ssl_ca_certs /no/such/file cannot be used: No such file"),
