@@ -29,44 +29,44 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALLED := build/installed/lmcache_ec
 
 .PHONY: help demo bench bench-engine soak gpu-check fuzz reliability versions check test test-all lint types docs env clean
-help:  ## Say what there is
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+help:  ## Show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' Makefile | expand -t 20
 
-demo: $(READY)  ## Encode once, kill the engine, start again: a table of what was encoded, loaded and how fast (MODEL=)
+demo: $(READY)  ## Encode, kill the engine, start another: a table of encodes, loads and times (MODEL=)
 	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)"
 
-bench: $(READY)  ## Measure against the floor and the peers: a table, benchmarks/results/ (ARGS="--rounds 3"; 4 minutes)
+bench: $(READY)  ## Measure each operation against the floor and the alternatives (ARGS="--rounds 3"; 4 minutes)
 	@$(BIN)/python -m benchmarks.bench $(ARGS)
 
-bench-engine: $(READY)  ## What users wait for, through vLLM's server, with and without the cache (ARGS=; half an hour)
+bench-engine: $(READY)  ## Measure what users wait for, through vLLM's server, with and without the cache (ARGS=; half an hour)
 	@$(BIN)/python -m benchmarks.engine $(ARGS)
 
-soak: $(READY)  ## A server over all tiers under faults, every answer judged: 20 minutes (ARGS="--seconds 90", "--core")
+soak: $(READY)  ## Run a server over all tiers under faults and check every answer: 20 minutes (ARGS="--seconds 90", "--core")
 	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
-fuzz: $(READY)  ## Parsers of what comes from outside, with made-up input: ten minutes (ARGS="--seconds 60")
+fuzz: $(READY)  ## Fuzz the parsers of external input: ten minutes (ARGS="--seconds 60")
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-reliability: $(READY)  ## Bring about all faults, in tests and a soak, and write the table of docs/reliability.md (20 minutes)
+reliability: $(READY)  ## Cause all faults, in tests and a soak, and write the table of docs/reliability.md (20 minutes)
 	@$(BIN)/python -m tests.reliability $(ARGS)
 
-versions: $(READY)  ## Engine tests on each version of vLLM, and the table of docs/support.md (ARGS="--only 0.31.0")
+versions: $(READY)  ## Run engine tests on each version of vLLM, and write the table of docs/support.md (ARGS="--only 0.31.0")
 	@$(BIN)/python -m tests.versions $(if $(TORCH_INDEX),--torch-index $(TORCH_INDEX)) $(ARGS)
 
-check: $(READY)  ## What every commit has to pass: lint, and the tests that need no engine (ARGS=)
+check: $(READY)  ## Run what every commit must pass: lint, and the tests that need no engine (ARGS=)
 	@found=$$(mktemp); $(MAKE) lint >"$$found" 2>&1 & passed=0; \
 	  $(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) $(ARGS) || passed=$$?; \
 	  wait $$! || passed=$$?; cat "$$found"; rm "$$found"; exit $$passed
 
 # Not in .venv, whose torch knows no GPU: with the torch of $(PYTHON), and nothing is installed or downloaded.
-gpu-check:  ## On a machine with a GPU: every byte and every bar, with the torch of PYTHON= (MODEL= goes on with vLLM)
+gpu-check:  ## Check every byte and measure copies on a GPU, with the torch of PYTHON= (MODEL= continues with vLLM)
 	@PYTHONPATH="$(CURDIR)" $(PYTHON) -m benchmarks.gpu_check $(if $(findstring command,$(origin MODEL)),--model "$(MODEL)") $(ARGS)
 
 test: $(READY)  ## Run the tests (ARGS= for pytest)
 	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),\
 	  $(BIN)/python -m pytest $(WITHOUT_ENGINE) $(PARALLEL) && $(BIN)/python -m pytest $(WITH_ENGINE))
 
-test-all: $(READY)  ## Run the slow ones too, and each through all of its examples
+test-all: $(READY)  ## Run all tests, the slow ones too, with all examples
 	@$(BIN)/python -m pytest tests -m "" --hypothesis-profile=all $(ARGS)
 
 lint: types  ## Check style and types
@@ -76,17 +76,17 @@ lint: types  ## Check style and types
 types: $(READY) $(INSTALLED)
 	@$(BIN)/mypy lmcache_ec $(INSTALLED)/adapters benchmarks tests docs/*.py
 
-docs: $(READY)  ## The documentation as a site: build/site/index.html, which needs no server
+docs: $(READY)  ## Build the documentation as a website: build/site/index.html (needs no server)
 	@$(BIN)/python docs/build_site.py $(ARGS)
 
-env: $(READY) $(INSTALLED)  ## Make or update the environment in .venv
+env: $(READY) $(INSTALLED)  ## Create or update the environment in .venv
 
 $(INSTALLED):
 	@mkdir -p $@
 	@ln -sfn ../../../adapters $@/adapters
 	@ln -sf ../../../lmcache_ec/__init__.py $@/__init__.py
 
-clean:  ## Remove what tests and demo built (not the environment)
+clean:  ## Remove the files of tests and demo (not the environment)
 	rm -rf .models .demo .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Made again when pyproject.toml changes; pip then installs only what is missing. Its standard output is cut down to what

@@ -175,7 +175,7 @@ class EncoderCache:
             what = "the encoder's weights have changed"
             self.weight_changes += 1
         kept = f"namespace {home.namespace}" if home.persists else "memory only, see ec.persist_updated_weights"
-        self._complaints.warn("weights", f"{what}; {forgotten} entries are forgotten, new ones go to {kept}")
+        self._complaints.warn("weights", f"{what}; {forgotten} entries were dropped, new ones go to {kept}")
         return True
 
     def _move(self, home: Home) -> int:
@@ -238,7 +238,7 @@ class EncoderCache:
         if length > self.book.capacity:
             self._complaints.warn(
                 "large",
-                f"an entry of {precise_size(length)} is not saved: LocalCPU, through which all entries go, has "
+                f"an entry of {precise_size(length)} is not saved: LocalCPU, through which all entries pass, has only "
                 f"{precise_size(self.book.capacity)}. Raise max_local_cpu_size",
             )
 

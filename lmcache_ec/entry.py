@@ -232,7 +232,7 @@ def verify_named(buffer: memoryview, name: EntryName, signing: SigningKey | None
 def header_bytes(start: memoryview) -> int:
     """How many bytes of an entry hold its header, as the first eight of them say. EntryError if that cannot be."""
     if len(start) < _LENGTH.size:
-        raise EntryError(Reason.LENGTH, f"{len(start)} bytes are no entry")
+        raise EntryError(Reason.LENGTH, f"{len(start)} bytes are not an entry")
     (given,) = _LENGTH.unpack_from(start)
     if given > _MAX_HEADER:
         raise EntryError(Reason.HEADER, f"header of {given} bytes, longer than {_MAX_HEADER}")
@@ -269,14 +269,14 @@ def _decoded(header: bytes) -> _Header:
     try:
         return _decode(header[_LENGTH.size : header.rfind(b"}") + 1])
     except (ValueError, RecursionError) as error:
-        raise EntryError(Reason.HEADER, "not the JSON that is written") from error
+        raise EntryError(Reason.HEADER, "not JSON as it is written") from error
 
 
 def _spec(fields: _Header) -> TensorSpec:
     try:
         return TensorSpec(*fields.ec.shape, fields.ec.dtype, fields.metadata.layout)
     except ValueError as error:
-        raise EntryError(Reason.SHAPE, "no such tensor can be") from error
+        raise EntryError(Reason.SHAPE, "there can be no such tensor") from error
 
 
 def _verified(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | None) -> TensorSpec:
@@ -297,17 +297,17 @@ def _verified(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | No
         raise EntryError(Reason.NAMESPACE, "another namespace than the one asked for")
     spec = _spec(fields)
     if tensor.data_offsets != (0, spec.nbytes) or header != _padded(fields, size):
-        raise EntryError(Reason.HEADER, "not in the one form that is written")
+        raise EntryError(Reason.HEADER, "not in the form in which it is written")
     if len(buffer) != size + spec.nbytes:
         raise EntryError(Reason.LENGTH, f"{len(buffer)} bytes, its header says {size + spec.nbytes}")
     if header[_DIGEST_AT:_DIGEST_END] != _digest(buffer):
         raise EntryError(Reason.DIGEST, f"the bytes are not those that were sealed with {metadata.digest}")
     if signing is not None:
         if not metadata.signature:
-            raise EntryError(Reason.SIGNATURE, f"it is not signed, and key {signing.id} is asked for")
+            raise EntryError(Reason.SIGNATURE, f"it is not signed, but key {signing.id} is required")
         given = metadata.signature.encode()
         if not hmac.compare_digest(given, _signature(fields, buffer, size, signing).encode()):
-            raise EntryError(Reason.SIGNATURE, f"not one of key {signing.id}")
+            raise EntryError(Reason.SIGNATURE, f"not a signature with key {signing.id}")
     return spec
 
 

@@ -66,9 +66,9 @@ def checkpoint_fingerprint(folder: Path, *, weights_required: bool = False) -> s
     try:
         names = sorted(file_names(folder), key=os.fsencode)
         if not names:
-            raise FingerprintError(folder, "it holds no checkpoint file")
+            raise FingerprintError(folder, "it has no checkpoint file")
         if weights_required and not any(_suffix(name) in WEIGHT_SUFFIXES for name in names):
-            raise FingerprintError(folder, "it holds no weight file")
+            raise FingerprintError(folder, "it has no weight file")
         digest = hashlib.sha256(_VERSION)
         for name in names:
             _feed(digest, os.fsencode(name))
@@ -123,7 +123,7 @@ def file_names(folder: Path) -> Iterator[str]:
                 elif _is_part(entry.name):
                     found += 1
                     if found > MAX_FILES:
-                        raise FingerprintError(folder, f"it has more than {MAX_FILES} files, which is no checkpoint")
+                        raise FingerprintError(folder, f"it has more than {MAX_FILES} files, so it is not a checkpoint")
                     yield name
 
 
@@ -133,7 +133,7 @@ def _file_digest(path: Path) -> bytes:
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         size = status.st_size
         digest = hashlib.sha256(size.to_bytes(8, "little"))
         suffix = path.suffix.lower()

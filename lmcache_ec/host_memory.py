@@ -45,7 +45,7 @@ def fitting(wanted_bytes: int, root: Path = Path("/")) -> Fit:
     if taken >= wanted_bytes:
         return Fit(wanted_bytes)
     wanted, gets = rounded_size(wanted_bytes), rounded_size(taken)
-    return Fit(taken, f"LocalCPU takes {gets} in place of {wanted}, which {tightest.limited_by} leaves no room for")
+    return Fit(taken, f"LocalCPU gets {gets} instead of {wanted}: {tightest.limited_by} leaves no room for more")
 
 
 def _left(root: Path) -> Iterator[Memory]:

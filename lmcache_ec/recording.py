@@ -14,7 +14,7 @@ from lmcache_ec.link import Link, LinkClosed, record_address, same_user
 
 _SALT_BYTES = range(16, 65)
 _NAME_BYTES = 8
-_BUSY = Notice("recording", "one engine is not in it: another command is recording it already")
+_BUSY = Notice("recording", "one engine is missing: another command is already recording it")
 
 
 class Recording:

@@ -128,7 +128,7 @@ class Staging:
             order.problem = answer.problem
             self._complaints.warn(
                 f"staging-{rank}",
-                f"rank {rank} cannot load an entry, and requests that carry nothing to encode in its place fail: "
+                f"rank {rank} cannot load an entry, so requests that carry nothing to encode in its place fail: "
                 f"{answer.problem}",
             )
 

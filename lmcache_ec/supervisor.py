@@ -164,7 +164,7 @@ class Supervisor:
             self._lost = self._process.number
             self._follower.store_lost(self._process.number, now)
             errors = self._process.last_errors()
-            self._complaints.warn("store", f"the store process {why}; another one takes its place. {errors}".rstrip())
+            self._complaints.warn("store", f"the store process {why}; another one replaces it. {errors}".rstrip())
             self._process.closed = True
             self._old.append(self._process)
             self._restart_at = now + _RESTART_PAUSE_S[min(self._failures, len(_RESTART_PAUSE_S) - 1)]
@@ -175,7 +175,7 @@ class Supervisor:
             self._process = self._start(self._process.number + 1)
         except OSError as error:
             self._restart_at = now + _RESTART_PAUSE_S[-1]
-            self._complaints.warn("store", f"no store process can be started: {error}")
+            self._complaints.warn("store", f"the store process cannot be started: {error}")
             return
         self._ping_sent = self._ping_answered = now
         self._follower.store_started()

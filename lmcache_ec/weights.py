@@ -101,7 +101,7 @@ class Weights:
         if held is None:
             return f"weight version {version!r} was set while the weights are not known; set it after the update"
         if self._versions.setdefault(version, held.digests) != held.digests:
-            return f"weight version {version!r} has named other weights before"
+            return f"weight version {version!r} was used for other weights before"
         self._version = version
         while len(self._versions) > _VERSIONS_REMEMBERED:
             del self._versions[next(iter(self._versions))]

@@ -55,7 +55,7 @@ class Layout:
         matches = [_TENSOR.fullmatch(tensor) for tensor in tensors]
         dtypes = [getattr(torch, match[1], None) for match in matches if match]
         if name not in MemoryFormat.__members__ or not matches or len(dtypes) != len(matches):
-            raise ValueError(f"{text!r} is no layout that this version knows")
+            raise ValueError(f"{text!r} is not a layout that this version knows")
         if not all(isinstance(dtype, torch.dtype) for dtype in dtypes):
             raise ValueError(f"{text!r} has a dtype that this torch does not know")
         shapes = (tuple(map(int, filter(None, match[2].split(",")))) for match in matches if match)

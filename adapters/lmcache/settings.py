@@ -35,29 +35,32 @@ class PluginSettings(BaseModel):
         16.0, description="Limit of that folder, GiB; all processes that share it count together."
     )
     min_free_disk_size: float = Field(
-        1.0, ge=0, le=1 << 20, description="With less than this free on its file system nothing is written, GiB."
+        1.0,
+        ge=0,
+        le=1 << 20,
+        description="Nothing is written while its file system has less free space than this, GiB.",
     )
-    remotes: Remotes = Field((), repr=False, description="URLs of remote tiers, the one that is asked first in front.")
+    remotes: Remotes = Field((), repr=False, description="URLs of remote tiers, in the order in which they are asked.")
     ttl_s: float | None = Field(
         None, gt=0, description="How long an entry lives in a remote, seconds; unset: no limit."
     )
     blocking_timeout_secs: float = Field(
-        TIMEOUT_S, gt=0, le=600, description="How long a remote may be silent, seconds."
+        TIMEOUT_S, gt=0, le=600, description="A call to a remote fails if there is no answer for this long, seconds."
     )
     max_remote_entry_size: float = Field(
         MAX_ENTRY_BYTES / GIB, gt=0, le=64, description="Largest entry that is sent to Redis, GiB."
     )
     remote_lookup: Literal["auto", "probe", "catalog"] = Field(
-        "auto", description="As `ec.remote_lookup`: what is not in a remote's listing, is it asked for?"
+        "auto", description="As `ec.remote_lookup`: whether a remote is also asked for what its listing lacks."
     )
-    catalog_refresh_s: Seconds = Field(REFRESH_S, description="At most between two listings of a remote, seconds.")
+    catalog_refresh_s: Seconds = Field(REFRESH_S, description="Longest time between two listings of a remote, seconds.")
     max_pending_size: Gibibytes = Field(
-        0.5, description="Copies of what is on its way into the tiers, GiB; what does not fit is not stored."
+        0.5, description="Limit of the copies that wait to be written, GiB; what does not fit is not stored."
     )
     drain_s: float = Field(10.0, ge=0, le=3600, description="Longest that `close` waits for writes, seconds.")
     signing_key_file: KeyFile = Field(None, description="As `ec.signing_key_file`: what entries are signed with.")
     namespace: Namespace | None = Field(None, description="Replaces the computed namespace.")
-    salt: str = Field("", description="Any text; entries are shared among processes of the same salt only.")
+    salt: str = Field("", description="Any text; only processes with the same salt share entries.")
     epoch: int = Field(0, ge=0, description="Increase it to abandon all existing entries.")
 
 

@@ -82,7 +82,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         if config is None or metadata is None:
             raise ValueError("storage plugin: LMCache's configuration and metadata are needed")
         if local_cpu_backend is None and metadata.role != "scheduler":  # which only looks up
-            raise ValueError("storage plugin: what is read needs LMCache's CPU memory, max_local_cpu_size above 0")
+            raise ValueError("storage plugin: reads need LMCache's CPU memory: set max_local_cpu_size above 0")
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
         settings = read_settings(config.extra_config or {})
         self.namespace = settings.namespace or _namespace(metadata.model_name, settings)
@@ -123,7 +123,9 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         self._closed = True
         late = self._writes.close(self._drain_s)
         if late:
-            _logger.warning("%s: %d entries are not in every tier after %g s, and left", self, late, self._drain_s)
+            _logger.warning(
+                "%s: %d entries were not in every tier after %g s, and were given up", self, late, self._drain_s
+            )
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._tiers.close()
 
@@ -270,7 +272,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         Never waits for room: LMCache would wait without end."""
         stack, layout = self._tiers.stack, Layout.read(spec.layout)
         if layout.nbytes != spec.nbytes:
-            error = entry.EntryError(entry.Reason.SHAPE, "its layout is of another length than its tensor")
+            error = entry.EntryError(entry.Reason.SHAPE, "its layout does not match the length of its tensor")
             stack.refuse(stack.lanes[number], key, error)
             return None
         memory_object = self.local_cpu_backend.allocate(

@@ -69,8 +69,9 @@ def build_scheduler_side(
         logger.warning("encoder cache: %s", warning)
     if counts_items(vllm_config):
         logger.warning(
-            "encoder cache: only what clients name is cached: with prefix caching and processor cache both off vLLM "
-            "numbers all other items anew in each process (set --mm-processor-cache-gb, or enable prefix caching)"
+            "encoder cache: only items that clients name are cached: with prefix caching and processor cache both "
+            "off, vLLM numbers all other items afresh in each process (set --mm-processor-cache-gb, or enable prefix "
+            "caching)"
         )
     if moved := problem():
         logger.error(
@@ -105,7 +106,7 @@ def _scheduler_side(
     transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config
     widths = output_widths(vllm_config)
     if transfer.is_ec_producer and not widths:
-        logger.warning("encoder cache: nothing will be saved: no width of an encoder output was measured")
+        logger.warning("encoder cache: nothing will be saved: the width of encoder outputs was not measured")
     model = vllm_config.model_config
     rows = max(_PLAUSIBLE_ROWS, scheduler.max_num_batched_tokens)
     width = max(widths.values(), default=_PLAUSIBLE_WIDTH_FACTOR * model.get_hidden_size())
@@ -165,7 +166,9 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
     if kind == "cpu":
         note_packed_weights()
     elif not copier.registers:
-        logger.warning("encoder cache: torch registers no memory with %s: copies are slower, pageable memory", kind)
+        logger.warning(
+            "encoder cache: torch cannot register memory with %s: copies use pageable memory and are slower", kind
+        )
     alone, transfer = loading_ranks(vllm_config) == 1, vllm_config.ec_transfer_config
     flush_s = 0.0 if transfer.is_ec_consumer else config.producer_flush_s
     return WorkerSide(rank, copier, list if alone else agree, logger, flush_s, clock_for(kind))

@@ -56,7 +56,7 @@ class Collector:
             return self._collect()
         except Exception:
             self._due_at = float("inf")
-            self._logger.exception("encoder cache: metrics cannot be collected, and are not from now on")
+            self._logger.exception("encoder cache: metrics cannot be collected, and will not be from now on")
             return None
 
     def _collect(self) -> Payload | None:

@@ -263,7 +263,7 @@ class ECLMCacheConnector(ECConnectorBase):
             if self._worker is not None:
                 self._worker.abandon()
         except Exception:
-            logger.exception("encoder cache: closing it failed, too")
+            logger.exception("encoder cache: closing it failed too")
 
 
 def _log_through_vllm() -> None:

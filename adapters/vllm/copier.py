@@ -237,7 +237,7 @@ class DeviceCopier(StagedTensors):
 
     def _check_usable(self) -> None:
         if self._released:
-            raise RuntimeError("the arena's memory was given back")
+            raise RuntimeError("the arena's memory was released")
 
     def _empty_like(self, source: torch.Tensor, current: Any) -> torch.Tensor:
         """Room for a load, on the device. First of the copies' own stream, so that the copy need not wait for the

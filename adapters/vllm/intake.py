@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 _UNSIGNED = (
-    "a request names media without the signature of this engine's front end, so nothing says whether a name stands for "
-    'content: such items stay in memory. See docs/security.md, "Front ends"'
+    "a request names media without the signature of this engine's front end, so it is unknown whether the "
+    'names identify the content: such items stay in memory. See docs/security.md, "Front ends"'
 )
 _NEVER_CACHED = "prompt_embeds"
 """A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
@@ -87,7 +87,7 @@ class Intake:
             self._complaints.warn(
                 "namespace",
                 f"a producer announces entries of namespace {min(others)[:MAX_NAMESPACE_CHARS]!r}, this engine's is "
-                f"{self._cache.namespace}: checkpoint, configuration or versions differ, and nothing can be shared",
+                f"{self._cache.namespace}: checkpoint, configuration or versions differ, so nothing can be shared",
             )
         return self._own(claims)
 

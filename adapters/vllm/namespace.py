@@ -164,7 +164,7 @@ def canonical(value: object, field: str) -> object:
         return [str(getattr(value, "dtype", "")), canonical(value.tolist(), field)]
     text = f"{type(value).__module__}.{type(value).__qualname__} {value!r}"
     if _MEMORY_ADDRESS.search(text):
-        raise TypeError(f"{field} holds a {type(value).__qualname__}, which has no text that a restart would repeat")
+        raise TypeError(f"{field} holds a {type(value).__qualname__}, whose text would differ after a restart")
     return text
 
 
@@ -218,7 +218,7 @@ def _checkpoint(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
     load_format = str(load.load_format)
     if getattr(model, "model_weights", "") or load_format in UNSEEN_LOADERS:
         source = getattr(model, "model_weights", "") or f"load_format={load_format}"
-        raise NamespaceUnknown(f"the weights of {model.model} come from {source} and cannot be seen")
+        raise NamespaceUnknown(f"the weights of {model.model} come from {source} and cannot be read")
     dummy = load_format == "dummy"
     found = _repository(model.model, model.revision, load.download_dir, weights_required=not dummy)
     if load_format not in FOLDER_LOADERS:
@@ -279,7 +279,9 @@ def _snapshots(name: str, revision: str | None, download_dir: str | None) -> lis
             if partial := getattr(error, "snapshot_path", None):  # vLLM fetches only what it needs
                 found.append(Path(partial))
         except (HFValidationError, OSError) as error:
-            raise NamespaceUnknown(f"{name} is no folder, and no name that the hub's cache takes: {error}") from error
+            raise NamespaceUnknown(
+                f"{name} is neither a folder nor a name that the hub's cache accepts: {error}"
+            ) from error
     if not found:
-        raise NamespaceUnknown(f"{name} is no folder and not in the hub's cache")
+        raise NamespaceUnknown(f"{name} is neither a folder nor in the hub's cache")
     return found

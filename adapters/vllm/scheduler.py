@@ -42,8 +42,8 @@ _KV_REMEMBERED_S = 600.0
 """How long the KV cache is believed to have what a request has left there."""
 
 _NAMES_STAY = (
-    "a client or a proxy has named its media, and such names stay in the memory of this producer, so consumers encode "
-    "the media themselves. configs/producer.yaml says what `persist_client_ids` would mean, and what else can be done"
+    "a client or a proxy has named its media; entries with such names stay in the memory of this producer, so "
+    "consumers encode the media themselves. configs/producer.yaml explains `persist_client_ids` and the alternatives"
 )
 
 

@@ -62,7 +62,7 @@ def why_inert(vllm_config: VllmConfig) -> str:
     if media is None:
         return "the model takes no media"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        return "with external_launcher each rank has a scheduler of its own, and all must decide alike"
+        return "with external_launcher each rank has its own scheduler, and all would have to decide alike"
     # Of one data-parallel engine: several of them on hosts of their own are no reason.
     if parallel.nnodes_within_dp > 1:
         return "ranks on other hosts cannot map this host's arena"
@@ -70,8 +70,8 @@ def why_inert(vllm_config: VllmConfig) -> str:
         # vllm/v1/worker/gpu/model_runner.py sets them before it has the connector load: too late for an item that
         # cannot be loaded and is encoded after all.
         return (
-            "the V2 model runner sets the encoder's LoRA adapters for what it knows that it will encode; "
-            "with VLLM_USE_V2_MODEL_RUNNER=0 the cache serves"
+            "the V2 model runner sets the encoder's LoRA adapters only for items that it expects to encode; with "
+            "VLLM_USE_V2_MODEL_RUNNER=0 the cache works"
         )
     return why_unsupported(vllm_config.device_config.device_type)
 

@@ -83,7 +83,7 @@ def encoded_widths(worker: Any) -> dict[str, int]:
             try:
                 item = _dummy_item(budget, modality)
             except Exception:  # it is made by the model's own processor
-                _logger.warning("encoder cache: no width of %s outputs can be measured", modality, exc_info=True)
+                _logger.warning("encoder cache: the width of %s outputs cannot be measured", modality, exc_info=True)
                 continue
             _, _, arguments = next(group_and_batch_mm_kwargs([(modality, item)], device=runner.device))
             widths[modality] = int(runner.get_model().embed_multimodal(**arguments)[0].shape[-1])

@@ -23,12 +23,12 @@ def clear(
 ) -> None:
     """Remove all entries from one tier; asks first. Other files, keys and objects stay.
 
-    Running engines do not treat this as a loss, and write nothing back. The exit status is 1 if something was not
-    removed.
+    Running engines do not treat this as a loss and do not write anything back. The exit status is 1 if something was
+    not removed.
     """
     check_namespaces([namespace] if namespace else [], "--namespace")
     if as_json and not yes:
-        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
+        raise typer.BadParameter("required with --json, which cannot ask", param_hint="--yes")
     tiers = wanted_tiers(extra, tier, "TIER")
     for one in tiers:
         if one.kind is not None and one.unlisted:

@@ -101,7 +101,7 @@ app = typer.Typer(
     add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="The encoder cache on this host.",
+    help="Inspect and manage the encoder cache of this host.",
 )
 
 
@@ -128,7 +128,7 @@ def status(
         None,
         "--record",
         metavar="FILE",
-        help="Write what requests need to FILE, .csv or .csv.gz, for `lmcache-ec plan`.",
+        help="Record what requests need in FILE, .csv or .csv.gz, for `lmcache-ec plan`.",
     ),
     seconds: float | None = typer.Option(
         None, "--for", parser=number(0.1), metavar="SECONDS", help="End the recording after this many seconds."
@@ -142,9 +142,9 @@ def status(
         help=f"End it at this many MiB, before compression. {_MOST_MIB} if not given.",
     ),
 ) -> None:
-    """What each engine's cache holds and has counted, as of its last scheduling pass.
+    """Show what each engine's cache holds and has counted, as of its last scheduling pass.
 
-    With --record, record what requests need, until Ctrl-C. No names are written, only their digests with a secret salt.
+    With --record, record what requests need, until Ctrl-C. No names are written, only digests with a secret salt.
     """
     if record is not None:
         from lmcache_ec.cli.record import record_trace
@@ -153,7 +153,7 @@ def status(
         raise typer.Exit(record_trace(record, engine, seconds or math.inf, most_bytes, as_json))
     for option, given in (("--for", seconds), ("--engine", engine), ("--most", most_mib)):
         if given:
-            raise typer.BadParameter("is about a recording: needs --record", param_hint=option)
+            raise typer.BadParameter("applies only to a recording: needs --record", param_hint=option)
     from lmcache_ec.cli.status import all_engines, show
 
     found = all_engines()
@@ -175,7 +175,7 @@ def doctor(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What an engine started in this environment would find: configuration, versions, memory and disk.
+    """Show what an engine started in this environment would find: configuration, versions, memory and disk.
 
     The exit status is 1 if there are problems.
     """

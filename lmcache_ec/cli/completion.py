@@ -25,6 +25,6 @@ def completion(
         help=f"The shell that will read it: {', '.join(_SHELLS)}.",
     ),
 ) -> None:
-    """A script that has a shell complete commands and options: `eval "$(lmcache-ec completion bash)"`."""
+    """Print a script with which a shell completes commands and options: `eval "$(lmcache-ec completion bash)"`."""
     variable = f"_{_PROGRAM.replace('-', '_')}_COMPLETE".upper()
     typer.echo(get_completion_script(prog_name=_PROGRAM, complete_var=variable, shell=shell))

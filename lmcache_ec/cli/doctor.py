@@ -61,7 +61,7 @@ _SMALLEST_ARENA = 1 << 20
 _PASSING = {
     "tmpfs": "is memory and lost with the host",
     "ramfs": "is memory and lost with the host",
-    "overlay": "is the container's own and lost with it",
+    "overlay": "belongs to the container and is lost with it",
 }
 
 
@@ -207,7 +207,7 @@ def render(report: Report) -> str:
     versions = [(name, found or "not installed", "") for name, found in report.versions.items()]
     engine = [("entry point", report.connector or "not registered", "")]
     engine += [("variable", name, "set here, and to be set for the engine too") for name in report.variables]
-    notes = {"kv_pool_bytes": "LMCache's own for KV, one a worker: not a second pool of the encoder cache"}
+    notes = {"kv_pool_bytes": "LMCache's own, for KV, one per worker: not a second pool of the encoder cache"}
     sections = {
         "Configuration": keys,
         "Versions": versions,
@@ -215,7 +215,7 @@ def render(report: Report) -> str:
         "Disk": [(_label(name), _text(name, value), "") for name, value in report.disk.items()],
         "Surroundings": [(_label(name), _text(name, value), "") for name, value in report.surroundings.items()],
         "Remotes": [(name, state, report.look_ups.get(name, "")) for name, state in report.remotes.items()],
-        "Signing": [("key id", report.signing, "ends every namespace, also an explicit one")] if report.signing else [],
+        "Signing": [("key id", report.signing, "ends every namespace, even an explicit one")] if report.signing else [],
         "Connector": engine,
         "Problems that prevent a start": [("-", text, "") for text in report.prevents_start],
         "Problems": [("-", text, "") for text in report.problems if text not in report.prevents_start],
@@ -273,11 +273,11 @@ def _versions(report: Report) -> None:
     report.versions["python"] = platform.python_version()
     vllm, lmcache = report.versions["vllm"], report.versions["lmcache"]
     if vllm is None:
-        report.prevent_start("vLLM is not installed beside lmcache-ec: install lmcache-ec where vLLM is")
+        report.prevent_start("vLLM is not installed in this environment: install lmcache-ec where vLLM is")
     elif not supported(vllm):
         report.problems.append(f"vLLM {vllm} is installed: {OLDEST} to {NEWEST} are supported")
     elif not shows_metrics(vllm):
-        report.notes.append(f"vLLM {vllm} shows no metrics of connectors: lmcache-ec status shows what they count")
+        report.notes.append(f"vLLM {vllm} does not export metrics of connectors: use lmcache-ec status")
     if lmcache is not None and lmcache != _LMCACHE:
         report.notes.append(f"LMCache {lmcache} is installed: its file and keys are read as {_LMCACHE} reads them")
 
@@ -313,7 +313,7 @@ def _front_end(report: Report) -> None:
     difference = differs_in(Path(folders[0])) if folders else ""
     if difference:
         report.problems.append(
-            f"nothing would be kept beyond memory: vLLM's front end is not one that is supported ({difference})"
+            f"entries would be kept in memory only: vLLM's front end is not supported ({difference})"
         )
 
 
@@ -328,16 +328,17 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
             report.memory["kv_pool_bytes"] = pool
         if _version((_CPU_BUILD,)) and _CPU_KV_SPACE not in environ:
             report.notes.append(
-                f"vLLM on CPU reserves --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not start "
-                f"where less is free; {_CPU_KV_SPACE} (whole GiB) sets the KV cache's size directly. Not checked here"
+                f"vLLM on CPU reserves --gpu-memory-utilization (0.92) of all memory of a NUMA node and does not "
+                f"start if less is free; {_CPU_KV_SPACE} (whole GiB) sets the KV cache's size directly. Not checked "
+                f"here"
             )
         fit = fitting(config.max_local_cpu_bytes)
         report.memory["arena_bytes"] = fit.bytes
         report.notes += [fit.message] if fit.message else []
         if fit.bytes < _SMALLEST_ARENA:
             report.problems.append(
-                f"max_local_cpu_size={config.max_local_cpu_size:g} GiB: LocalCPU of {rounded_size(fit.bytes)} holds "
-                f"hardly an entry, and nothing is loaded but through it: an image takes 0.5 to 20 MB"
+                f"max_local_cpu_size={config.max_local_cpu_size:g} GiB: LocalCPU of {rounded_size(fit.bytes)} has "
+                f"room for hardly one entry, and all entries pass through it: an image takes 0.5 to 20 MB"
             )
         warning = memory_warning(fit.bytes, pool)
         report.problems += [warning] if warning else []
@@ -430,7 +431,7 @@ def _too_small(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | N
     return (
         f"LocalDisk may grow to {config.max_local_disk_size:g} GiB, and the file system of {found.nearest} has "
         f"{rounded_size(max(0, room))} for it: lower max_local_disk_size or name another local_disk "
-        f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, stay free)"
+        f"(min_free_disk_size, {config.min_free_disk_size:g} GiB, must stay free)"
     )
 
 

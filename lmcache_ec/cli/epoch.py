@@ -37,18 +37,18 @@ class _Refused(Exception):
 
 def begin_epoch(
     to: int | None = typer.Option(
-        None, "--to", parser=whole(), metavar="N", help="Its number; the present one plus 1 if not given."
+        None, "--to", parser=whole(), metavar="N", help="Its number; by default the current one plus 1."
     ),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Begin a new epoch; asks first. Engines on this disk folder, also running ones, then use nothing stored so far.
+    """Begin a new epoch; asks first. Engines on this disk folder, even running ones, then use nothing stored so far.
 
-    The number is kept in the folder; the higher of it and ec.epoch holds. The exit status is 1 if none was begun.
+    The number is kept in the folder; the higher of it and ec.epoch applies. The exit status is 1 if none was begun.
     """
     if as_json and not yes:
-        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
+        raise typer.BadParameter("required with --json, which cannot ask", param_hint="--yes")
     config, report = configured(extra), Report()
     try:
         _begin(config, to, yes, report)
@@ -72,7 +72,7 @@ def _begin(config: EncoderCacheConfig, to: int | None, yes: bool, report: Report
         present = max(config.epoch, present_epoch(folder))
         wanted = present + 1 if to is None else to
         check_above(wanted, present)
-        question = f"{folder} is in epoch {present}. Begin {wanted}? Engines there use nothing that was stored so far."
+        question = f"{folder} is in epoch {present}. Begin {wanted}? Engines on it will use nothing stored so far."
         if yes or confirmed(question, "No epoch was begun."):
             raise_epoch(folder, wanted)
     except EpochError as error:
@@ -87,8 +87,8 @@ def _begin(config: EncoderCacheConfig, to: int | None, yes: bool, report: Report
 def _folder(config: EncoderCacheConfig) -> Path:
     if config.namespace is not None:
         raise _Refused(
-            f"namespace={config.namespace}: a namespace that is given by name has no epochs. Give another name in the "
-            f"configuration of all engines that share it, and restart them"
+            f"namespace={config.namespace}: an explicit namespace has no epochs. Change it in the configuration of "
+            f"all engines that share it, and restart them"
         )
     if config.local_disk is None:
         given = "remotes only" if config.remotes else "no tier"
@@ -103,7 +103,7 @@ def _described(error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return (
             "no engine has used this folder (there is no .usage in it): must be the local_disk of an engine that was "
-            "started. For one that was not, set ec.epoch"
+            "started. For an engine that has not been started yet, set ec.epoch"
         )
     if error.errno in _FORBIDDEN:
         return (
@@ -118,5 +118,5 @@ def _notes(epoch: int) -> list[str]:
         "Engines on this folder follow within two seconds, an idle one with its next request. vLLM's own caches on the "
         "device do not: reset the encoder cache and the prefix cache of each engine (docs/weights.md).",
         f"The number is stored in {EPOCH_FILE} in this folder only. Engines with other folders: run `lmcache-ec epoch "
-        f"--to {epoch}` there. Where the folder may be lost, set ec.epoch: {epoch} in the configuration, too.",
+        f"--to {epoch}` there. If the folder may be lost, set ec.epoch: {epoch} in the configuration, too.",
     ]

@@ -43,20 +43,20 @@ class Copy:
 
 
 def inspect(
-    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, sha256 of it, or object name."),
+    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, the sha256 of that, or its object name."),
     namespace: str = typer.Option(
-        "", "--namespace", metavar="NAMESPACE", help="Look for it here; otherwise in all that the tiers list."
+        "", "--namespace", metavar="NAMESPACE", help="Look only in this one; by default in all that the tiers list."
     ),
     tier: str = typer.Option("", "--tier", metavar="NAME", help="Look only at this tier."),
     header_only: bool = typer.Option(False, "--header-only", help="Do not read and verify the payload."),
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What one entry's header says, which tiers have the entry, and whether it verifies there.
+    """Show an entry's header, which tiers have the entry, and whether it verifies there.
 
     The header is that of a copy that verifies. If none does, or with --header-only, it is not verified, and the output
-    says so: anyone who can write to the tier may have written it. The exit status
-    is 1 if no tier has it, if it does not verify in one of them, or if one could not be reached.
+    says so: anyone who can write to the tier may have written it. The exit status is 1 if no tier has the entry, if it
+    does not verify in one of them, or if a tier could not be reached.
     """
     check_namespaces([namespace] if namespace else [], "--namespace")
     signing = signing_of(extra)
@@ -158,7 +158,7 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
     if header is not None:
         spec = header.spec
         if not _is_verified(copies, whole):
-            rows.append(("header", "not verified: what follows may be anything"))
+            rows.append(("header", "not verified: do not rely on what follows"))
         rows += [
             ("identifier", printable(header.identifier)),
             ("namespace", printable(header.namespace)),

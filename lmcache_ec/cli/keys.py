@@ -15,7 +15,7 @@ def list_keys(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object per key."),
     as_markdown: bool = typer.Option(False, "--markdown", help="Print a table in Markdown."),
 ) -> None:
-    """Every key of `ec:`, with its default, what it accepts, and what it does."""
+    """List every key of `ec:`, with its default, what it accepts, and what it does."""
     if as_json and as_markdown:
         raise typer.BadParameter("must be given without --json", param_hint="--markdown")
     if as_json:

@@ -37,14 +37,14 @@ def check_and_set(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list, one object per S3 remote."),
 ) -> None:
-    """Whether each S3 remote has a lifecycle rule that deletes what has outlived ec.ttl_s.
+    """Check that each S3 remote has a lifecycle rule that deletes entries older than ec.ttl_s.
 
-    Without one, such entries count as absent and stay in the bucket. The exit status is 1 if a rule is missing or
-    another one, or a remote cannot be asked.
+    Without one, such entries count as absent but stay in the bucket. The exit status is 1 if a rule is missing or
+    differs, or if a remote cannot be reached.
     """
     config = configured(extra)
     if apply and config.ttl_s is None:
-        raise typer.BadParameter("ec.ttl_s is not set: there is no age to delete at", param_hint="--set")
+        raise typer.BadParameter("ec.ttl_s is not set, so there is no age at which to delete", param_hint="--set")
     tiers = [tier for tier in named_tiers(config) if tier.kind is S3]
     rules = [_rule(tier, config.ttl_s, apply) for tier in tiers]
     if as_json:
@@ -71,13 +71,13 @@ def _rule(tier: NamedTier, ttl_s: float | None, apply: bool) -> Rule:
     wanted = None if ttl_days is None else math.ceil(ttl_days)
     problem = ""
     if deleted != wanted:
-        there = "no rule deletes what is old" if deleted is None else f"a rule deletes entries after {deleted:g} days"
-        meant = "ec.ttl_s is not set" if wanted is None else f"by ec.ttl_s it is to be {wanted} days, which --set sets"
+        there = "no rule deletes old entries" if deleted is None else f"a rule deletes entries after {deleted:g} days"
+        meant = "ec.ttl_s is not set" if wanted is None else f"ec.ttl_s needs {wanted} days: --set sets that"
         problem = f"{there}; {meant}"
     return Rule(tier.name, tier.where, ttl_days, deleted, problem)
 
 
 def _description(rule: Rule) -> str:
     if rule.deleted_after_days is None:
-        return "entries live for ever: neither ec.ttl_s nor a rule says otherwise"
+        return "entries never expire: neither ec.ttl_s nor a rule limits their age"
     return f"entries are deleted after {rule.deleted_after_days:g} days, as ec.ttl_s says"

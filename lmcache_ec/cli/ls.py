@@ -58,15 +58,15 @@ def list_entries(
         _SHOWN, "--count", parser=whole(0), metavar="N", help="At most this many, the newest first; 0: all."
     ),
     identifiers: bool = typer.Option(
-        False, "--identifiers", help="Read identifiers from slow tiers, too: one request to S3 per entry."
+        False, "--identifiers", help="Also read identifiers from slow tiers: one request to S3 per entry."
     ),
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Which entries the tiers hold: size, age and tiers of each, and its identifier where it takes little to read it.
+    """List the entries of the tiers: size, age and tiers of each, and its identifier where that is cheap to read.
 
-    Age counts from the last use; in S3, from the write. Each identifier is checked against its entry's name; nothing
-    else is verified here, as `inspect` and `verify` do that. The exit status is 1 if a tier could not be reached.
+    The age is the time since the last use; in S3, since the write. Each identifier is checked against its entry's name;
+    nothing else is verified: see `inspect` and `verify`. The exit status is 1 if a tier could not be reached.
     """
     check_namespaces(namespaces or ())
     with OpenTiers(wanted_tiers(extra, tier)) as opened:

@@ -86,10 +86,10 @@ def find_and_remove(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """How much each namespace takes in the tiers of this configuration, and when it was last used.
+    """Show how much each namespace takes in the tiers of this configuration, and when it was last used.
 
-    Changes nothing, unless something is to be removed. The exit status is 1 if a tier could not be reached, or if what
-    was to be removed was not.
+    Changes nothing, unless you ask for a removal. The exit status is 1 if a tier could not be reached, or if something
+    that should have been removed was not.
     """
     removal = bool(remove or remove_unused)
     _check_options(remove, remove_unused, unused_for, needs_yes=removal and as_json and not yes)
@@ -135,9 +135,9 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--remove") from None
     if remove_unused and not unused_for:
-        raise typer.BadParameter("say for how many days, more than 0, with --unused-for", param_hint="--remove-unused")
+        raise typer.BadParameter("give the number of days, above 0, with --unused-for", param_hint="--remove-unused")
     if needs_yes:
-        raise typer.BadParameter("needed beside --json, since nobody can be asked", param_hint="--yes")
+        raise typer.BadParameter("required with --json, which cannot ask", param_hint="--yes")
 
 
 def _in_use() -> tuple[dict[str, list[int]], list[int]]:
@@ -194,26 +194,26 @@ def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence
         )
     if report.errors and unused_for:
         names = ", ".join(report.errors)
-        return f"nothing is removed: {names} may know of a later use (--tier names one that decides alone)"
+        return f"nothing is removed: {names} may know of a later use (--tier lets one tier decide alone)"
     if silent:
         pids = ", ".join(map(str, silent))
         return (
             f"nothing is removed: store process {pids} on this host does not report its namespace (it may be another "
-            f"user's); --force removes all the same"
+            f"user's); --force removes anyway"
         )
     for row in report.rows:
         if row.in_use_by and not force:
             pids = ", ".join(map(str, row.in_use_by))
             return (
                 f"{row.use.namespace}: in use by the engine of store process {pids} on this host; --force removes it "
-                f"all the same, and the engine encodes again"
+                f"anyway, and the engine encodes again"
             )
     return ""
 
 
 def _question(report: Report) -> str:
     entries, size = (sum(numbers) for numbers in zip(*((r.use.entries, r.use.bytes) for r in report.rows), strict=True))
-    return f"Remove {counted(entries, 'entry')}, {precise_size(size)}? (Engines on other hosts are not seen from here.)"
+    return f"Remove {counted(entries, 'entry')}, {precise_size(size)}? (Engines on other hosts are not checked.)"
 
 
 def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:

@@ -60,9 +60,9 @@ def plan(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """What tiers of these sizes would save for a trace of requests: hits by tier, encoder time, network and money.
+    """Estimate what tiers of these sizes would save for a trace: hits by tier, encoder time, network and money.
 
-    A trace has the columns time_s, identifier, bytes, encode_s. The exit status is 2 for one that cannot be read.
+    A trace has the columns time_s, identifier, bytes, encode_s. The exit status is 2 if it cannot be read.
     """
     try:
         paid = parse_prices(prices)

@@ -188,7 +188,7 @@ def _record(followed: Followed, trace: Trace, seconds: float, interrupted: threa
     progress.clear()
     if trace.full:
         return "it ended early: the file has the size that --most allows"
-    return "" if now - there < _REPLACED_S else "it ended early: no engine that was recorded runs any more"
+    return "" if now - there < _REPLACED_S else "it ended early: none of the recorded engines runs any more"
 
 
 def _what(trace: Trace) -> str:
@@ -197,9 +197,9 @@ def _what(trace: Trace) -> str:
 
 def _dropped(trace: Trace) -> Iterator[str]:
     if trace.lost:
-        yield f"{trace.lost:,} more are not in it: there was no room for them on the way, or nobody knew their size"
+        yield f"{trace.lost:,} more are missing: there was no room for them, or their size was unknown"
     if trace.guessed:
-        yield f"guessed encode times: {trace.guessed:,}, as their engines had measured none"
+        yield f"guessed encode times: {trace.guessed:,}, because their engines had measured none"
 
 
 @contextmanager

@@ -34,9 +34,9 @@ def _timed(tier: Tier) -> float:
 def _mode(lookup: Lookup, answer_s: float) -> str:
     slow_s = Habits(lookup, 0.0).slow_s
     if lookup is Lookup.CATALOG:
-        return "asked for what its listing has (catalog)"
+        return "asked only for entries in its listing (catalog)"
     if lookup is Lookup.PROBE:
         return "asked for every item (probe)"
     quick = answer_s <= slow_s
     why = f"auto: {'at most' if quick else 'more than'} {1000 * slow_s:.0f} ms"
-    return f"asked for {'every item' if quick else 'what its listing has'} ({why})"
+    return f"asked for {'every item' if quick else 'entries in its listing'} ({why})"

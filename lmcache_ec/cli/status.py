@@ -39,8 +39,8 @@ _FIRST_RANK = re.compile(r"lmcache-ec-[0-9a-f]{32}-0")
 _LISTENS = 0x10000
 _SILENT = {
     "starting": "is starting: its scheduler side has not come up yet",
-    "replacing": "runs, and no store process of it answers: if that has ended, another one is started in the engine's "
-    "next scheduling pass; until then nothing is loaded from its tiers",
+    "replacing": "runs, but its store process does not answer: if that has ended, the engine's next scheduling pass "
+    "starts another one; until then nothing is loaded from its tiers",
 }
 """State -> what is printed of an engine in that state."""
 
@@ -129,7 +129,7 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
     earlier = f", {number - 1} before it ended" if number > 1 else ""
     yield f"  store process  {engine['pid']}{since or ''}{earlier}, {counted(engine['jobs'], 'job')} under way"
     if events := engine["events"]:
-        state = events["problem"] or f"batch {events['number']:,}, {counted(events['snapshots'], 'snapshot')} asked for"
+        state = events["problem"] or f"batch {events['number']:,}, {counted(events['snapshots'], 'snapshot')} requested"
         yield f"  events         {events['endpoint']}: {state}"
     if not book:
         yield "  no scheduling pass yet"

@@ -36,15 +36,15 @@ def notes(config: EncoderCacheConfig, proc: Path = Path("/proc")) -> Iterator[st
     writes = config.local_disk is not None or bool(config.remotes)
     if writes and first in _SHELLS:
         yield (
-            f"process 1 is {first}: a container whose command is a shell may end before what its engine stored is "
+            f"process 1 is {first}: a container whose command is a shell may end before its engine's entries are "
             f"written; start the engine with exec, as process 1 or the only child of {', '.join(sorted(_INITS))}"
         )
     elif writes and first and first not in _HOSTS:
         grace_s = config.drain_s + _EXIT_S
         yield (
             f"process 1 is {first}, so this is a container: an engine that runs as process 1, or as the only child of "
-            f"an init, waits up to {grace_s:g} s at its exit for writes to end (drain_s plus {_EXIT_S} s): allow that "
-            f"much more than vLLM needs to stop (terminationGracePeriodSeconds, docker stop -t)"
+            f"an init, waits up to {grace_s:g} s at its exit until writes are finished (drain_s plus {_EXIT_S} s): "
+            f"allow that much more than vLLM needs to stop (terminationGracePeriodSeconds, docker stop -t)"
         )
     if config.local_disk is not None and (largest := found.get("ulimit_f_bytes")) is not None:
         yield f"no entry longer than {rounded_size(int(largest))} is written to local_disk: RLIMIT_FSIZE (ulimit -f)"

@@ -66,10 +66,10 @@ def top(
     interval: float = typer.Option(
         2.0, "--interval", parser=number(0.2, 3600), metavar="SECONDS", help="Seconds between updates."
     ),
-    once: bool = typer.Option(False, "--once", help="Print the rates of one interval, and end."),
+    once: bool = typer.Option(False, "--once", help="Print the rates of one interval, and exit."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON list per interval, each on its own line."),
 ) -> None:
-    """What the caches of the engines on this host do now: each tier's rates per second. Ctrl-C ends it."""
+    """Show what the caches of the engines on this host are doing: each tier's rates per second. Ctrl-C ends it."""
     try:
         if as_json or once:
             _print(interval, once=once, as_json=as_json)

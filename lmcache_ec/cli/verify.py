@@ -135,7 +135,7 @@ def verify(
     extra: Extra = "{}",
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Whether the entries of the tiers are intact: reads them whole and compares them with their digests.
+    """Check that the entries of the tiers are intact: read them whole and compare them with their digests.
 
     Verifying does not count as a use. Ctrl-C ends it at any time and shows what was found so far. The exit status is
     1 if an entry is corrupt or unreadable, or a tier could not be reached; 130 after Ctrl-C.
@@ -169,7 +169,7 @@ def verify(
     else:
         opened.report()
     if interrupted:
-        typer.echo("interrupted: the rest was not looked at", err=True)
+        typer.echo("interrupted: the rest was not checked", err=True)
         raise typer.Exit(INTERRUPTED)
     seen = frozenset[str]().union(*(report.namespaces for report in reports.values()))
     absent = report_absent(namespaces or (), seen) if not opened.errors else False
@@ -266,7 +266,7 @@ def _collect(judged: Iterator[Judged], report: Report) -> None:
         report.add(one)
         lost = lost + 1 if one.lost else 0
         if lost >= _FAILURES:
-            raise TierUnreachable(None, f"{one.problem}; the rest was not looked at")
+            raise TierUnreachable(None, f"{one.problem}; the rest was not checked")
 
 
 # ---- what is printed
@@ -293,7 +293,7 @@ def _print(name: str, report: Report, passed_s: float) -> None:
     if verdicts[Verdict.NOT_SIGNED]:
         parts.append(f"{verdicts[Verdict.NOT_SIGNED]:,} not signed with the key of this configuration")
     if verdicts[Verdict.UNCHECKED]:
-        parts.append(f"{verdicts[Verdict.UNCHECKED]:,} whole, signature not checked (namespace without this key's id)")
+        parts.append(f"{verdicts[Verdict.UNCHECKED]:,} intact, signature not checked (namespace without this key's id)")
     if verdicts[Verdict.GONE]:
         parts.append(f"{verdicts[Verdict.GONE]:,} removed meanwhile by others")
     all_read = report.listed in (None, report.verdicts.total())

@@ -138,9 +138,9 @@ def warm(
 ) -> None:
     """Copy entries from a remote to the disk, verified, the newest first.
 
-    What is on the disk already is skipped: after Ctrl-C the same command continues. Without --evict nothing is evicted,
-    and it ends when the disk is full. The exit status is 1 if entries could not be read or did not verify, or a tier
-    could not be reached; 130 after Ctrl-C.
+    Entries already on the disk are skipped, so after Ctrl-C the same command continues. Without --evict nothing is
+    evicted, and the command ends when the disk is full. The exit status is 1 if entries could not be read or did not
+    verify, or a tier could not be reached; 130 after Ctrl-C.
     """
     check_namespaces([namespace] if namespace else [])
     most_bytes = _bytes(size)
@@ -365,4 +365,4 @@ def _print(report: Report, source: str) -> None:
     if report.problem:
         typer.echo(report.problem, err=True)
     if report.interrupted:
-        typer.echo("interrupted: the same command goes on from here", err=True)
+        typer.echo("interrupted: the same command continues from here", err=True)

@@ -27,8 +27,8 @@ def where(
         ...,
         "--replica",
         metavar="ADDRESS",
-        help="Where a replica publishes (ec.events_endpoint), for example tcp://10.0.0.7:5757; once for each. With a "
-        "comma the address of snapshots, if that is not 1000 ports above.",
+        help="Where a replica publishes (ec.events_endpoint), for example tcp://10.0.0.7:5757; once per replica. Add "
+        "the address of snapshots after a comma if it is not 1000 ports above.",
     ),
     namespace: str = typer.Option(
         "", "--namespace", metavar="NAMESPACE", help="Count only replicas of this namespace."
@@ -38,9 +38,9 @@ def where(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Which replicas hold these entries in LocalCPU, according to what they publish. No engine is asked.
+    """Show which replicas hold these entries in LocalCPU, according to the events they publish. No engine is asked.
 
-    The exit status is 1 if an entry is held by none, or a replica did not answer.
+    The exit status is 1 if no replica holds an entry, or if a replica did not answer.
     """
     if find_spec("zmq") is None:
         raise typer.BadParameter("pyzmq is needed: pip install 'lmcache-ec[events]'")

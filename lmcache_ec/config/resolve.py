@@ -121,10 +121,10 @@ def _overruled(config: EncoderCacheConfig, origins: Mapping[str, Origin]) -> Ite
     reasons: dict[str, str] = {}
     if config.namespace is not None:
         reasons |= dict.fromkeys(
-            ("salt", "epoch", "key_by_engine_version"), "as namespace replaces what they determine"
+            ("salt", "epoch", "key_by_engine_version"), "because namespace replaces what they determine"
         )
     if config.events_endpoint is None:
-        reasons |= dict.fromkeys(("events_snapshot_endpoint", "events_topic"), "as events_endpoint is not set")
+        reasons |= dict.fromkeys(("events_snapshot_endpoint", "events_topic"), "because events_endpoint is not set")
     for key, why in reasons.items():
         if getattr(config, key) != default(key):
             yield f"{key}={describe(config, key)} in {origins[key].location}: has no effect, {why}"
@@ -191,10 +191,10 @@ def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
     if links:
         yield (
             f"ignored, as Kubernetes sets them for a Service: {', '.join(map(masked_name, links))} "
-            "(enableServiceLinks: false in the pod leaves them out)"
+            "(enableServiceLinks: false in the pod removes them)"
         )
     for setting in strange:
-        yield f"ignored: {setting.origin.location} names no key; the keys are {', '.join(_KEYS)}"
+        yield f"ignored: {setting.origin.location} is not a key; the keys are {', '.join(_KEYS)}"
 
 
 def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
@@ -202,7 +202,7 @@ def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
     slow = ""
     for kind in map(kind_of, urls):
         if slow and kind.quick:
-            yield f"remotes: {slow} is asked before {kind.name}, which answers sooner: name {kind.name} first"
+            yield f"remotes: {slow} is asked before {kind.name}, which answers faster: put {kind.name} first"
             return
         slow = slow or (kind.name if kind.lookup is Lookup.CATALOG else "")
 
@@ -213,7 +213,7 @@ def _unindented(read: FileSettings) -> Iterator[str]:
     if read.empty_ec and not read.ours and beside:
         named = ", ".join(f"{setting.key} ({setting.origin.location})" for setting in beside)
         yield (
-            f"ec in {read.empty_ec} has no value, and beside it, not indented, is {named}: "
+            f"ec in {read.empty_ec} has no value, but is followed, without indentation, by {named}: "
             "indent what belongs to ec by two spaces, or write ec: {} if nothing does"
         )
 
@@ -224,7 +224,7 @@ def _unknown(setting: Setting, secret: bool) -> str:
     value = masked(setting.value) if nearest else masked_unknown(setting.value)
     named = f"unknown key {masked_name(setting.name)}={HIDDEN if secret else value}"
     if setting.key == "ec" and isinstance(setting.value, Mapping):
-        advice = "the keys stand there directly, without ec around them"
+        advice = "write the keys there directly, without ec around them"
     else:
         advice = f"did you mean {nearest[0]}?" if nearest else f"must be one of {', '.join(_KEYS)}"
     return f"{named} in {setting.origin.location}: {advice}"
@@ -239,7 +239,7 @@ def _misplaced(setting: Setting) -> str:
     key = setting.key[3:] if setting.key.startswith(("ec.", "ec-")) else setting.key
     value = f"={masked(setting.value)}" if key in _KEYS else ""
     return (
-        f"{masked_name(setting.key)}{value} in {setting.origin.location} stands outside of ec: "
+        f"{masked_name(setting.key)}{value} in {setting.origin.location} is outside of ec: "
         f"indent it under ec: as {masked_name(key)}, or write ec_{masked_name(key)}"
     )
 

@@ -110,7 +110,7 @@ def from_file(file: str) -> FileSettings:
     except yaml.MarkedYAMLError as error:
         line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
         raise ConfigError(
-            f"{asked}: not YAML{line}: mend it there or in the line before; indent with spaces, not with tabs"
+            f"{asked}: not YAML{line}: correct it there or in the line before; indent with spaces, not with tabs"
         ) from None
     except ConfigError:
         raise

@@ -88,7 +88,7 @@ class Replica(NamedTuple):
         """
         parts = [part.strip() for part in text.split(",")]
         if len(parts) > 2:
-            raise ValueError(f"{text!r}: must be one address, or two with a comma between: of events, of snapshots")
+            raise ValueError(f"{text!r}: must be one address, or two separated by a comma: of events, of snapshots")
         for part in parts:
             if not part.startswith("ipc:///"):
                 try:
@@ -130,7 +130,7 @@ def why_unusable(endpoint: str) -> str:
         folder = os.path.dirname(endpoint.removeprefix("ipc://"))
         if is_answered(endpoint):
             return os.strerror(errno.EADDRINUSE)
-        return "" if os.access(folder, os.W_OK) else f"{folder} is not there or not writable"
+        return "" if os.access(folder, os.W_OK) else f"{folder} does not exist or is not writable"
     address, port = _host_and_port(endpoint)
     family = socket.AF_INET6 if address.startswith("[") else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as trying:

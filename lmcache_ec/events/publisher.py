@@ -183,7 +183,7 @@ class Publisher:
     def _complain(self, problem: str) -> None:
         if problem != self._problem:
             self._problem = problem
-            self._report("events-refused", f"no events are published, which is tried again: {problem}")
+            self._report("events-refused", f"events cannot be published; retrying: {problem}")
         self._bind_at = time.monotonic() + _BIND_AGAIN_S
 
 

@@ -196,7 +196,7 @@ class Cache:
         """Several at once, in their order; 16 side by side."""
         self._check_open()
         if isinstance(identifiers, str):
-            raise TypeError("get_each takes several identifiers; for one there is get")
+            raise TypeError("get_each takes several identifiers; for one, use get")
         return list(self._readers.map(self.get, identifiers))
 
     def __contains__(self, identifier: str) -> bool:
@@ -247,7 +247,9 @@ class Cache:
             self._landed.notify_all()
         late = self._writes.close(self._config.drain_s)
         if late:
-            _logger.warning("%d entries are not in every tier after %g s, and left", late, self._config.drain_s)
+            _logger.warning(
+                "%d entries were not in every tier after %g s, and were given up", late, self._config.drain_s
+            )
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._tiers.close()
 
@@ -293,10 +295,12 @@ def _namespace(given: str | None, config: EncoderCacheConfig) -> str:
     if not config.enabled:
         raise ConfigError("ec.enabled is false: the cache is switched off in this configuration")
     if not (config.local_disk or config.remotes):
-        raise ConfigError("no tier: neither local_disk nor remotes is set, and a program keeps its memory itself")
+        raise ConfigError("no tier: neither local_disk nor remotes is set, and there is no memory tier in a program")
     namespace = given if given is not None else config.namespace
     if namespace is None:
-        raise ConfigError("no namespace: give one that names what makes the tensors, as namespace= or ec.namespace")
+        raise ConfigError(
+            "no namespace: give a name for the model that makes the tensors, as namespace= or ec.namespace"
+        )
     if not isinstance(namespace, str):
         raise ConfigError(f"the namespace of Cache: must be text, not {type(namespace).__name__}")
     try:

@@ -299,9 +299,9 @@ class DiskTier(Tier):
     def _described(self) -> str:
         """What is known of the account, where that is not as it should be."""
         if self.read_only:
-            return f"disk tier at {self.root}: read only, as nothing can be written there: {self._forbidden}"
+            return f"disk tier at {self.root}: read only, because it cannot be written to: {self._forbidden}"
         if not self._account.shared:
-            return f"disk tier at {self.root}: each engine counts what it has seen: {self._account.problem}"
+            return f"disk tier at {self.root}: each engine counts only what it has seen: {self._account.problem}"
         return ""
 
     def _refusal(self) -> WritesRefused:
@@ -317,7 +317,7 @@ class DiskTier(Tier):
         status = os.statvfs(root)
         free = status.f_bavail * status.f_frsize
         if status.f_blocks and free - length < self.min_free_bytes:
-            text = f"{free} bytes are free on its file system, and {self.min_free_bytes} have to stay so"
+            text = f"{free} bytes are free on its file system, and {self.min_free_bytes} must stay free"
             raise TierError(errno.ENOSPC, f"the disk tier does not write {length} bytes: {text}")
 
     def _put(self, new: NewEntry) -> bool:

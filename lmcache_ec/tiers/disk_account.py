@@ -212,7 +212,7 @@ class FolderAccount:
                     removed |= alone is False  # since it was opened: nobody will see it again
             if removed:
                 raise OSError(errno.EAGAIN, f"{self._name} is removed again and again")
-            self._count_alone("this file system counts no names")
+            self._count_alone("this file system does not count links")
         except Foreign as error:
             self._count_alone(str(error.strerror))
         return None

@@ -86,8 +86,9 @@ def _read(root: int, folder: Path) -> int:
     number = int(data) if _TEXT.fullmatch(data) else -1
     if not 0 <= number <= MAX_EPOCH:
         raise EpochError(
-            f"{folder / EPOCH_FILE} holds {data.decode(errors='replace')!r}, which is no epoch: must be a whole number "
-            f"from 0 to {MAX_EPOCH}, as `lmcache-ec epoch` writes it; without the file the epoch is the configuration's"
+            f"{folder / EPOCH_FILE} holds {data.decode(errors='replace')!r}, which is not an epoch: must be a whole "
+            f"number from 0 to {MAX_EPOCH}, as `lmcache-ec epoch` writes it; without the file, the epoch of the "
+            f"configuration holds"
         )
     return number
 

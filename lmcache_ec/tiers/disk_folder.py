@@ -154,7 +154,7 @@ def open_below(folder: int, name: str, flags: int, mode: int = 0) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EXDEV):
             raise
-        text = f"{name} is a link or another mount, or behind one, and was left alone"
+        text = f"{name} is a link or another mount, or behind one, and was not touched"
         raise Foreign(error.errno, text) from None
 
 
@@ -168,7 +168,7 @@ def open_file(folder: int, name: str, flags: int) -> int:
     except OSError as error:
         if error.errno not in NO_FILE:
             raise
-    raise Foreign(errno.EINVAL, f"{name} is no regular file, and was left alone")
+    raise Foreign(errno.EINVAL, f"{name} is not a regular file, and was not touched")
 
 
 def create_file(folder: int, name: str, of_root: os.stat_result) -> int:
@@ -215,7 +215,7 @@ def is_its_only_name(opened: os.stat_result, folder: int, name: str) -> bool | N
     if named.st_ino != opened.st_ino or named.st_dev != opened.st_dev:
         return False
     if named.st_nlink > 1:
-        raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was left alone")
+        raise Foreign(errno.EMLINK, f"{name} has a second name (a hard link), and was not touched")
     return named.st_nlink == 1 or None
 
 

@@ -41,7 +41,7 @@ def decode_shard(name: str, data: bytes, signing: SigningKey | None) -> tuple[in
     """How many keys are in it, and its bits."""
     keys, payload = _decode(name, data, signing)
     if not is_shard(payload):
-        raise NoCatalogObject(f"{name}: {len(payload)} bytes are no shard")
+        raise NoCatalogObject(f"{name}: {len(payload)} bytes are not a shard")
     return min(keys, len(payload) * 8), payload
 
 
@@ -55,7 +55,7 @@ def decode_delta(name: str, data: bytes, signing: SigningKey | None) -> bytes:
 
 def _decode(name: str, data: bytes, signing: SigningKey | None) -> tuple[int, bytes]:
     if not _HEADER.size + _TAG_BYTES <= len(data) <= MAX_OBJECT_BYTES:
-        raise NoCatalogObject(f"{name}: {len(data)} bytes are no object of a catalog")
+        raise NoCatalogObject(f"{name}: {len(data)} bytes are not an object of a catalog")
     body, tag = data[:-_TAG_BYTES], data[-_TAG_BYTES:]
     magic, keys = _HEADER.unpack_from(body)
     if magic != _MAGIC or tag != _tag(name, body, signing):

@@ -42,10 +42,10 @@ def _unserved(scheme: str) -> str:
     given = f"{scheme}://" if scheme else "an address without a scheme"
     near = difflib.get_close_matches(scheme, SCHEMES, 1)
     if near:
-        return f"no tier serves {given}: did you mean {near[0]}://?"
+        return f"no tier supports {given}: did you mean {near[0]}://?"
     known = ", ".join(f"{kind.schemes[0]}://" for kind in KINDS)
     store = " (an S3 store: s3://bucket/prefix?endpoint=…)" if scheme in ("http", "https") else ""
-    return f"no tier serves {given}: must be {known} or another of docs/configuration.md#addresses-of-stores{store}"
+    return f"no tier supports {given}: must be {known} or another of docs/configuration.md#addresses-of-stores{store}"
 
 
 def configured(

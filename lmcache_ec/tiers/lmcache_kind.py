@@ -39,6 +39,6 @@ LMCACHE = RemoteKind(
     ),
     refused=REFUSED,
     # Not `fs://` either: its connector knows no times, and makes folders wherever it is opened.
-    no_namespaces="cannot be listed through LMCache's connector, nor anything removed by its namespace",
-    no_probe="LMCache's connector may change what is there",
+    no_namespaces="cannot be listed through LMCache's connector, and nothing can be removed by namespace",
+    no_probe="LMCache's connector may change what is stored",
 )

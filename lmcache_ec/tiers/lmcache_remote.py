@@ -149,8 +149,8 @@ class LMCacheRemoteTier(Tier):
             raise ValueError(error.strerror) from None
         if not kept:
             raise ValueError(
-                f"{self._address} cannot keep encoder outputs: it gave back another value than it was given, "
-                f"as a connector does that takes each for a KV chunk of one size"
+                f"{self._address} cannot keep encoder outputs: it returned another value than it was given, like a "
+                f"connector that treats every value as a KV chunk of one size"
             )
 
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
@@ -179,7 +179,7 @@ class LMCacheRemoteTier(Tier):
                 self._count_as_absent(entry)
             await there.put(entry, carried)
             if not await there.exists(entry):  # no connector says what came of a put
-                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was written, and is not there")
+                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was written, but is not there")
             self._void.pop(entry, None)
             return True
 
@@ -202,7 +202,7 @@ class LMCacheRemoteTier(Tier):
                 self._count_as_absent(entry)
                 return
             if not removed and await there.exists(entry):
-                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was deleted, and is still there")
+                raise TierError(errno.EIO, f"{self._address}: {key.object_name} was deleted, but is still there")
             self._void.pop(entry, None)
 
         self._ask(entry, self._timeout_s, f"delete {key.object_name}", remove)
@@ -286,11 +286,11 @@ class LMCacheRemoteTier(Tier):
 
     def _limits(self, ttl_s: float | None) -> str:
         """What a user has to know who reads no source."""
-        limits = ["nothing removes what is there"]
+        limits = ["it never removes anything"]
         if ttl_s is not None:
             limits.append("ec.ttl_s has no effect")
         if not self._traits.lists:
-            limits.append("it cannot be listed, so it is asked about every item, and not to be used as a catalog")
+            limits.append("it cannot be listed, so it is asked about every item, and cannot be used as a catalog")
         return f"{self._address}, through LMCache's own connector: {'; '.join(limits)}"
 
     # ---- on the loop's thread
@@ -347,7 +347,7 @@ class LMCacheRemoteTier(Tier):
                 self._forget(there)  # and with it the value that nobody takes
             return reading.found, None
         if reading.found is not None or (not self._traits.one_stream and await there.exists(entry)):
-            raise _Unreadable("there is a value, and LMCache's connector could not read it")
+            raise _Unreadable("there is a value, but LMCache's connector could not read it")
         return None
 
     async def _prove(self, there: Connection) -> bool:

@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 
 SCHEMES = ("lm", "fs", "mooncakestore", "plugin", "hf3fs", "eic", "infinistore", "sagemaker-hyperpod")
 
-_KV_SHAPES = "LMCache's connector takes each value for a KV chunk of the one size that it computes"
+_KV_SHAPES = "LMCache's connector treats every value as a KV chunk of one size, which it computes"
 REFUSED: Mapping[str, str] = {
     "azure": _KV_SHAPES,
     "bigtable": _KV_SHAPES,
     "hfbucket": _KV_SHAPES,
-    "mock": "LMCache's connector keeps lengths, and no bytes",
-    "blackhole": "LMCache's connector keeps nothing",
-    "audit": "it wraps another remote: name that one",
+    "mock": "LMCache's connector stores lengths, but no bytes",
+    "blackhole": "LMCache's connector stores nothing",
+    "audit": "it wraps another remote: use that one directly",
     "external": "LMCache has replaced it by remote_storage_plugins: use plugin://<name>",
 }
 """Scheme, or type of a built-in plugin -> why no encoder output can be kept there."""
@@ -26,7 +26,7 @@ REFUSED: Mapping[str, str] = {
 _PLUGIN = "remote_storage_plugin."
 _PLUGIN_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _BUILT_IN = ("fs", "mooncakestore", "hf3fs")  # plugins that need no class in extra_config
-_ELSEWHERE = "name it by its own URL, which this cache's own tier serves"
+_ELSEWHERE = "use its own URL, for which this cache has a tier"
 _REFUSED_PLUGINS = {**REFUSED, **dict.fromkeys(("redis", "valkey", "s3"), _ELSEWHERE)}
 _MOONCAKE_MASTER = ("mooncake_master_server_addr", "mooncake_master_server_address", "master_server_address")
 

@@ -69,7 +69,7 @@ def opened(
         elif not restarted and (opening.habits.local or not isinstance(error, TierUnreachable)):
             refuse(f"{opening.what}: {message(error)}")
         else:
-            report(f"{opening.what}-open", f"{message(error)}; tried again in the background")
+            report(f"{opening.what}-open", f"{message(error)}; retried in the background")
             tiers[future] = AwaitedTier(opening.name, opening.open, None if future.done() else future)
     return [(tiers[future], opening.habits) for future, opening in attempts.items() if future in tiers]
 

@@ -199,34 +199,34 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
         if isinstance(link, MasterNotFoundError):
             return errno.EHOSTDOWN, _explain_service(options.service)
         if isinstance(link, AuthenticationError) and credentials.none(options):
-            return errno.EACCES, "authentication failed: it wants a password, and none is configured (password_file)"
+            return errno.EACCES, "authentication failed: it requires a password, but none is configured (password_file)"
         for kinds, number, reason in _EXPLANATIONS:
             if isinstance(link, kinds):
                 return number, reason
         text = f"{text} {link}" if link is not error else text
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     if "unknown command" in text.lower() and "sentinel" in text.lower():
-        return errno.EPROTO, "this is a Redis server, not a Sentinel: a single server is redis://HOST:PORT"
+        return errno.EPROTO, "this is a Redis server, not a Sentinel: for a single server use redis://HOST:PORT"
     if "unknown command" in text.lower() and "strlen" in text.lower():
-        return errno.EPROTO, "this is no Redis server; a Sentinel is asked with redis-sentinel://HOST:PORT/SERVICE"
+        return errno.EPROTO, "this is not a Redis server; for a Sentinel use redis-sentinel://HOST:PORT/SERVICE"
     if "Cluster mode is not enabled" in text:
-        return errno.EPROTO, "this is no Cluster: a single server is redis://"
+        return errno.EPROTO, "this is not a Cluster: for a single server use redis://"
     # A server may answer an AUTH that it does not know with what it was sent.
     return errno.EIO, without_secrets(text, options.secrets)
 
 
 _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
     ((AuthenticationError,), errno.EACCES, "authentication failed: wrong or missing user or password"),
-    ((NoPermissionError,), errno.EACCES, "the user has no right to do this to keys with this prefix"),
+    ((NoPermissionError,), errno.EACCES, "the user has no permission for this on keys with this prefix"),
     ((OutOfMemoryError,), errno.ENOSPC, "the server is full and evicts nothing"),
     ((ReadOnlyError,), errno.EROFS, "the server is a read-only replica"),
     ((BusyLoadingError,), errno.EAGAIN, "the server is loading its data"),
     ((MasterDownError,), errno.EAGAIN, "the server is a replica that has lost its master"),
-    ((AskError,), errno.EPROTO, "this is a server of a Cluster: redis-cluster:// is what follows its redirects"),
+    ((AskError,), errno.EPROTO, "this server belongs to a Cluster: use redis-cluster://, which follows its redirects"),
     (
         (socket.gaierror,),
         errno.EHOSTUNREACH,
-        "the name of the host does not resolve: is it spelled correctly, and does DNS answer?",
+        "the host name does not resolve: is it spelled correctly, and does DNS answer?",
     ),
     ((ConnectionRefusedError, FileNotFoundError), errno.ECONNREFUSED, "nothing listens there"),
     ((TimeoutError,), errno.ETIMEDOUT, "no answer in time"),
@@ -236,11 +236,11 @@ _EXPLANATIONS: tuple[tuple[tuple[type[BaseException], ...], int, str], ...] = (
 
 def _explain_service(service: str) -> str:
     default = " (the default where the URL has no /SERVICE)" if service == RedisOptions().service else ""
-    return f"the Sentinels know no master of this service that is up: {service}{default}"
+    return f"the Sentinels know no running master of this service: {service}{default}"
 
 
 def _explain_end(missing: str) -> tuple[int, str]:
-    return errno.ECONNRESET, f"the server broke off the connection (does it want {missing}?)"
+    return errno.ECONNRESET, f"the server closed the connection (does it require {missing}?)"
 
 
 def _explain_tls(error: BaseException) -> tuple[int, str]:
@@ -250,5 +250,5 @@ def _explain_tls(error: BaseException) -> tuple[int, str]:
         return _explain_end("a client certificate")
     reason = str(getattr(error, "reason", None) or "no answer")
     if "ALERT" in reason and re.search("CERT|CA$|HANDSHAKE|DENIED", reason):
-        return errno.EPROTO, f"TLS: the server refuses the client's certificate, or wants one ({reason})"
+        return errno.EPROTO, f"TLS: the server refuses the client's certificate, or requires one ({reason})"
     return errno.EPROTO, f"TLS handshake failed: does the server speak TLS at this port? ({reason})"

@@ -207,8 +207,8 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
         raise ValueError(f"URL of a Redis tier: must begin with one of {', '.join(SCHEMES)}")
     if "@" in parts.path + parts.query + parts.fragment or parts.fragment:
         raise ValueError(
-            "URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @; or ${NAME}, "
-            "and the environment variable NAME holds them as they are"
+            "URL of a Redis tier: in user and password write %23 for #, %2F for /, %3F for ?, %40 for @; or use "
+            "${NAME}: the environment variable NAME holds them unescaped"
         )
     deployment, tls = SCHEMES[parts.scheme]
     credentials, _, hosts = parts.netloc.rpartition("@")
@@ -225,7 +225,7 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
         if name not in _PARAMETERS:
             nearest = difflib.get_close_matches(name, _PARAMETERS, n=1)
             advice = f"did you mean {nearest[0]}?" if nearest else f"must be among {', '.join(_PARAMETERS)}"
-            raise ValueError(f"URL of a Redis tier: a parameter that is not known: {advice}")
+            raise ValueError(f"URL of a Redis tier: unknown parameter: {advice}")
         option, reads = _PARAMETERS[name]
         found[option] = _value(f"parameter {name}", reads, text)
     port = 26379 if deployment is Deployment.SENTINEL else 6379
@@ -233,7 +233,7 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
     if deployment is Deployment.SOCKET and (hosts or path in ("", "/")):
         raise ValueError("URL of a Redis tier: must be unix:///path/of/the/socket")
     if deployment is Deployment.SINGLE and len(servers) > 1:
-        raise ValueError("URL of a Redis tier: several servers are a redis-cluster:// or a redis-sentinel://")
+        raise ValueError("URL of a Redis tier: for several servers use redis-cluster:// or redis-sentinel://")
     merged = replace(options, **found)
     if deployment is Deployment.CLUSTER and merged.database:
         raise ValueError(f"URL of a Redis tier: a Cluster has no database {merged.database}, only 0")

@@ -128,7 +128,7 @@ class S3Tier(Tier):
         access = self._access
         try:
             self._prompt.get(_NEVER_WRITTEN)
-            advice = "it answers to any name, as S3 does not"
+            advice = "it has an object for any name, as S3 never does"
         except (BaseError, OSError) as error:
             fault = Fault.of(error)
             if fault.code == "NoSuchKey":
@@ -153,8 +153,8 @@ class S3Tier(Tier):
         except (BaseError, OSError) as error:
             if Fault.of(error).of_another_key:
                 raise ValueError(
-                    f"S3 at {self._access.where}: what is there was written without the key of sse-c, or with another "
-                    f"one: correct sse_c_key_file, or let the URL name another prefix"
+                    f"S3 at {self._access.where}: the objects there were written without this key of sse-c, or with "
+                    f"another one: correct sse_c_key_file, or use another prefix in the URL"
                 ) from None
 
     def _compare_clocks(self) -> None:
@@ -163,7 +163,8 @@ class S3Tier(Tier):
 
     def _give_notice(self) -> None:
         unconditional = (
-            f"S3 at {self._access.where}: it knows no conditional writes, so two engines may write one entry twice"
+            f"S3 at {self._access.where}: it does not support conditional writes, so two engines may write one entry "
+            f"twice"
         )
         self.notice = "; ".join(filter(None, ("" if self._conditions else unconditional, self._clock.notice)))
 
@@ -389,7 +390,7 @@ class S3Tier(Tier):
             except AlreadyExistsError as error:
                 if Fault.of(error).status != "409":  # that one says: deleted while this was under way, try again
                     return False
-        raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others write and delete it")
+        raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others keep writing and deleting it")
 
     def _put_over(self, key: EncoderCacheKey, data: memoryview, unchanged: Any) -> bool:
         """Replace an object, and nothing that a neighbour wrote meanwhile."""

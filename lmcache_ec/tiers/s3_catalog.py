@@ -196,7 +196,7 @@ class S3Catalog:
                 raise
             break
         else:
-            raise TierError(errno.EAGAIN, f"s3 tier could not read the catalog of {namespace}: it changes all the time")
+            raise TierError(errno.EAGAIN, f"s3 tier could not read the catalog of {namespace}: it keeps changing")
         if not absent:
             changed_deltas += self._announce(folder, pending, signing)
         return self._catalog(folder, look, changed_deltas, signing)

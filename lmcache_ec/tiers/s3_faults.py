@@ -86,10 +86,10 @@ class Fault:
         if self.code in _ADVICE or self.status == "403":
             return f"{_ADVICE.get(self.code, _ADVICE['AccessDenied'])} ({self})".replace("{bucket}", bucket)
         if self.status == "400" and not tls:
-            return "HTTP 400: perhaps it expects TLS; then let the endpoint begin with https://, or tls be true"
+            return "HTTP 400: perhaps it expects TLS: then begin the endpoint with https://, or set tls=true"
         if self.not_ready:
             return f"{self}: server error; retry later"
-        return f"{self}: it does not answer as S3 does"
+        return f"{self}: it does not answer like S3"
 
 
 _WANT_A_KEY = ("InvalidArgument", "InvalidRequest")
@@ -113,7 +113,7 @@ _KINDS = (
 )
 _WHAT_TO_DO = {
     _UNTRUSTED: "; name the authority's certificate with ca_bundle=/path",
-    _NO_TLS: "; if it is meant to do without, let the endpoint begin with http://, or tls be false",
+    _NO_TLS: "; if it does not use TLS, begin the endpoint with http://, or set tls=false",
     _SILENT: "; check endpoint, network and proxy",
     _REFUSED: "; check the endpoint, and whether the server runs",
     _UNKNOWN_HOST: "; check endpoint and region",
@@ -130,8 +130,8 @@ _ADVICE = {
     "SignatureDoesNotMatch": _BAD_CREDENTIALS,
     "InvalidToken": _BAD_CREDENTIALS,
     "ExpiredToken": _BAD_CREDENTIALS,
-    "AccessDenied": "access denied: needed are s3:ListBucket on the bucket, and on its objects s3:GetObject, "
-    "s3:DeleteObject and, but for consumers, s3:PutObject",
+    "AccessDenied": "access denied: needed are s3:ListBucket on the bucket and, on its objects, s3:GetObject, "
+    "s3:DeleteObject and (except for consumers) s3:PutObject",
     "RequestTimeTooSkewed": "clock skew: this machine's clock and the server's are too far apart",
 }
 

@@ -17,7 +17,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9a-fA-F:.]+\](?::[0-9]
 _AWS_HOST = re.compile(r"(?P<bucket>.+)\.s3(?:[.-](?P<region>[a-z0-9-]+))?\.amazonaws\.com(?:\.cn)?")
 CUSTOMER_KEY = "sse-c"
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse", CUSTOMER_KEY)
-_CREDENTIALS = "S3 URL with credentials: leave them to the environment, a profile or a role"
+_CREDENTIALS = "S3 URL with credentials: use the environment, a profile or a role instead"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     if bucket.endswith("--x-s3") or extra.get("s3_enable_s3express"):
         raise ValueError("S3 Express directory buckets are not supported: name a general-purpose bucket")
     if prefix and not _PREFIX.fullmatch(prefix):
-        raise ValueError("S3 URL: accepted in the prefix are A-Z a-z 0-9 . _ = - and single slashes")
+        raise ValueError("S3 URL: the prefix may contain A-Z a-z 0-9 . _ = - and single slashes")
     access_key_id, secret_access_key = extra.get("aws_access_key_id"), extra.get("aws_secret_access_key")
     if bool(access_key_id) != bool(secret_access_key):
-        raise ValueError("aws_access_key_id and aws_secret_access_key are given together or not at all")
+        raise ValueError("aws_access_key_id and aws_secret_access_key must be given together or not at all")
     if asked.get("sse", "AES256") not in _ENCRYPTIONS:
         raise ValueError(f"S3 URL: sse must be one of {', '.join(_ENCRYPTIONS)}")
     if "sse_kms_key_id" in asked and not asked.get("sse", "").startswith("aws:kms"):
@@ -83,7 +83,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
         raise ValueError(f"S3 URL: sse_c_key_file belongs to sse={CUSTOMER_KEY}")
     ca_bundle = Path(asked["ca_bundle"]) if "ca_bundle" in asked else None
     if ca_bundle is not None and not ca_bundle.is_file():
-        raise ValueError(f"S3 URL: ca_bundle {ca_bundle} is no file")
+        raise ValueError(f"S3 URL: ca_bundle {ca_bundle} is not a file")
     return S3Options(
         bucket=bucket,
         prefix=prefix,
@@ -111,7 +111,7 @@ def _bucket_and_host(netloc: str, lmcache: bool) -> tuple[str, str | None, str |
     if aws:
         return aws["bucket"], aws["region"], None
     if netloc.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-        raise ValueError("S3 URL: a host of AWS must be bucket.s3.region.amazonaws.com; others go into endpoint=…")
+        raise ValueError("S3 URL: a host of AWS must be bucket.s3.region.amazonaws.com; put others into endpoint=…")
     if ":" in netloc or (lmcache and "." in netloc):
         bucket, _, host = netloc.partition(".")
         return bucket, None, host or None

@@ -257,7 +257,7 @@ class Stack:
         """Where entries are signed: somebody may have put it there, and may have been replaced since it was read."""
         kind = "forged" if error.reason is entry.Reason.SIGNATURE else "corrupt"
         self._journal.count(f"{lane.name}_{kind}")
-        text = f"{lane.name}: {key.object_name} is not believed ({error}); a miss, and replaced by the next encode"
+        text = f"{lane.name}: {key.object_name} is not trusted ({error}); it is a miss, and the next encode replaces it"
         self._journal.report(f"{lane.name}-{kind}", text)
         lane.doubt(key.digest)
 

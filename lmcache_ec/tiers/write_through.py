@@ -276,11 +276,11 @@ class WriteThrough:
                 return False, held.length == len(data)
             elif lane.tier.replace(key, data, held):
                 self._journal.count(f"{lane.name}_replaced")
-                what = f"{held.length} bytes that are no signed entry of this name"
+                what = f"{held.length} bytes that are not a signed entry of this name"
                 text = f"{lane.name}: {key.object_name}: {what}, were replaced"
                 self._journal.report(f"{lane.name}-replaced", text)
                 return True, True
-        raise TierError(errno.EAGAIN, f"{key.object_name} is not written: others write and remove it all the time")
+        raise TierError(errno.EAGAIN, f"{key.object_name} is not written: others keep writing and removing it")
 
     def _in_the_way(
         self, lane: Lane, key: EncoderCacheKey, length: int, signing: SigningKey
@@ -291,7 +291,7 @@ class WriteThrough:
         if held is None or held.data is not None or not length < held.length <= _PLAUSIBLE_BYTES:
             return held, held is not None and _is_signed(held, key, signing)
         if not self._copies.take(held.length):
-            raise TierError(errno.EAGAIN, f"{key.object_name} is not written: no memory to read what has its name")
+            raise TierError(errno.EAGAIN, f"{key.object_name} is not written: no memory to read the existing value")
         try:
             longer = lane.tier.held(key, held.length)
             signed = longer is not None and _is_signed(longer, key, signing)
@@ -311,7 +311,7 @@ class WriteThrough:
         return Landing.REFUSED if too_large else Landing.FAILED
 
     def report_read_only(self, lane: Lane, why: str) -> None:
-        text = f"{lane.name}: read only, asked now and then whether it takes writes again: {why}"
+        text = f"{lane.name}: read only; now and then it is tested whether it accepts writes again: {why}"
         self._journal.report(f"{lane.name}-writes", text)
 
     def report_notice(self, lane: Lane) -> None:

@@ -361,7 +361,7 @@ def test_a_store_that_dies_while_it_is_verified_is_an_error_and_not_a_loss_of_en
         result = run("verify", "--remove", "--tier", "redis", "--json")
     report = json.loads(result.stdout)
     assert (result.exit_code, report["tiers"]["redis"]["removed"], report["tiers"]["redis"]["corrupt"]) == (1, 0, 0)
-    assert "the rest was not looked at" in report["errors"]["redis"]
+    assert "the rest was not checked" in report["errors"]["redis"]
 
 
 # ---- warm

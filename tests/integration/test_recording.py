@@ -153,7 +153,7 @@ def test_it_ends_by_itself_after_the_time_or_the_size_that_it_was_given(served: 
     assert small.stat().st_size <= 0.001 * (1 << 20)
     assert 0 < len(rows(small)) < 40
     assert "ended early: the file has the size that --most allows" in out
-    assert "more are not in it" in out
+    assert "more are missing" in out
 
 
 def test_a_store_process_that_is_replaced_is_recorded_again(served: Served, tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path
         wait_until("it is seen to be missing", silent)
         [found] = silent()
         assert found["state"] == "replacing"
-        assert f"engine of worker process {os.getpid()} runs, and no store process of it answers" in status()
+        assert f"engine of worker process {os.getpid()} runs, but its store process does not answer" in status()
         bench.until("another one answers", lambda: not silent())
         assert status_of(bench)["incarnation"] == 2
         assert any("1 before it ended" in line for line in lines(status(), bench.engine))

@@ -549,7 +549,7 @@ def test_a_folder_that_can_only_be_read_is_a_tier_that_only_reads() -> None:
         with any_user_but_root():
             tier = DiskTier(root, 1000)
             assert tier.read_only
-            assert "read only, as nothing can be written there: Permission denied" in tier.notice
+            assert "read only, because it cannot be written to: Permission denied" in tier.notice
             assert fetch(tier, key("a")) == value("a", 100)
             assert len(list(tier.list("ns"))) == 1
             tier.maintain()

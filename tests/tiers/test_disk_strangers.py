@@ -268,7 +268,7 @@ def test_a_folder_that_is_a_link_is_refused_in_one_line_that_names_it(tmp_path: 
     assert errors
     for error in errors:
         assert error.startswith(f"disk tier at {root} could not ")
-        assert error.endswith("is a link or another mount, or behind one, and was left alone")
+        assert error.endswith("is a link or another mount, or behind one, and was not touched")
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_where_the_account_is_not_ours_the_engine_says_so_and_counts_for_itself(
     root = tmp_path / "root"
     plant(root / ".usage", kind, outside)
     tier = DiskTier(root, 250)
-    assert "each engine counts what it has seen: .usage" in tier.notice
+    assert "each engine counts only what it has seen: .usage" in tier.notice
     for name in "abcd":
         assert tier.put(EncoderCacheKey("ns", name), value(name, 100))
     assert tier.stored_bytes == sum(path.stat().st_size for path in root.rglob("*.safetensors")) == 200
@@ -308,7 +308,7 @@ def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(t
     def survey() -> list[str]:
         stack.relist("ns")  # now, not after twenty times as long as the last listing took
         stack._survey(stack.lanes[0])
-        return [text for text in reports if "each engine counts what it has seen: .usage" in text]
+        return [text for text in reports if "each engine counts only what it has seen: .usage" in text]
 
     try:
         assert survey() == []

@@ -148,7 +148,7 @@ def test_what_nobody_signed_is_counted_by_itself_and_listed_for_its_tier(store: 
         engine.look_up(key, len(forge(key)))
     (status,) = tier_statuses(engine.stack, engine.journal, 0)
     assert (status["forged"], status["errors"], status["hits"]) == (1, 1, 0)
-    assert sum("it is not signed, and key ours is asked for" in line for line in engine.lines) == 1
+    assert sum("it is not signed, but key ours is required" in line for line in engine.lines) == 1
 
 
 def test_an_engine_that_never_read_a_forgery_replaces_it_when_it_writes(store: tuple[Tier, bool]) -> None:

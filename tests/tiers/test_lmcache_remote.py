@@ -380,15 +380,15 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("azure://account/container", "azure:// cannot keep encoder outputs: .* a KV chunk of the one size"),
-        ("bigtable://x", "bigtable:// cannot keep encoder outputs: .* a KV chunk of the one size"),
-        ("plugin://hfbucket", "plugin://hfbucket cannot keep encoder outputs: .* a KV chunk of the one size"),
-        ("plugin://bigtable.eu", "plugin://bigtable.eu cannot keep encoder outputs: .* a KV chunk of the one size"),
-        ("mock://100/", "keeps lengths, and no bytes"),
-        ("blackhole://", "keeps nothing"),
-        ("audit://host:1", "name that one"),
+        ("azure://account/container", "azure:// cannot keep encoder outputs: .* a KV chunk of one size"),
+        ("bigtable://x", "bigtable:// cannot keep encoder outputs: .* a KV chunk of one size"),
+        ("plugin://hfbucket", "plugin://hfbucket cannot keep encoder outputs: .* a KV chunk of one size"),
+        ("plugin://bigtable.eu", "plugin://bigtable.eu cannot keep encoder outputs: .* a KV chunk of one size"),
+        ("mock://100/", "stores lengths, but no bytes"),
+        ("blackhole://", "stores nothing"),
+        ("audit://host:1", "use that one"),
         ("external://host:0/module/?connector_name=X", "use plugin://<name>"),
-        ("plugin://redis.one", "name it by its own URL"),
+        ("plugin://redis.one", "use its own URL"),
         ("plugin://mine", "must have remote_storage_plugin.mine.module_path and remote_storage_plugin.mine.class_name"),
         ("plugin://", "plugin://<name>"),
         ("mooncakestore://host:1/", "must have mooncake_master_server_addr"),
@@ -397,10 +397,10 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ("fs://", "must be fs:///<folder>"),
         ("fs://folder/below", "must be fs:///<folder>"),
         ("lm://user:canary@host:1", "takes neither user nor password"),
-        ("nfs://host/folder", r"no tier serves nfs://: did you mean fs://\?"),
+        ("nfs://host/folder", r"no tier supports nfs://: did you mean fs://\?"),
         (
             "http://host/folder",
-            r"no tier serves http://: must be redis://, .* \(an S3 store: s3:",
+            r"no tier supports http://: must be redis://, .* \(an S3 store: s3:",
         ),
     ],
 )
@@ -516,10 +516,10 @@ def test_a_plugin_that_does_not_is_refused_when_it_is_opened(class_name: str) ->
 def test_what_a_store_does_not_take_or_does_not_give_up_is_an_error() -> None:
     key = EncoderCacheKey("kept", "picture")
     with closing(open_remote(Remote("plugin://mine", plugin("Stubborn")))) as tier:
-        with pytest.raises(TierError, match="was written, and is not there"):
+        with pytest.raises(TierError, match="was written, but is not there"):
             tier.put(new_key(), value("a", 10))
         assert tier.put(key, value("a", 10)) is True
-        with pytest.raises(TierError, match="was deleted, and is still there"):
+        with pytest.raises(TierError, match="was deleted, but is still there"):
             tier.delete(key)
 
 

@@ -265,12 +265,12 @@ MISTAKES = {
         ("lmcache.epoch=1", EXTRA, "did you mean epoch?"), extra={"lmcache.epoch": 1}
     ),
     "the file's prefix in extra": Mistake(("ec_epoch=1", EXTRA, "did you mean epoch?"), extra={"ec_epoch": 1}),
-    "a map in extra": Mistake(("ec=<map>", EXTRA, "the keys stand there directly"), extra={"ec": {"epoch": 1}}),
+    "a map in extra": Mistake(("ec=<map>", EXTRA, "write the keys there directly"), extra={"ec": {"epoch": 1}}),
     "a key of something else": Mistake(
         ("compression=<text>", "<file> line 1", "must be one of enabled, namespace, "), "ec: {compression: zstd}"
     ),
     "no indentation": Mistake(
-        ("enabled=false", "<file> line 2", "stands outside of ec", "ec_enabled"), "ec:\nenabled: false"
+        ("enabled=false", "<file> line 2", "is outside of ec", "ec_enabled"), "ec:\nenabled: false"
     ),
     "no indentation of what LMCache knows, too": Mistake(
         ("ec in <file> line 1 has no value", "local_disk (<file> line 2)", "indent", "ec: {}"), "ec:\nlocal_disk: /data"
@@ -594,11 +594,14 @@ def test_the_service_links_of_kubernetes_are_noted_and_configure_nothing() -> No
     [
         (
             "namespace: mine, epoch: 3, salt: x",
-            ["salt='x' in <file> line 1: has no effect, as namespace", "epoch=3 in <file> line 1: has no effect"],
+            ["salt='x' in <file> line 1: has no effect, because namespace", "epoch=3 in <file> line 1: has no effect"],
         ),
         (
             "events_snapshot_endpoint: 'tcp://*:1'",
-            ["events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect, as events_endpoint is not set"],
+            [
+                "events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect, "
+                "because events_endpoint is not set"
+            ],
         ),
         ("namespace: mine", []),
         ("epoch: 3, salt: x", []),
@@ -621,7 +624,7 @@ def test_a_variable_near_a_key_is_an_error_and_any_other_with_our_prefix_is_note
     resolved = resolve(environ={"LMCACHE_EC_GRAFANA_FOLDER": CANARY})
     assert resolved.config == EncoderCacheConfig()
     [note] = resolved.notes
-    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER names no key")
+    assert note.startswith("ignored: LMCACHE_EC_GRAFANA_FOLDER is not a key")
     assert CANARY not in note
 
 
@@ -629,7 +632,7 @@ def test_a_slow_remote_before_a_quick_one_is_noted(file: File) -> None:
     def notes(*urls: str) -> tuple[str, ...]:
         return resolve(environ=file(json.dumps({"ec": {"remotes": urls}}))).notes
 
-    assert [note for note in notes("s3://bucket/x?region=eu-west-1", "redis://host") if "name redis first" in note]
+    assert [note for note in notes("s3://bucket/x?region=eu-west-1", "redis://host") if "put redis first" in note]
     assert notes("redis://host", "s3://bucket/x?region=eu-west-1") == ()
 
 

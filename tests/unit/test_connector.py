@@ -91,7 +91,7 @@ def test_an_engine_whose_vllm_hashes_no_media_says_that_only_what_clients_name_i
     monkeypatch.setattr(config.cache_config, "enable_prefix_caching", False)
     with caplog.at_level(logging.WARNING, connector_module.logger.name):
         both(build)
-    assert "only what clients name is cached" in caplog.text
+    assert "only items that clients name are cached" in caplog.text
 
 
 def test_a_wrong_configuration_ends_the_start(build: Build) -> None:

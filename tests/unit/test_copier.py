@@ -309,12 +309,12 @@ def test_memory_is_let_go_only_when_every_copy_is_over_and_then_none_is_queued(c
     releasing.start()
     releasing.join(0.1)
     assert (released, len(cuda.registered)) == ([], 2)
-    with pytest.raises(RuntimeError, match="given back"):
+    with pytest.raises(RuntimeError, match="was released"):
         copier.load(destination)
     cuda.run()
     releasing.join(PATIENCE_S)
     assert (released, cuda.registered) == ([True], [])
-    with pytest.raises(RuntimeError, match="given back"):
+    with pytest.raises(RuntimeError, match="was released"):
         copier.save(torch.ones(2, 2, device=DEVICE), destination)
     assert copier.release()
     copier.close()
@@ -358,7 +358,7 @@ def test_a_plain_load_crosses_the_borders_of_registrations_and_is_there_when_it_
     copier.close()
     cuda.run()
     assert copier.release()
-    with pytest.raises(RuntimeError, match="given back"):
+    with pytest.raises(RuntimeError, match="was released"):
         copier.load_plainly(source)
 
 
@@ -462,7 +462,7 @@ def test_a_device_that_cannot_stage_an_entry_says_why(running: Cuda) -> None:
     copier.close()
     assert copier.release()
     assert copier.take(STAGE.number) is None
-    assert "given back" in copier.stage(arena.memory, STAGE)
+    assert "was released" in copier.stage(arena.memory, STAGE)
 
 
 def test_a_device_that_cannot_copy_beside_the_model_is_named() -> None:

@@ -229,7 +229,7 @@ def test_what_must_stay_free_is_no_room(tmp_path: Path) -> None:
     extra = {"local_disk": str(tmp_path), "max_local_disk_size": 0.001, "min_free_disk_size": 1 << 20}
     (problem,) = examine(json.dumps(extra), {}).problems
     assert "has 0 MiB for it" in problem
-    assert "min_free_disk_size, 1.04858e+06 GiB, stay free" in problem
+    assert "min_free_disk_size, 1.04858e+06 GiB, must stay free" in problem
 
 
 def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_the_pool_of_the_kv_part_is_printed_as_lmcaches_own(
         environ = {**environ, "LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}
     report = examine("{}", environ)
     assert report.memory.get("kv_pool_bytes") == (None if pool_gib is None else pool_gib * GIB)
-    assert ("LMCache's own for KV" in render(report)) == (pool_gib is not None)
+    assert ("LMCache's own, for KV" in render(report)) == (pool_gib is not None)
 
 
 def test_the_pool_of_the_kv_part_counts_against_the_memory_at_hand(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def locked() -> Iterator[Path]:
 
 def test_a_memory_too_small_for_any_entry_is_a_problem() -> None:
     (problem,) = examine('{"max_local_cpu_size": 0.000001}', {}).problems
-    assert "LocalCPU of 1 KiB holds hardly an entry" in problem
+    assert "LocalCPU of 1 KiB has room for hardly one entry" in problem
     assert examine('{"max_local_cpu_size": 0.01}', {}).problems == []
 
 
@@ -409,12 +409,16 @@ def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.Monk
         lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]),
     )
     [problem] = [problem for problem in examine("{}", {}).problems if "front end" in problem]
-    assert problem.startswith("nothing would be kept beyond memory")
+    assert problem.startswith("entries would be kept in memory only")
 
 
 @pytest.mark.parametrize(
     ("first", "said"),
-    [("bash", "start the engine with exec"), ("vllm", "up to 47 s at its exit for writes to end"), ("systemd", "")],
+    [
+        ("bash", "start the engine with exec"),
+        ("vllm", "up to 47 s at its exit until writes are finished"),
+        ("systemd", ""),
+    ],
 )
 def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: Path, first: str, said: str) -> None:
     (tmp_path / "proc" / "1").mkdir(parents=True)
@@ -439,7 +443,7 @@ app(["doctor", *sys.argv[1:]])
     assert re.search(r"ulimit -f +64 MiB", done.stdout)
     assert re.search(r"ulimit -v +1024", done.stdout)
     assert "no entry longer than 64 MiB is written to local_disk: RLIMIT_FSIZE" in done.stdout
-    assert "LocalCPU takes 64 MiB in place of 2.0 GiB" in done.stdout
+    assert "LocalCPU gets 64 MiB instead of 2.0 GiB" in done.stdout
 
 
 def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> None:
@@ -451,7 +455,7 @@ def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> 
     assert sorted(tmp_path.rglob("*")) == before
     (folder / ".usage").symlink_to("elsewhere")
     report = examine("{}", {"LMCACHE_EC_LOCAL_DISK": str(folder)})
-    assert [note for note in report.notes if "each engine counts what it has seen: .usage" in note]
+    assert [note for note in report.notes if "each engine counts only what it has seen: .usage" in note]
     assert (folder / ".usage").is_symlink()
 
 

@@ -75,7 +75,7 @@ def test_problems_that_prevent_a_start_are_distinguished_from_others() -> None:
     [
         (Lookup.AUTO, "asked for every item (auto: at most 25 ms)"),
         (Lookup.PROBE, "asked for every item (probe)"),
-        (Lookup.CATALOG, "asked for what its listing has (catalog)"),
+        (Lookup.CATALOG, "asked only for entries in its listing (catalog)"),
     ],
 )
 def test_how_quickly_a_tier_answers_and_how_it_is_asked_are_reported(tmp_path: Path, lookup: Lookup, said: str) -> None:

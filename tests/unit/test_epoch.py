@@ -89,7 +89,7 @@ def test_a_stranger_under_the_files_name_is_not_followed_waited_for_or_replaced(
     plant(folder / ".epoch")
     kind = (folder / ".epoch").lstat().st_mode
     for call in (read_epoch, lambda folder: raise_epoch(folder, 9)):
-        with pytest.raises(EpochError, match=r"\.epoch cannot be read: .*left alone"):
+        with pytest.raises(EpochError, match=r"\.epoch cannot be read: .*not touched"):
             call(folder)
     assert (folder / ".epoch").lstat().st_mode == kind
 
@@ -186,7 +186,7 @@ def test_a_person_is_asked_and_reminded_of_what_the_command_does_not_do(folder: 
 
 
 def test_a_program_gets_one_object(folder: Path) -> None:
-    assert "needed beside --json" in words(run("--json", local_disk=folder).stderr)
+    assert "required with --json" in words(run("--json", local_disk=folder).stderr)
     done = run("--json", "--yes", local_disk=folder)
     report = json.loads(done.stdout)
     assert len(report.pop("notes")) == 2
@@ -213,7 +213,11 @@ def test_a_number_that_is_not_above_the_present_one_is_refused_with_what_would_b
     [
         ({"remotes": ["redis://127.0.0.1:1"]}, "local_disk is not set (remotes only)", "Raise ec.epoch, which is 0"),
         ({"epoch": 4}, "local_disk is not set (no tier)", "Raise ec.epoch, which is 4"),
-        ({"namespace": "vouched"}, "namespace=vouched: a namespace that is given by name", "Give another name"),
+        (
+            {"namespace": "vouched"},
+            "namespace=vouched: an explicit namespace has no epochs",
+            "Change it in the configuration",
+        ),
     ],
 )
 def test_an_engine_without_epochs_of_its_own_is_refused_with_what_to_do(
@@ -239,7 +243,7 @@ def test_a_folder_that_no_engine_has_used_is_left_as_it_is(tmp_path: Path) -> No
 def test_a_folder_whose_account_is_a_strangers_is_left_as_it_is(folder: Path) -> None:
     (folder / ".usage").unlink()
     (folder / ".usage").symlink_to("/etc/hostname")
-    assert "was left alone" in run("--yes", local_disk=folder).stderr
+    assert "was not touched" in run("--yes", local_disk=folder).stderr
     assert not (folder / ".epoch").exists()
 
 

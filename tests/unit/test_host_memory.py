@@ -37,7 +37,7 @@ def test_of_the_tightest_group_above_the_arena_leaves_a_reserve(tmp_path: Path) 
     group(tmp_path, 300 * MIB, 100 * MIB, "pod")
     fit = fitting(GIB, group(tmp_path, 64 * GIB, GIB))
     assert fit.bytes == 136 * MIB
-    expected = "LocalCPU takes 136 MiB in place of 1 GiB, which memory.max of control group /pod leaves no room for"
+    expected = "LocalCPU gets 136 MiB instead of 1 GiB: memory.max of control group /pod leaves no room for more"
     assert fit.message.replace("1.0 GiB", "1 GiB").replace("136.0", "136") == expected
 
 
@@ -107,7 +107,7 @@ def serves(before: str = "", rows: int = 8, images: int = 4, within: Path | None
 def test_with_a_limit_of_file_sizes_the_arena_is_as_small_as_that_and_says_so() -> None:
     capacity, log = serves("resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))")
     assert capacity == 64 * MIB
-    assert "LocalCPU takes 64" in log
+    assert "LocalCPU gets 64" in log
     assert "RLIMIT_FSIZE (ulimit -f)" in log
 
 

@@ -63,7 +63,7 @@ def test_a_device_that_registers_no_memory_serves_and_one_line_says_what_that_co
     monkeypatch.setattr(build, "_copier", lambda kind: xpu)
     assert build.build_worker_side(config("xpu"), logging.getLogger("test_layout")) is not None
     [record] = caplog.records
-    assert "registers no memory with xpu" in record.getMessage()
+    assert "cannot register memory with xpu" in record.getMessage()
     xpu.close()
 
 

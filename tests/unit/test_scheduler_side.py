@@ -521,7 +521,7 @@ def test_an_entry_for_which_memory_can_never_have_room_is_reported(
     served.runner.run(served.vllm.end_pass(), asking)
     finish(served, asking)
     [line] = [line for line in caplog.messages if "is not saved" in line]
-    assert "LocalCPU, through which all entries go, has 4.0 KiB. Raise max_local_cpu_size" in line
+    assert "LocalCPU, through which all entries pass, has only 4.0 KiB. Raise max_local_cpu_size" in line
 
 
 def test_a_save_that_found_no_room_is_forgotten_when_vllm_frees_the_item(serve: Serve) -> None:
