@@ -23,7 +23,7 @@ from typing import Any, Self
 import safetensors
 import xxhash
 
-from benchmarks.testbed.waiting import DEADLINE_S, wait_until
+from benchmarks.testbed.waiting import DEADLINE_S, freeze, wait_until
 from lmcache_ec.cache import EncoderCache
 from lmcache_ec.channel import Outcome, Saved
 from lmcache_ec.cli.status import engines
@@ -140,8 +140,8 @@ class Scheduler:
         **keys: Any,
     ) -> None:
         before = own_arenas()
-        if not keys.get("remotes"):
-            keys.setdefault("load_deadline_ms", 5000)  # a disk always answers, and on a busy machine late
+        keys.setdefault("load_deadline_ms", 5000)  # what answers at all may do so late on a busy machine
+        keys.setdefault("blocking_timeout_secs", DEADLINE_S)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
         epoch = config.epoch if config.namespace is None else None
@@ -362,9 +362,8 @@ def _serve(link: Any, side: type[Worker] | type[Scheduler], arguments: tuple[Any
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process held by SIGSTOP; it goes on afterwards if it is still there."""
-    os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until("it has stopped", lambda: process_state(pid) in "TZ")
+        freeze(pid)
         yield
     finally:
         try:
