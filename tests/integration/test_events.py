@@ -326,7 +326,7 @@ def test_a_client_of_vllms_kv_events_reads_a_snapshot_as_it_reads_a_replay(publi
         replay.send_multipart((b"", (0).to_bytes(8, "big")))
         answered = []
         while True:
-            assert replay.poll(DEADLINE_S * 1000)
+            assert replay.poll(int(DEADLINE_S * 1000))
             _, topic, place, payload = replay.recv_multipart()
             if place == END:
                 break
@@ -342,7 +342,7 @@ def test_events_can_be_selected_by_their_topic(publisher: Publisher, endpoint: s
             each.setsockopt(zmq.LINGER, 0)
             each.subscribe(topic)
             each.connect(endpoint)
-        assert ours.poll(DEADLINE_S * 1000)  # a beat, at the latest
+        assert ours.poll(int(DEADLINE_S * 1000))  # a beat, at the latest
         assert ours.recv_multipart()[0] == b"ec"
         assert not other.poll(0)
 

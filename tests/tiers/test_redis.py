@@ -706,7 +706,8 @@ def test_on_a_cluster_what_a_silent_server_had_is_asked_of_its_successor(masters
     keys = (EncoderCacheKey("ns", str(number)) for number in range(1000))
     key = next(key for key in keys if owner_of(slot_of(key, masters[0]), masters) is victim)
     slot = slot_of(key, masters[0])
-    with opened(cluster_url(masters)) as tier, impatient(tier):
+    opens = partial(open_redis, cluster_url(masters), QUICK)
+    with closing(wait_until("it opens in time", opens)) as tier:
         victim.freeze()
         try:
             for server in (successor, witness):
@@ -992,7 +993,7 @@ def test_what_is_wrong_is_reported_at_the_opening_in_one_line_without_credential
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with pytest.raises(ValueError, match=says) as caught:
-        open_redis(store(request), QUICK if store is _silent else PATIENT)
+        open_redis(store(request), QUICK if store in (_silent, _tls_to_a_plain_server) else PATIENT)
     assert "\n" not in str(caught.value)
     assert_no_canary("".join(traceback.format_exception(caught.value)) + caplog.text)
 

@@ -374,21 +374,27 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
 
 
 def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
-    url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
+    server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the server's own stamps, as an engine sees it: one that runs on, and one that starts."""
-    mortal, now, passed_s = open_s3(url, ttl_s=600.0), StoreClock.now, [0.0]
-    monkeypatch.setattr(StoreClock, "now", lambda clock: now(clock) + passed_s[0])
+
+    def written_s(name: str) -> float:
+        found = server.client().head_object(Bucket=server.bucket, Key=object_key(url, key(name)))
+        return float(found["LastModified"].timestamp())
+
+    mortal, now_s = open_s3(url, ttl_s=600.0), [0.0]
+    monkeypatch.setattr(StoreClock, "now", lambda clock: now_s[0])
     running, starting = (
         Lane(mortal, "s3", PresenceWriter.create(["s3"]), Habits(Lookup.CATALOG, refresh_s=0.01)) for _ in range(2)
     )
     mortal.put(key("a"), value("a", 1000))
     tier.put(key("b"), value("b", 1000))
+    now_s[0] = written_s("b")
     running.survey("ns")
     assert running.listed == 2
     assert all(running.asks(key(name).digest) for name in "ab")
 
-    passed_s[0] = 601.0
+    now_s[0] += 602.0
     running._list_at = 0.0
     running.survey("ns")
     assert running.listed == 0
@@ -400,7 +406,13 @@ def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
     assert starting.listed == 0
     assert not any(starting.asks(key(name).digest) for name in "ab")
 
-    assert mortal.put(key("a"), value("new", 1000)) is True
+    def written_again() -> bool:
+        """Some seconds later, which are what stamps are made of."""
+        assert mortal.put(key("a"), value("new", 1000)) is True
+        return written_s("a") >= written_s("b") + 2
+
+    wait_until("it is written again", written_again, pause_s=0.2)
+    now_s[0] = written_s("a") + 599.9
     assert fetch(mortal, key("a")) == value("new", 1000)
     starting._list_at = 0.0
     starting.survey("ns")
