@@ -290,6 +290,12 @@ class Bench(Scheduler):
             worker.run(step)
         return step
 
+    def serving(self) -> int:
+        """And the rank that saves knows it: what is handed over before that is lost."""
+        pid, ranks = super().serving(), [worker.rank for worker in self.workers if isinstance(worker, Worker)]
+        self.until("it is handed what is saved", lambda: ranks[0].incarnation == self.cache._store.number)
+        return pid
+
     def read(self, identifiers: Iterable[str]) -> dict[str, bytes]:
         """One step that loads; what every rank got, which has to be the same."""
         step = self.load(identifiers)
