@@ -140,8 +140,8 @@ class Scheduler:
         **keys: Any,
     ) -> None:
         before = own_arenas()
-        if not keys.get("remotes"):
-            keys.setdefault("load_deadline_ms", 5000)  # a disk always answers, and on a busy machine late
+        keys.setdefault("load_deadline_ms", 5000)  # what answers at all may do so late on a busy machine
+        keys.setdefault("blocking_timeout_secs", DEADLINE_S)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
         epoch = config.epoch if config.namespace is None else None
@@ -289,6 +289,12 @@ class Bench(Scheduler):
         for worker in self.workers:
             worker.run(step)
         return step
+
+    def serving(self) -> int:
+        """And the rank that saves knows it: what is handed over before that is lost."""
+        pid, ranks = super().serving(), [worker.rank for worker in self.workers if isinstance(worker, Worker)]
+        self.until("it is handed what is saved", lambda: ranks[0].incarnation == self.cache._store.number)
+        return pid
 
     def read(self, identifiers: Iterable[str]) -> dict[str, bytes]:
         """One step that loads; what every rank got, which has to be the same."""

@@ -2,17 +2,19 @@
 """Stand-ins for what surrounds the connector's delegates, vLLM's scheduler and runner, and an engine of both sides."""
 
 import pickle
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm.copier import HostCopier
+from lmcache_ec.adapters.vllm.encode_clock import EncodeClock
 from lmcache_ec.adapters.vllm.identifiers import Naming, ensure_key, signed
 from lmcache_ec.adapters.vllm.policy import Policy
 from lmcache_ec.adapters.vllm.scheduler import SchedulerSide
@@ -21,10 +23,15 @@ from lmcache_ec.cache import EncoderCache
 from lmcache_ec.config import EncoderCacheConfig
 from lmcache_ec.engine import Engine
 
+if TYPE_CHECKING:
+    import pytest
+
 ensure_key()
 
 WIDTH = 8
 PATIENCE_S = 20.0
+"""By when something has to have come that should come at once; on a busy machine it may take its time."""
+
 SILENT: Any = SimpleNamespace(warning=lambda *_: None)
 """A logger that says nothing."""
 
@@ -146,6 +153,40 @@ def embedding(identifier: str, rows: int = 4) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=generator)
 
 
+class Encoder:
+    """Takes `seconds` an item by a clock of its own, and next to nothing by any other: how long it really takes on a
+    busy machine nobody knows."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._passed_s = 0.0
+
+    def __call__(self, identifier: str, rows: int) -> torch.Tensor:
+        self._passed_s += self._seconds
+        return embedding(identifier, rows)
+
+    def clock(self) -> EncodeClock:
+        """Shows what it took."""
+        return EncodeClock(lambda: Moment(lambda: self._passed_s))
+
+
+class Moment:
+    """As a device's event: `now` is read when it is recorded."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = self._now()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Moment") -> float:
+        return (end._at - self._at) * 1e3
+
+
 class Runner:
     """One rank's model runner around a real worker side: loads, encodes, saves, in vLLM's order."""
 
@@ -155,6 +196,9 @@ class Runner:
         self.cache: dict[str, torch.Tensor] = {}
         self.encoded: list[str] = []
         self.encode: Callable[[str, int], torch.Tensor] = embedding
+
+    def encode_with(self, encoder: Encoder) -> None:
+        self.encode, self.worker._clock = encoder, encoder.clock()
 
     def run(self, output: Any, *requests: Request) -> None:
         """A step. Steps without tokens reach no hook, as on the V1 runner."""
@@ -177,6 +221,14 @@ class Runner:
             self.cache[feature.identifier] = tensor
             self.worker.save(self.cache, feature.identifier)
         self.worker.finish_step()
+
+
+class Clock:
+    """In the place of `time` in a module, until the test is over: it stands still, until somebody moves it."""
+
+    def __init__(self, module: ModuleType, patch: "pytest.MonkeyPatch") -> None:
+        self.now = time.monotonic()
+        patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 # ---- an engine's two sides
@@ -218,7 +270,8 @@ class Served:
         self.name = name
         self.runner: Any = runner or Runner(name)
         own = {"max_local_cpu_size": arena_bytes / (1 << 30), "persist_updated_weights": persist_updated_weights}
-        own |= {"load_policy": "always", "remotes": list(remotes), **(keys or {})}
+        patience = {"load_deadline_ms": round(PATIENCE_S * 1000), "blocking_timeout_secs": PATIENCE_S}
+        own |= {"load_policy": "always", "remotes": list(remotes), **patience, **(keys or {})}
         config = EncoderCacheConfig(local_disk=folder, drain_s=5, **own)
         try:
             saves = policy.get("producer", True)
@@ -232,7 +285,7 @@ class Served:
             "window": 1000,
             "dtype": "F32",
             "widths": {"image": WIDTH},
-            "deadline_s": 1.0,
+            "deadline_s": PATIENCE_S,
             "start_timeout_s": PATIENCE_S,
             "naming": Naming(),
         }

@@ -386,7 +386,7 @@ class DiskTier(Tier):
                 if new.used is not None:  # not before: a temporary of that age would be taken for a dead writer's
                     os.utime(temporary.fd, (new.used, new.used))
         finally:
-            if reserved is not None and not published:
+            if reserved is not None and (not published or temporary.outlived_entry):
                 self._give_back(length, reserved, root.fd)
         return published
 
@@ -415,10 +415,12 @@ class DiskTier(Tier):
                     raise
                 return None
             account = self._account.read(root.fd)
-            length = remove_entry(root.fd, name, used)
-            if length is not None:
-                self._give_back(length, account, root.fd)
-            return length
+            removed = remove_entry(root.fd, name, used)
+            if removed is None:
+                return None
+            if removed.st_nlink == 1:  # else its writer gives them back, whose temporary still has them
+                self._give_back(removed.st_size, account, root.fd)
+            return removed.st_size
 
     def _replace(self, workshop: int, temporary: str, root: int, name: str) -> bool:
         with self._looking:

@@ -114,8 +114,8 @@ def read_into(root: int, name: str, buffer: memoryview) -> int | None:
     return status.st_size
 
 
-def remove_entry(root: int, name: str, used: int | None = None) -> int | None:
-    """Remove an entry: its length; None if there is none, or if it was used since `used` (ns)."""
+def remove_entry(root: int, name: str, used: int | None = None) -> os.stat_result | None:
+    """Remove an entry: its status before that; None if there is none, or if it was used since `used` (ns)."""
     above, _, last = name.rpartition("/")
     try:
         with Descriptor(open_below(root, above, FOLDER)) as folder:
@@ -127,7 +127,7 @@ def remove_entry(root: int, name: str, used: int | None = None) -> int | None:
         if error.errno not in GONE:
             raise
         return None
-    return status.st_size
+    return status
 
 
 # ---- written
@@ -155,10 +155,12 @@ class TemporaryFile:
 
     FileNotFoundError if neighbours remove it each time before it is locked. One thread."""
 
-    __slots__ = ("_workshop", "fd", "name")
+    __slots__ = ("_workshop", "fd", "name", "outlived_entry")
 
     def __init__(self, of_root: os.stat_result, workshop: int, length: int) -> None:
         self._workshop = workshop
+        self.outlived_entry = False
+        """Whether its name here was the last that the file had: so it was if somebody removed the entry by then."""
         for _ in range(_ATTEMPTS):
             self.name = f"{length}.{os.urandom(12).hex()}"
             self.fd = create_file(workshop, self.name, of_root)
@@ -176,7 +178,8 @@ class TemporaryFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            _unlink(self._workshop, self.name)
+            is_last = os.fstat(self.fd).st_nlink == 1  # not asked afterwards, when the entry's may be the last
+            self.outlived_entry = _unlink(self._workshop, self.name) and is_last
         finally:
             os.close(self.fd)
 
@@ -290,12 +293,15 @@ def _read_full(fd: int, buffer: memoryview) -> bool:
     return True
 
 
-def _unlink(folder: int, name: str) -> None:
+def _unlink(folder: int, name: str) -> bool:
+    """Whether it was there."""
     try:
         os.unlink(name, dir_fd=folder)
     except OSError as error:
         if error.errno not in GONE:
             raise
+        return False
+    return True
 
 
 # ---- listed and swept

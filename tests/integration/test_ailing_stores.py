@@ -296,11 +296,11 @@ def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
     "still loading its data set at startup", "Valkey", "the engine starts without it", recovery="it is used"
 )
 def test_a_server_that_loads_its_data_ends_no_start(tmp_path: Path) -> None:
-    """Long enough to be met: a tenth of a second for each key."""
+    """Long enough to be met: a third of a second for each key."""
     with redis_server(tmp_path / "redis", "--enable-debug-command", "local") as server:
         fill(server.url, lambda: stored_in(server))
         server.client().save()
-        server.client().config_set("key-load-delay", 100_000)
+        server.client().config_set("key-load-delay", 300_000)
         server.client().config_set("loading-process-events-interval-bytes", 1024)
         client = server.client()
         client.connection_pool.connection_kwargs["socket_timeout"] = 0.2

@@ -37,7 +37,7 @@ from lmcache_ec.link import Link, rank_address
 from lmcache_ec.rank import Rank
 
 IMAGES = names("image", 10)
-DRAIN_S = 5.0
+DRAIN_S = 20.0
 
 
 class Engine:

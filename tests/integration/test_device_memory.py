@@ -5,9 +5,11 @@ Real scheduler side, store process and workers; in the place of `torch.cuda` is 
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from lmcache_ec.channel import Segment
 from tests.cuda import OUT_OF_MEMORY, PATIENCE_S, Cuda, OnDevice
 
 SPEC = spec_of(2.75)
-LINGER_S = 0.05
+LINGER_S = 3600.0
 
 
 @pytest.fixture
@@ -190,10 +192,18 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
     cuda: Cuda, card: Card, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The addresses are given out again, to whoever maps memory next."""
-    rig = Rig.local(card, 256 * MIB, linger_s=LINGER_S if way == "its scheduler side is gone" else 0.5)
+    passed_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
+    monkeypatch.setattr(lmcache_ec.rank, "time", clock)
+    rig = Rig.local(card, 256 * MIB, linger_s=LINGER_S)
     store(rig, card, "image")
     rank = rig.rank.worker._rank
     assert rank is not None
+
+    def let_time_pass() -> None:
+        passed_s[0] += 2 * LINGER_S
+        os.eventfd_write(rank._wake, 1)
+
     promised = rig.load_orders(["image"])
     if way == "a hook has failed":
         rig.rank.worker.abandon()
@@ -205,7 +215,9 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
         rig.step(promised, {})
         assert not difference(rig.rank.loaded("image"), "image", SPEC)
     rig.cache.close()
-    wait_until("it is given back", lambda: rank.memory is None and not cuda.registered)
+    wait_until("its link is closed", lambda: rank._link is None)
+    assert rank.memory is not None
+    wait_until("it is given back", lambda: rank.memory is None and not cuda.registered, doing=let_time_pass)
     cuda.check()
     rig.rank.close()
 
@@ -234,7 +246,7 @@ def test_a_registration_that_hangs_does_not_keep_its_worker_from_ending(
     wait_until("more is being registered", entered.is_set, doing=rig.drain)
     began = time.monotonic()
     rig.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < PATIENCE_S / 2, "it waits for the device"
     assert "does not respond" in caplog.text
     going_on.set()
     wait_until("it is given back", lambda: not cuda.registered)

@@ -74,7 +74,7 @@ def rows(file: Path) -> list[list[str]]:
 def replayed(file: Path) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["plan", str(file), "--tiers", "gpu=1,cpu=1", "--json"])
     assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.output)["scenarios"][0]
+    found: dict[str, Any] = json.loads(result.stdout)["scenarios"][0]
     return found
 
 

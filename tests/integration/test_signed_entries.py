@@ -180,9 +180,9 @@ def test_verify_counts_a_forgery_and_warm_copies_none(folder: Path, key_file: Pa
         file = tmp_path / "lmcache.yaml"
         file.write_text(json.dumps({"ec": there}))
         result = CliRunner().invoke(app, ["verify", "--json", "--extra", json.dumps(here)])
-        assert json.loads(result.output)["tiers"]["disk"]["not_signed"] == 1
+        assert json.loads(result.stdout)["tiers"]["disk"]["not_signed"] == 1
         environment = {"LMCACHE_CONFIG_FILE": str(file)}
-        warmed = json.loads(CliRunner().invoke(app, ["warm", "--json"], env=environment).output)
+        warmed = json.loads(CliRunner().invoke(app, ["warm", "--json"], env=environment).stdout)
     assert (warmed["copied"], warmed["not_signed"]) == (1, 1)
     assert (shared / EncoderCacheKey(namespace, "cat").object_name).exists()
 
@@ -191,7 +191,7 @@ def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_says_why(
     folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = json.dumps({"local_disk": str(folder), "max_local_disk_size": 0.001, "signing_key_file": str(key_file)})
-    fine = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--extra", extra]).output)
+    fine = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--extra", extra]).stdout)
     assert fine["signing"] == read_key(key_file).id
     key_file.chmod(0o644)
     for start in (
@@ -200,6 +200,6 @@ def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_says_why(
     ):
         with pytest.raises(ConfigError, match=r"signing_key_file: .*mode 0644"):
             start()
-    report = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--extra", extra]).output)
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json", "--extra", extra]).stdout)
     assert any("signing_key_file" in problem and "0644" in problem for problem in report["problems"])
     assert report["signing"] is None

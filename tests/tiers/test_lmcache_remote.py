@@ -23,6 +23,9 @@ from lmcache_ec.tiers.lmcache_remote import LMCacheRemoteTier, open_lmcache_remo
 from lmcache_ec.tiers.remote import Remote
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
+PATIENCE_S = 20.0
+"""More than by default: servers under test share this machine with other tests."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_log_of_later_processes_is_theirs() -> Iterator[None]:
@@ -39,9 +42,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
 
 
 @contextmanager
-def opened(url: str, timeout_s: float = 5.0, **extra_config: object) -> Iterator[LMCacheRemoteTier]:
+def opened(url: str, timeout_s: float = PATIENCE_S, **extra_config: object) -> Iterator[LMCacheRemoteTier]:
     with closing(open_lmcache_remote(url, extra_config, timeout_s=timeout_s)) as tier:
         yield tier
+
+
+@contextmanager
+def impatient(tier: LMCacheRemoteTier, timeout_s: float = 0.3) -> Iterator[None]:
+    """What is asked meanwhile is given up so soon."""
+    patient, tier._timeout_s = tier._timeout_s, timeout_s
+    try:
+        yield
+    finally:
+        tier._timeout_s = patient
 
 
 def new_key() -> EncoderCacheKey:
@@ -237,12 +250,12 @@ def test_a_killed_server_is_an_error_and_after_its_restart_the_first_call_is_ser
 @pytest.mark.timeout(120)  # without limits of its own no call would end
 def test_a_server_that_hangs_is_an_error_in_bounded_time_and_served_again(server: LMCacheServer) -> None:
     key = new_key()
-    with opened(server.url, timeout_s=0.3) as tier:
+    with opened(server.url) as tier:
         tier.put(key, value("a", 1000))
         server.freeze()
         try:
             for use in uses(tier):
-                with pytest.raises(TierUnreachable, match="no answer in time") as caught:
+                with impatient(tier), pytest.raises(TierUnreachable, match="no answer in time") as caught:
                     use()
                 assert caught.value.errno == errno.ETIMEDOUT
             with pytest.raises(TierUnreachable, match="no answer in time"):
@@ -261,24 +274,25 @@ def test_an_address_where_nobody_answers_any_more_holds_up_no_call_once_it_leads
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         relay(server.port) as between,
-        opened(f"lm://127.0.0.1:{between.port}", timeout_s=0.5) as tier,
+        opened(f"lm://127.0.0.1:{between.port}") as tier,
     ):
         tier.put(key, value("a", 1000))
         between.allow(0, Then.SILENCE)
         between.target = silent.getsockname()[1]
         for _ in range(2):
-            with pytest.raises(TierError, match="no answer in time"):
+            with impatient(tier), pytest.raises(TierError, match="no answer in time"):
                 tier.contains(key)
         between.target = server.port
         assert fetch(tier, key) == value("a", 1000)
 
 
 def test_of_many_calls_at_once_on_a_server_that_hangs_each_ends(server: LMCacheServer) -> None:
-    with opened(server.url, timeout_s=0.5) as tier, ThreadPoolExecutor(8) as threads:
+    with opened(server.url) as tier, ThreadPoolExecutor(8) as threads:
         server.freeze()
         try:
-            asked = [threads.submit(tier.contains, new_key()) for _ in range(8)]
-            assert all(isinstance(one.exception(), TierError) for one in asked)
+            with impatient(tier):
+                asked = [threads.submit(tier.contains, new_key()) for _ in range(8)]
+                assert all(isinstance(one.exception(), TierError) for one in asked)
         finally:
             server.thaw()
         assert tier.contains(new_key()) is None
@@ -287,14 +301,14 @@ def test_of_many_calls_at_once_on_a_server_that_hangs_each_ends(server: LMCacheS
 @pytest.mark.parametrize("then", [Then.CUT, Then.SILENCE])
 def test_a_value_of_which_half_arrives_leaves_the_buffer_as_it_was(server: LMCacheServer, then: Then) -> None:
     key, buffer = new_key(), memoryview(bytearray(b"\xaa" * MIB))
-    with relay(server.port) as between, opened(f"lm://127.0.0.1:{between.port}", timeout_s=0.5) as tier:
+    with relay(server.port) as between, opened(f"lm://127.0.0.1:{between.port}") as tier:
         assert tier.put(key, value("a", MIB)) is True
         between.allow(MIB // 2, then)
         if then is Then.CUT:
             assert tier.get_into(key, buffer) == MIB  # it is asked again, on a new connection
             assert buffer == value("a", MIB)
         else:
-            with pytest.raises(TierError, match="no answer in time"):
+            with impatient(tier), pytest.raises(TierError, match="no answer in time"):
                 tier.get_into(key, buffer)
             assert buffer == b"\xaa" * MIB
             assert fetch(tier, key) == value("a", MIB)

@@ -71,7 +71,7 @@ class Replica:
     """A tier and its lane, refreshed when the test says so."""
 
     def __init__(self, url: str, *, catalog: bool = True, signing: SigningKey | None = None, pace: Pace = PACE) -> None:
-        self.tier = open_s3(f"{url}&catalog=true" if catalog else url, timeout_s=5.0)
+        self.tier = open_s3(f"{url}&catalog=true" if catalog else url, timeout_s=20.0)
         self.presence = PresenceWriter.create(["s3"])
         self.lane = Lane(self.tier, "s3", self.presence, Habits(Lookup.CATALOG, 300.0))
         self.lane.signing = signing

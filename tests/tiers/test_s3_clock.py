@@ -37,7 +37,7 @@ def test_what_was_written_just_now_is_there_and_what_has_aged_is_not_whatever_th
     front: S3Front, url: str, ahead_s: float
 ) -> None:
     front.ahead_s = ahead_s
-    tier = open_s3(url, ttl_s=TTL_S, timeout_s=5.0)
+    tier = open_s3(url, ttl_s=TTL_S, timeout_s=20.0)
     assert tier.put(KEY, value("new", 1000))
     assert fetch(tier, KEY) == value("new", 1000)
     assert tier.contains(KEY) == 1000
@@ -54,7 +54,7 @@ def test_a_clock_that_goes_wrong_later_is_seen_at_the_next_listing(
     front: S3Front, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.tiers.s3_clock._PAUSE_S", 0.0)
-    tier = open_s3(url, ttl_s=TTL_S, timeout_s=5.0)
+    tier = open_s3(url, ttl_s=TTL_S, timeout_s=20.0)
     assert tier.notice == ""
     tier.put(KEY, value("new", 1000))
     front.ahead_s = -600.0

@@ -45,7 +45,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def opened(url: str, query: str = "") -> S3Tier:
-    return open_s3(url + query, timeout_s=5.0)
+    return open_s3(url + query, timeout_s=20.0)
 
 
 def test_the_key_goes_with_each_read_look_and_write_and_who_has_none_reads_nothing(

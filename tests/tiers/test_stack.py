@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,6 +218,33 @@ def test_what_does_not_verify_is_deleted_and_mended_from_the_next_tier(tmp_path:
     assert into == data
     assert (here.count["disk_corrupt"], here.count["near_corrupt"], here.count["far_hits"]) == (1, 1, 1)
     assert [kind for kind, _ in here.lines] == ["disk-corrupt", "near-corrupt"]
+
+
+def test_what_a_neighbour_writes_is_known_within_a_second_and_without_a_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written right after a look at the news. The second is that of whoever waits between the looks."""
+    here, neighbour, waited_s = Setting(tmp_path), DiskTier(tmp_path, 1 << 30), list[float]()
+    lane = here.stack.lanes[0]
+    lane.survey(NAMESPACE)
+
+    def may_be_there() -> bool:
+        return here.stack.presence.may_contain(KEY.digest, "disk")
+
+    def wait(seconds: float) -> bool:
+        """Whether there is no need for another look."""
+        if len(waited_s) == 1:
+            assert not may_be_there()
+            neighbour.put(KEY, sealed())
+        if may_be_there() or len(waited_s) > 100:
+            return True
+        waited_s.append(seconds)
+        return False
+
+    monkeypatch.setattr(here.stack, "_closed", SimpleNamespace(wait=wait))
+    here.stack._follow(lane)
+    assert may_be_there()
+    assert sum(waited_s[1:]) <= 1.0
 
 
 def test_of_what_a_folder_does_not_have_nothing_is_deducted_from_what_it_lists(tmp_path: Path) -> None:

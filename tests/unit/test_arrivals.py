@@ -25,7 +25,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     running: list[Served] = []
 
     def start(**changes: Any) -> Served:
-        running.append(Served(tmp_path / "entries", deadline_s=PATIENCE_S, **changes).ready())
+        running.append(Served(tmp_path / "entries", **changes).ready())
         return running[-1]
 
     yield start

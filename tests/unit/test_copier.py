@@ -289,7 +289,7 @@ def test_a_device_that_hangs_does_not_keep_its_worker_from_ending(
     copier.close()
     assert not copier.release()
     assert not copier.release()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < PATIENCE_S
     assert "giving up on it" in caplog.text
     mapped = weakref.ref(arena.memory)
     del arena

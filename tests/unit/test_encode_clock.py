@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from benchmarks.testbed.stand_ins import Served, digest, embedding, request
+from benchmarks.testbed.stand_ins import Encoder, Served, digest, request
 from lmcache_ec.adapters.vllm.encode_clock import EncodeClock
 
 SLOW_S = 0.05
@@ -64,12 +64,7 @@ def test_a_step_without_encodes_has_no_time() -> None:
 @pytest.fixture
 def served(tmp_path: Path) -> Any:
     served = Served(tmp_path, keys={"load_policy": "auto"}).ready()
-
-    def encode(identifier: str, rows: int) -> Any:
-        time.sleep(SLOW_S)
-        return embedding(identifier, rows)
-
-    served.runner.encode = encode
+    served.runner.encode_with(Encoder(SLOW_S))
     yield served
     served.close()
 
@@ -81,8 +76,8 @@ def test_the_scheduler_side_learns_what_each_item_costs(served: Served) -> None:
         served.schedule(asking)
         served.side.request_finished(asking)
     served.settle()
-    assert SLOW_S <= served.cache.policy.encode_s([("image", 4)]) < 3 * SLOW_S
-    assert served.side.snapshot()["policy_encode_us_image"] >= SLOW_S * 1e6
+    assert served.cache.policy.encode_s([("image", 4)]) == pytest.approx(SLOW_S)
+    assert served.side.snapshot()["policy_encode_us_image"] == SLOW_S * 1e6
 
 
 def test_a_step_that_encodes_more_than_it_was_made_up_for_teaches_nothing(

@@ -3,19 +3,17 @@
 
 import os
 import signal
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.testbed.core import stopped
 from benchmarks.testbed.servers.redis import redis_server
-from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Request, Served, digest, request
+from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Clock, Request, Served, digest, request
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.identifiers import Naming, client_name
@@ -196,15 +194,13 @@ def test_what_goes_while_its_request_runs_on_is_not_announced(
     producer_on: Produce, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     produce(producer_on(), request("first", X))
-    producer, passed_s = producer_on(window=4), [0.0]
-    real = time.monotonic
-    clock = SimpleNamespace(monotonic=lambda: real() + passed_s[0])
-    monkeypatch.setattr(module, "time", clock)
+    producer = producer_on(window=4)
+    clock = Clock(module, monkeypatch)
     long = request("long", X, Y)
     assert producer.schedule(long) == "load encode"
     producer.settle()
     lose(folder)
-    passed_s[0] = 2.0
+    clock.now += 2.0
     assert producer.side.ensure_cache_available(long, 2)
     producer.step(long)
     wait_until(
@@ -225,12 +221,20 @@ def test_a_misfit_is_encoded_and_announced_as_nothing(producer_on: Produce, fold
     assert stored(folder) == 1
 
 
-def test_nobody_waits_for_the_tiers_longer_than_the_deadline(producer_on: Produce) -> None:
+def test_nobody_waits_for_the_tiers_longer_than_the_deadline(
+    producer_on: Produce, monkeypatch: pytest.MonkeyPatch
+) -> None:
     produce(producer_on(), request("first", X))
-    producer = producer_on(deadline_s=0.2)
+    producer = producer_on(deadline_s=3.0)
     with stopped(store_pid(producer)):
-        asking = request("asking", X)
-        assert producer.schedule(asking) == "encode"
+        clock, asking = Clock(module, monkeypatch), request("asking", X)
+        for passed_s in (0.0, 2.9):
+            clock.now += passed_s
+            assert producer.vllm.offer(asking) is None
+            producer.step()
+        clock.now += 0.2
+        assert producer.vllm.offer(asking) == "encode"
+        producer.step(asking)
         assert producer.side.request_finished(asking) == {X: False}
     assert count(producer, "timeouts") == 1
     assert produce(producer, request("next", X)) == (0, {X: True})

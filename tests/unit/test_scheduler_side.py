@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import torch
 from benchmarks.testbed.stand_ins import (
     PATIENCE_S,
     WIDTH,
+    Clock,
     Feature,
     Position,
     Request,
@@ -643,19 +643,20 @@ def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve
     finish(consumer, asking)
 
 
-def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alone(serve: Serve) -> None:
-    consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=0.2)
+def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alone(serve: Serve, clock: Clock) -> None:
+    consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=3.0)
     asking = told("asking", X)
-    assert consumer.schedule(asking) == "encode"
-    assert count(consumer, "deferred_passes") > 0
+    assert consumer.vllm.offer(asking) is None
+    consumer.step()
+    clock.now += 3.1
+    assert consumer.vllm.offer(asking) == "encode"
+    consumer.step(asking)
     finish(consumer, asking)
     empty = told("empty", Y, data=None)
-    wait_until(
-        "its request fails",
-        consumer.side.take_unavailable_requests,
-        PATIENCE_S,
-        doing=lambda: offer(consumer, empty),
-    )
+    offer(consumer, empty)
+    assert not consumer.side.take_unavailable_requests()
+    clock.now += 3.1
+    refused(consumer, empty)
     finish(consumer, empty)
 
 
@@ -775,19 +776,9 @@ def test_a_preempted_request_no_longer_holds_its_item(serve: Serve) -> None:
 # ---- waiting
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
-    return clock
+    return Clock(module, monkeypatch)
 
 
 def test_a_request_waits_for_its_deadline_in_total_and_no_longer(serve: Serve, clock: Clock) -> None:
@@ -826,7 +817,7 @@ def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
     images = [digest(f"image {number}") for number in range(50)]
     writer = serve()
     writer.store(*images)
-    served = serve(arena_bytes=20 * PLACE_BYTES)
+    served = serve(arena_bytes=20 * PLACE_BYTES, deadline_s=2.0)
     leased = []
     big, rival = request("big", *images), request("rival", *reversed(images))
     for each in (big, rival):

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Request, Served, digest, embedding, request
+from benchmarks.testbed.stand_ins import PATIENCE_S, SILENT, Clock, Request, Served, digest, embedding, request
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import staging
+from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.copier import HostCopier
 from lmcache_ec.channel import Stage, Staged, Unstage
 from lmcache_ec.complaints import Complaints
@@ -23,7 +24,7 @@ X, Y = digest("x"), digest("y")
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    served = Served(None, deadline_s=PATIENCE_S).ready()
+    served = Served(None).ready()
     served.store(X, Y)
     yield served
     try:
@@ -93,8 +94,9 @@ def test_a_device_that_cannot_load_it_fails_that_request_and_no_other(
 def test_a_rank_that_does_not_answer_fails_the_request_at_its_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    served = Served(None, deadline_s=0.1).ready()
+    served = Served(None, deadline_s=3.0).ready()
     served.store(X)
+    clock = Clock(module, monkeypatch)
     answering = threading.Event()
 
     def hanging(source: torch.Tensor) -> torch.Tensor:
@@ -102,7 +104,14 @@ def test_a_rank_that_does_not_answer_fails_the_request_at_its_deadline(
         return source.clone()
 
     monkeypatch.setattr(copier(served), "load_ahead", hanging)
-    unavailable(served, bare("asking", X))
+    asking = bare("asking", X)
+    for passed_s in (0.0, 2.9):
+        clock.now += passed_s
+        assert served.vllm.offer(asking) is None
+        served.step()
+        assert served.side.take_unavailable_requests() == set()
+    clock.now += 0.2
+    unavailable(served, asking)
     answering.set()
     later = bare("later", X)
     assert served.schedule(later) == "load"
@@ -148,10 +157,16 @@ def test_where_no_more_may_be_staged_a_request_waits_and_is_then_loaded_within_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staging, "STAGED_BYTES", 1)
-    served = Served(None, deadline_s=0.2).ready()
+    served = Served(None, deadline_s=3.0).ready()
     served.store(X, Y)
+    clock = Clock(module, monkeypatch)
     holding, waiting = bare("holding", X), bare("waiting", Y)
     served.stage(holding)
+    for passed_s in (0.0, 2.9):
+        clock.now += passed_s
+        assert served.vllm.offer(waiting) is None
+        served.step()
+    clock.now += 0.2
     assert served.schedule(waiting) == "load"
     assert served.side.snapshot()["deferred_passes"] > 0
     assert (served.side.take_unavailable_requests(), len(copier(served)._staged)) == (set(), 1)

@@ -28,6 +28,9 @@ class Relay:
         """How often a client began to speak after its server had: round trips."""
         self.delay_s = 0.0
         """Before anything is passed on to the server."""
+        self.passes_on = threading.Event()
+        """As long as it is not set, nothing is."""
+        self.passes_on.set()
         self._tls = tls
         self._allowed: int | None = None
         self._then = Then.CUT
@@ -76,6 +79,7 @@ class Relay:
                     spoke.clear()
                     self.turns += 1
                 time.sleep(self.delay_s)
+                self.passes_on.wait()
                 server.sendall(piece)
         except OSError:
             pass
