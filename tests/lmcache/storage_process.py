@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own storage manager, in a process of its own that does what a test asks for.
+"""LMCache's own storage manager, in processes of their own that do what a test asks for.
 
-`StorageProcess` is the test's side: each call is a line of JSON on a pipe, and so is the answer. `_Session` is the
-other side; it imports LMCache, which takes seconds, and so serves a whole module of tests. The bytes of an object
-follow from its name, so that both sides know them.
+`StorageProcess` is the test's side: each call is a line of JSON on a socket, and so is the answer. `_Session` is the
+other side. All of them are forked from one process that has imported LMCache, which takes seconds, and serve a whole
+module of tests. The bytes of an object follow from its name, so that both sides know them.
 """
 
 import asyncio
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import re
-import selectors
+import select
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -93,29 +95,18 @@ def described(name: str) -> dict[str, Any]:
 
 
 class StorageProcess:
-    """A child process with LMCache in it. AssertionError with the end of its log if it does not answer in time."""
+    """A process with LMCache in it. AssertionError with the end of its log if it does not answer in time."""
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, log: Path, link: socket.socket) -> None:
         self.log = log
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.lmcache.storage_process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                cwd=ROOT,
-                env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "1", **environment},
-            )
+        self._link = link
+        self._answers = link.makefile("rb")
 
     def __call__(self, what: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([what, arguments]).encode() + b"\n")
-        self._process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            assert selector.select(_ANSWER_S), f"{what}: no answer within {_ANSWER_S} s\n{self.tail}"
-        line = self._process.stdout.readline()
+        self._link.sendall(json.dumps([what, arguments]).encode() + b"\n")
+        answered, _, _ = select.select([self._link], [], [], _ANSWER_S)
+        assert answered, f"{what}: no answer within {_ANSWER_S} s\n{self.tail}"
+        line = self._answers.readline()
         assert line, f"{what}: the process ended\n{self.tail}"
         answer = json.loads(line)
         assert "error" not in answer, f"{what}: {answer['error']}\n{self.tail}"
@@ -125,24 +116,37 @@ class StorageProcess:
     def tail(self) -> str:
         return self.log.read_bytes()[-6000:].decode(errors="replace")
 
-    def end(self) -> int:
-        """Let it end by itself; its exit status."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            return self._process.wait(PATIENCE_S)
-        finally:
-            self._process.kill()
+    def hang_up(self) -> None:
+        """Let it end by itself."""
+        self._link.shutdown(socket.SHUT_WR)
 
 
 @contextlib.contextmanager
-def storage_process(log: Path, environment: Mapping[str, str] | None = None) -> Iterator[StorageProcess]:
-    process = StorageProcess(log, environment or {})
+def storage_processes(folder: Path, number: int, environment: Mapping[str, str]) -> Iterator[list[StorageProcess]]:
+    """So many, with their logs in a folder; all of them have to end well."""
+    pairs = [socket.socketpair() for _ in range(number)]
+    logs = [folder / str(index) for index in range(number)]
+    links = [theirs.fileno() for _, theirs in pairs]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.lmcache.storage_process", *map(str, logs), *map(str, links)],
+        stdin=subprocess.DEVNULL,
+        pass_fds=links,
+        cwd=ROOT,
+        env={**os.environ, "LMCACHE_TRACK_USAGE": "false", "OMP_NUM_THREADS": "1", **environment},
+    )
+    for _, theirs in pairs:
+        theirs.close()
+    found = [StorageProcess(log, ours) for log, (ours, _) in zip(logs, pairs, strict=True)]
     try:
-        yield process
+        yield found
     finally:
-        status = process.end()
-    assert status == 0, process.tail
+        for each in found:
+            each.hang_up()
+        try:
+            status = process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+    assert status == 0, "\n".join(each.tail for each in found)
 
 
 class _Session:
@@ -378,14 +382,40 @@ class _Session:
         return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
+# ---- the processes
+
+
+PRELOADED = ("lmcache.v1.storage_backend.storage_manager", "lmcache_ec.adapters.lmcache.storage_plugin", "boto3")
+
+
 def main() -> None:
+    """Fork a session for each log and link, and end as they did."""
     from lmcache_ec.tiers import opening
 
     opening._TIMEOUT_S = PATIENCE_S  # a remote whose client is still being imported is not one that is away
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whoever prints, prints into the log
-    session = _Session()
-    for line in sys.stdin:
+    half = len(sys.argv) // 2 + 1
+    sessions = list(zip(sys.argv[1:half], map(int, sys.argv[half:]), strict=True))
+    for module in PRELOADED:
+        importlib.import_module(module)
+    for log, link in sessions:
+        if not os.fork():
+            for _, other in sessions:
+                if other != link:
+                    os.close(other)
+            serve(Path(log), socket.socket(fileno=link))
+            return
+    for _, link in sessions:
+        os.close(link)
+    sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) != 0 for _ in sessions))
+
+
+def serve(log: Path, link: socket.socket) -> None:
+    """Do what the test asks for, until it hangs up."""
+    with log.open("wb") as output:
+        for number in (1, 2):  # whoever prints, prints into the log
+            os.dup2(output.fileno(), number)
+    answers, session = link.makefile("w"), _Session()
+    for line in link.makefile("r"):
         what, arguments = json.loads(line)
         try:
             answer: dict[str, Any] = {"result": getattr(session, what)(**arguments)}

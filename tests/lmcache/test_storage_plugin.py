@@ -21,7 +21,7 @@ from benchmarks.testbed.servers.redis import RedisServer, redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed
 from benchmarks.testbed.waiting import wait_until
 from lmcache_ec import entry
-from tests.lmcache.storage_process import PATIENCE_S, THINGS, StorageProcess, content, described, storage_process
+from tests.lmcache.storage_process import PATIENCE_S, THINGS, StorageProcess, content, described, storage_processes
 
 CANARY = "canary-5f0c-in-the-mine"
 POOL_BYTES = 32 << 20
@@ -39,8 +39,8 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory, s3: Seaweed) -> Iterator[list[StorageProcess]]:
     folder, environment = tmp_path_factory.mktemp("logs"), {**s3.environment, "REDIS_PASSWORD": CANARY}
-    with storage_process(folder / "0", environment) as one, storage_process(folder / "1", environment) as other:
-        yield [one, other]
+    with storage_processes(folder, 2, environment) as found:
+        yield found
 
 
 @pytest.fixture

@@ -790,7 +790,8 @@ def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_ove
         master.kill()
         with pytest.raises(TierError):
             tier.get_into(key, buffer)
-        wait_until("there is a new master", lambda: tier.get_into(key, buffer) == 100)
+        with sentinels[0].impatient(), sentinels[1].impatient():
+            wait_until("there is a new master", lambda: tier.get_into(key, buffer) == 100)
         assert buffer == value("a", 100)
         assert tier.put(new_key(), value("b", 100)) is True
         master.start()

@@ -149,6 +149,10 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
         yield servers
 
 
+_PATIENCE_MS = 600_000
+"""After which a silent server is down for a Sentinel: on a busy machine none is, unless a test wants it."""
+
+
 class SentinelProcess(RedisServer):
     """Watches over a master; keeps what it knows in its file of settings."""
 
@@ -156,7 +160,7 @@ class SentinelProcess(RedisServer):
         folder.mkdir(parents=True)
         (folder / "sentinel.conf").write_text(
             f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 400\n"
+            f"sentinel down-after-milliseconds {SERVICE} {_PATIENCE_MS}\n"
             f"sentinel failover-timeout {SERVICE} 2000\n"
         )
         super().__init__(folder)
@@ -166,6 +170,13 @@ class SentinelProcess(RedisServer):
             *(binary(), str(self.folder / "sentinel.conf"), "--sentinel", "--bind", "127.0.0.1"),
             *("--port", str(self.port), "--dir", str(self.folder), "--logfile", str(self.log)),
         ]
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """A server that is silent for a moment is down."""
+        self.client().sentinel_set(SERVICE, "down-after-milliseconds", 400)
+        yield
+        self.client().sentinel_set(SERVICE, "down-after-milliseconds", _PATIENCE_MS)
 
 
 @contextmanager
