@@ -161,7 +161,7 @@ class Record(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The store process is up. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
 
-    `problem` says which tier could not be opened at an engine's start; it is then done without. `tiers` are those it
+    `problem` says which tier could not be opened at an engine's start; it is then left out. `tiers` are those it
     serves, `epoch` is that of the namespace which it lists.
     """
 

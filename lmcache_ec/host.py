@@ -69,7 +69,8 @@ def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0, engines: int = 1) -
     advice = "lower max_local_cpu_size" + (", here (ec:) or there" if kv_pool_bytes else "")
     limit, available = rounded_size(limit_bytes), rounded_size(room.available_bytes)
     return (
-        f"LocalCPU may grow to {limit}{beside}, and {available} of memory are available ({room.limited_by}): {advice}"
+        f"LocalCPU may grow to {limit}{beside}, but only {available} of memory is available "
+        f"({room.limited_by}): {advice}"
     )
 
 

@@ -100,7 +100,7 @@ def _scheduler_side(
     try:
         namespace = engine_namespace(vllm_config, config)
     except NamespaceUnknown as error:
-        logger.error("encoder cache: kept in memory only, because what it holds could not be distinguished: %s", error)
+        logger.error("encoder cache: kept in memory only, because no namespace can be computed: %s", error)
         namespace = "unknown-" + hashlib.sha256(engine_name(vllm_config).encode()).hexdigest()[:16]
         config = config.model_copy(update={"local_disk": None, "remotes": ()})
     transfer, scheduler = vllm_config.ec_transfer_config, vllm_config.scheduler_config

@@ -60,7 +60,7 @@ def why_inert(vllm_config: VllmConfig) -> str:
         return "encoder-decoder models keep no encoder output that could be loaded"
     media = vllm_config.model_config.multimodal_config
     if media is None:
-        return "the model takes no media"
+        return "the model does not take media"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has its own scheduler, and all would have to decide alike"
     # Of one data-parallel engine: several of them on hosts of their own are no reason.

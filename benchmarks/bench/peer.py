@@ -26,7 +26,7 @@ _HELD = 256
 _DEADLINE_S = 60.0
 
 
-def mend_reads() -> None:
+def patch_reads() -> None:
     """Let `StorageManager.batched_get` go on to the next tier where one has nothing.
 
     In 0.5.6 it returns the first tier's answer if that is true, and `[None]` is: whatever is on disk alone is in
@@ -58,7 +58,7 @@ class Peer:
 
     def __init__(self, folder: str, largest_rows: int) -> None:
         torch.set_num_threads(1)
-        mend_reads()
+        patch_reads()
         config = LMCacheEngineConfig.from_defaults(
             local_cpu=True,
             max_local_cpu_size=_POOL_GIB,

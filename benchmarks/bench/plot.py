@@ -18,7 +18,7 @@ _NAMES = ("load_cpu", "save", "disk_get", "disk_put", "fetch_to_live", "save_to_
 _PARTIES = (("ours", "#1f6f8b"), ("peer", "#c98b3c"), ("example", "#9a9a9a"), ("floor", "#000000"))
 _LABELS = {
     "ours": "lmcache_ec",
-    "peer": "LMCache's encoder cache (reads mended)",
+    "peer": "LMCache's encoder cache (reads patched)",
     "example": "vLLM's ECExampleConnector",
     "floor": "floor: the bare system calls or memcpy",
 }

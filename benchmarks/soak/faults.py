@@ -153,7 +153,7 @@ def _remove_folder(targets: Targets, chance: Random) -> Outcome:
     return True
 
 
-def _spoil_account(targets: Targets, chance: Random) -> Outcome:
+def _corrupt_account(targets: Targets, chance: Random) -> Outcome:
     path = targets.disk / ".usage"
     with _if_there():
         if chance.random() < 0.5:
@@ -164,7 +164,7 @@ def _spoil_account(targets: Targets, chance: Random) -> Outcome:
     return False
 
 
-def _spoil_news(targets: Targets, chance: Random) -> Outcome:
+def _corrupt_news(targets: Targets, chance: Random) -> Outcome:
     """A neighbour's log, all of them, or one that nobody wrote."""
     folder = targets.disk / ".news"
     logs = sorted(folder.glob("*"))
@@ -400,8 +400,8 @@ FAULTS = (
     Fault("disk-pipe", _pipe, 2, 4),
     Fault("disk-delete", _delete, 4, 10),
     Fault("disk-folder", _remove_folder, 3, 5),
-    Fault("disk-account", _spoil_account, 2, 4),
-    Fault("disk-news", _spoil_news, 2, 4),
+    Fault("disk-account", _corrupt_account, 2, 4),
+    Fault("disk-news", _corrupt_news, 2, 4),
     Fault("disk-temporary", _leave_temporary, 2, 4),
     Fault("store-stop", _stop_store, 5, 4),
     Fault("store-stop-long", _stop_store_for_long, 1, 0.1),

@@ -140,7 +140,7 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
     yield f"  loads          {sum(loads.values()):,}" + (f": {by_tier}" if by_tier else "") + f"; {failed:,} failed"
     for tier in engine["tiers"]:
         if forged := tier.get("forged"):
-            yield f"  not believed   {counted(forged, 'read')} of {tier['name']}: unsigned, or signed with another key"
+            yield f"  not trusted    {counted(forged, 'read')} of {tier['name']}: unsigned, or signed with another key"
     yield f"  saves          {book['saves']:,}; {book['saves_dropped']:,} dropped, {book['saves_void']:,} void"
     if (age_s := engine["book_age_s"] or 0.0) > _IDLE_S:
         yield f"  idle           no scheduling pass for {span(age_s)}: loads, saves and the row cpu are as of then"

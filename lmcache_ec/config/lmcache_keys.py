@@ -17,7 +17,7 @@ _NOTED: Mapping[str, str] = {
         enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers hidden_states_retrieve_mode
         enable_chunk_statistics chunk_statistics_auto_start_statistics chunk_statistics_auto_exit_timeout_hours
         chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy""",
-    "about LMCache's memory pool; LocalCPU here is always there and grows with what it holds": """
+    "about LMCache's memory pool; LocalCPU is always on and grows as it fills": """
         local_cpu local_cpu_use_hugepages reserve_local_cpu_size numa_mode pin_timeout_sec pin_check_interval_sec
         enable_lazy_memory_allocator lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio lazy_memory_step_ratio
         lazy_memory_safe_size""",

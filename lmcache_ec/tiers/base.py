@@ -31,7 +31,7 @@ class WritesRefused(TierError):
 class TierUnreachable(TierError, ValueError):
     """The tier cannot be used: its store does not answer, or refuses access. An outage that may pass.
 
-    What opens a tier raises it only for what is worth waiting for; ValueError for what somebody has to mend first.
+    What opens a tier raises it only for what is worth waiting for; ValueError for what somebody has to fix first.
     """
 
 

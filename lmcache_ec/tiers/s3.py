@@ -361,7 +361,7 @@ class S3Tier(Tier):
         Other rules of the bucket stay as they are. ValueError without a prefix: the rule would empty the bucket.
         """
         if not self._access.prefix:
-            raise ValueError("S3 lifecycle rule: the remote has no prefix, and the rule would be for the whole bucket")
+            raise ValueError("S3 lifecycle rule: the remote has no prefix, so the rule would apply to the whole bucket")
         with reported("set the lifecycle rule"):
             set_lifecycle_ttl(self._access, ttl_s)
 

@@ -44,5 +44,5 @@ def _decoded(text: bytes, what: str) -> bytes:
     except binascii.Error:
         key = b""
     if len(key) != _LENGTH:
-        raise ValueError(f"{what} holds no key: must be {_LENGTH} bytes, in base64, or in a file as they are")
+        raise ValueError(f"{what} holds no key: must be {_LENGTH} bytes, in base64 or, in a file, raw")
     return key

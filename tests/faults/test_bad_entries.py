@@ -48,21 +48,21 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     recovery="all is written",
     engine="alive",
 )
-def test_a_file_spoilt_before_or_after_it_was_found_is_a_miss_and_then_a_good_file(served: Served) -> None:
+def test_a_file_damaged_before_or_after_it_was_found_is_a_miss_and_then_a_good_file(served: Served) -> None:
     assert served.ask(GOOD[0]) == set()
     truncate(served.truth.path(served.disk, LATE_TRUNCATED))
     flip(served.truth.path(served.disk, LATE_FLIPPED), 5000)
     served.truth.path(served.disk, LATE_DELETED).unlink()  # the presence filter says it is there
-    spoilt = {*BEFORE, *LATE}
-    assert served.ask(*sorted(spoilt)) == spoilt
-    served.until("all is written", lambda book, _: book["writes"] == len(spoilt))
+    damaged = {*BEFORE, *LATE}
+    assert served.ask(*sorted(damaged)) == damaged
+    served.until("all is written", lambda book, _: book["writes"] == len(damaged))
     book = served.settle()
-    assert book["fetch_misses"] == len(spoilt - {DELETED})
+    assert book["fetch_misses"] == len(damaged - {DELETED})
     status = served.status()
     assert status is not None
-    assert status["store"]["disk_corrupt"] == len(spoilt - {DELETED, LATE_DELETED})
-    assert served.stored() == served.truth.names({*GOOD, *spoilt})
-    assert served.ask(*sorted(spoilt)) == set()
+    assert status["store"]["disk_corrupt"] == len(damaged - {DELETED, LATE_DELETED})
+    assert served.stored() == served.truth.names({*GOOD, *damaged})
+    assert served.ask(*sorted(damaged)) == set()
 
 
 @pytest.mark.fault(

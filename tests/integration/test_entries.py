@@ -106,16 +106,16 @@ def _deleted(path: Path, _: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [_truncated, _emptied, _flipped, _swapped, _longer, _deleted], ids=lambda f: f.__name__
+    "damage", [_truncated, _emptied, _flipped, _swapped, _longer, _deleted], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
-def test_a_spoilt_file_is_a_miss_and_the_next_save_makes_up_for_it(
-    tmp_path: Path, spoil: Callable[[Path, Path], None], known: bool
+def test_a_damaged_file_is_a_miss_and_the_next_save_makes_up_for_it(
+    tmp_path: Path, damage: Callable[[Path, Path], None], known: bool
 ) -> None:
     victim, other = IMAGES[:2]
     kept(tmp_path, [victim, other])
     with Bench(tmp_path) as bench:
-        spoil(path_of(tmp_path, victim), path_of(tmp_path, other))
+        damage(path_of(tmp_path, victim), path_of(tmp_path, other))
         assert not bench.fetch(victim, size=None if known else 0)
         bench.settle()
         assert bench.snapshot()["fetch_misses"] == 1

@@ -107,7 +107,7 @@ def put(tier: Tier, *identifiers: str, namespace: str = "ns") -> None:
         assert tier.put(EncoderCacheKey(namespace, identifier), sealed(identifier, namespace))
 
 
-def spoiled(identifier: str) -> memoryview:
+def corrupted(identifier: str) -> memoryview:
     data = sealed(identifier)
     data[-1] ^= 1
     return data
@@ -205,16 +205,16 @@ def test_a_programs_tensor_is_described_by_its_own_shape(stores: Stores, shape: 
     ]
 
 
-@pytest.mark.parametrize("how", ["spoiled", *VERSIONS[:1]])
+@pytest.mark.parametrize("how", ["corrupted", *VERSIONS[:1]])
 def test_what_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stores, how: str) -> None:
-    data = spoiled("picture") if how == "spoiled" else memoryview(of_another_version(bytes(sealed("picture")), how))
+    data = corrupted("picture") if how == "corrupted" else memoryview(of_another_version(bytes(sealed("picture")), how))
     put(stores.disk, "picture")
     stores.redis.put(EncoderCacheKey("ns", "picture"), data)
     result = run("inspect", "picture", "--json")
     problems = {copy["tier"]: copy["problem"] for copy in json.loads(result.stdout)["tiers"]}
     assert (result.exit_code, problems["disk"]) == (1, "")
-    assert problems["redis"].startswith("does not verify: digest" if how == "spoiled" else "cannot be judged here")
-    if how == "spoiled":
+    assert problems["redis"].startswith("does not verify: digest" if how == "corrupted" else "cannot be judged here")
+    if how == "corrupted":
         assert run("inspect", "picture", "--header-only").exit_code == 0
         shown = [json.loads(run("inspect", "picture", "--json", *more).stdout) for more in ([], ["--header-only"])]
         assert [found["verified"] for found in shown] == [True, False]
@@ -252,7 +252,7 @@ def test_each_entry_of_each_tier_is_judged_and_nothing_is_used_or_changed_by_it(
             key = EncoderCacheKey("ns", f"version {number}")
             tier.put(key, memoryview(of_another_version(bytes(sealed(key.identifier)), how)))
         tier.put(EncoderCacheKey("ns", "torn"), sealed("torn")[:-1])
-        tier.put(EncoderCacheKey("ns", "flipped"), spoiled("flipped"))
+        tier.put(EncoderCacheKey("ns", "flipped"), corrupted("flipped"))
         tier.put(EncoderCacheKey("ns", "under another's name"), sealed("good"))
     before = {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")}
     result = run("verify", "--json")
@@ -287,7 +287,7 @@ def test_what_an_engine_wrote_anew_since_it_was_read_is_not_removed(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = EncoderCacheKey("ns", "picture")
-    stores.disk.put(key, spoiled("picture"))
+    stores.disk.put(key, corrupted("picture"))
     look = DiskTier.peek
 
     def peek(tier: DiskTier, name: EntryName, most: int) -> bytes | None:
@@ -450,7 +450,7 @@ def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
 
 
 def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: Stores) -> None:
-    stores.redis.put(EncoderCacheKey("ns", "flipped"), spoiled("flipped"))
+    stores.redis.put(EncoderCacheKey("ns", "flipped"), corrupted("flipped"))
     stores.redis.put(EncoderCacheKey("ns", "v"), memoryview(of_another_version(bytes(sealed("v")), VERSIONS[0])))
     put(stores.redis, "good")
     result = run("warm", "--from", "redis", "--json")

@@ -198,7 +198,7 @@ def test_every_tier_has_it_and_what_a_host_lost_comes_back_from_the_remote(
             assert files(tmp_path / "two") == files(tmp_path / "one")
 
 
-def test_a_spoilt_entry_is_a_miss_and_the_next_put_makes_up_for_it(cache: Cache, folder: Path) -> None:
+def test_a_damaged_entry_is_a_miss_and_the_next_put_makes_up_for_it(cache: Cache, folder: Path) -> None:
     cache.put("cat", PICTURE).result()
     [file] = folder.rglob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -248,7 +248,7 @@ def _threads(prefix: str) -> list[str]:
     ("keys", "problem"),
     [
         ({"namespace": "x"}, "no tier: neither local_disk nor remotes is set"),
-        ({"local_disk": "/tmp/x"}, "no namespace: give one"),
+        ({"local_disk": "/tmp/x"}, "no namespace: give a name"),
         ({"local_disk": "/tmp/x", "namespace": "Not/This"}, "namespace 'Not/This': must be 1 to 80 of the characters"),
         ({"local_disk": "/proc/x", "namespace": "x"}, "local_disk /proc/x"),
         ({"locl_disk": "/tmp/x", "namespace": "x"}, "locl_disk"),

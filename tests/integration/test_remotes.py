@@ -195,7 +195,7 @@ def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
 
 
 @pytest.mark.fault("a value is damaged", "any remote", "a miss; deleted and rewritten")
-def test_a_spoilt_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
+def test_a_damaged_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
     filled(None, remote)
     remote.edit(IMAGES[0], lambda data: data[:5000] + bytes([data[5000] ^ 0xFF]) + data[5001:])
     with Bench(None, remotes=[remote.url]) as other:

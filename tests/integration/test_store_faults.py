@@ -205,7 +205,7 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_pat
     "replaced; it touches nothing in the arena",
     recovery="the next one serves, and the arena is used again and again",
 )
-def test_one_that_hangs_before_its_first_word_is_replaced_and_touches_no_place_of_others(
+def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """It hangs in its start, before or after it has detached itself, with saves handed over to it."""
@@ -420,7 +420,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
 @pytest.mark.fault(
     "exits right after its first message, every time", "store process", "restarted after longer and longer pauses"
 )
-def test_one_that_ends_right_after_its_first_word_is_started_after_longer_and_longer_pauses(
+def test_one_that_ends_right_after_its_first_message_is_started_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))

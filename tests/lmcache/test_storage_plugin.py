@@ -373,7 +373,7 @@ def test_close_returns_and_gives_up_what_a_stuck_remote_does_not_take(
         wait_until("the disk has both", lambda: one("counts").get("disk_writes", 0) == 2, PATIENCE_S)
         one("close")
     assert len(entries(tmp_path / "disk")) == 2
-    assert "2 entries are not in every tier" in one.tail
+    assert "2 entries were not in every tier" in one.tail
 
 
 def test_a_remote_that_is_unreachable_at_the_start_is_done_without_until_it_is_up(

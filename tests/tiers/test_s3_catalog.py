@@ -466,7 +466,7 @@ def test_a_writer_that_died_before_its_delta_is_found_by_the_next_full_listing(f
 # ---- whatever stands in its objects
 
 
-def spoiled(data: bytes, how: str, number: int) -> bytes | None:
+def damaged(data: bytes, how: str, number: int) -> bytes | None:
     name = f"{NAMESPACE}/shard/{number:02x}"
     return {
         "lost": None,
@@ -490,7 +490,7 @@ HOWS = (
 
 
 def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: str, s3: Seaweed) -> None:
-    """Each shard is spoilt in another way; all keys that begin as it does are then asked for."""
+    """Each shard is damaged in another way; all keys that begin as it does are then asked for."""
     one = Replica(filled, signing=KEY)
     one.compact()
     follower = Replica(filled, signing=KEY)
@@ -498,13 +498,13 @@ def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: 
     client, folder = s3.client(), f"{s3_options(filled).prefix}/.catalog/{NAMESPACE}/shard"
     for number, how in enumerate(HOWS):
         name = f"{folder}/{number:02x}"
-        bad = spoiled(client.get_object(Bucket=s3.bucket, Key=name)["Body"].read(), how, number)
+        bad = damaged(client.get_object(Bucket=s3.bucket, Key=name)["Body"].read(), how, number)
         if bad is None:
             client.delete_object(Bucket=s3.bucket, Key=name)
         else:
             client.put_object(Bucket=s3.bucket, Key=name, Body=bad)
     for replica in (Replica(filled, signing=KEY), follower):
-        replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # nobody mends it
+        replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # nobody repairs it
         replica.refresh()
         assert replica.lacks(*STORED) == []
         for number, how in enumerate(HOWS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several tiers as one: looked up in order, mended, promoted, and written through from one read of the file."""
+"""Several tiers as one: looked up in order, repaired, promoted, and written through from one read of the file."""
 
 import errno
 import threading
@@ -202,7 +202,7 @@ def test_a_write_that_is_cancelled_leaves_nothing_behind() -> None:
     assert not here.stack.writes.cancel(KEY)
 
 
-def test_what_does_not_verify_is_deleted_and_mended_from_the_next_tier(tmp_path: Path) -> None:
+def test_what_does_not_verify_is_deleted_and_repaired_from_the_next_tier(tmp_path: Path) -> None:
     here, data = Setting(tmp_path), sealed()
     assert here.disk is not None
     harmed = memoryview(bytearray(data))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One configuration of file, environment and extra configuration, and errors from which a newcomer mends it."""
+"""One configuration of file, environment and extra configuration, and errors that show a newcomer what to fix."""
 
 import json
 import math
