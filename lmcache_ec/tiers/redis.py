@@ -9,12 +9,11 @@ to live (see `Tier.born`).
 import errno
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from redis.exceptions import (
@@ -79,6 +78,36 @@ class _Look:
     counts: Counts
 
 
+class _Call(until):
+    """One call of a tier: it has an end, one of the slots, and TierError for whatever goes wrong. One thread's."""
+
+    __slots__ = ("_action", "_key", "_longest_s", "_tier", "_writes")
+
+    def __init__(self, tier: "RedisTier", action: str, key: EntryName | None, writes: bool) -> None:
+        self._tier, self._action, self._key, self._writes = tier, action, key, writes
+        self._longest_s = 2 * tier.options.timeout_s
+        super().__init__(time.monotonic() + self._longest_s)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        try:
+            self._tier._slots.get(timeout=self._longest_s)
+        except Empty:
+            super().__exit__()
+            busy = f"all {self._tier.options.connections} connections are busy"
+            raise TierError(errno.EBUSY, f"Redis tier could not {self.action}: {busy}") from None
+
+    def __exit__(self, _: object = None, error: BaseException | None = None, trace: object = None) -> None:
+        super().__exit__()
+        self._tier._slots.put(None)
+        if isinstance(error, Exception) and not isinstance(error, TierError):  # redis-py raises more than it names
+            raise self._tier._failure(self.action, error, self._writes) from None
+
+    @property
+    def action(self) -> str:
+        return f"{self._action} {self._key.object_name}" if self._key else self._action
+
+
 class RedisTier(Tier):
     """Entries as values of a Redis store; made by `open_redis`.
 
@@ -98,21 +127,23 @@ class RedisTier(Tier):
         self._prefix = options.prefix.encode()
         self._lifetime = () if options.ttl_s is None else ("PX", max(1, round(options.ttl_s * 1000)))
         self._last_look: _Look | None = None
-        self._slots = threading.BoundedSemaphore(options.connections)
+        self._slots = SimpleQueue[None]()
+        for _ in range(options.connections):
+            self._slots.put(None)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
     def __repr__(self) -> str:
         return f"RedisTier({self.address.deployment.value}, {self.address})"
 
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
-        with self._call(f"read {key.object_name}"):
+        with self._call("read", key):
             return self._length(self._ask(Command(("GET", self._name(key)), buffer)))
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         limit, name = self.options.max_entry_bytes, self._name(key)
         if len(data) > limit:
             raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
-        with self._call(f"write {key.object_name}, {len(data)} bytes", writes=True):
+        with self._call("write", key, writes=True):
             # Asked first: what another engine has stored already would be sent for nothing.
             if self._taken(name):
                 return False
@@ -129,7 +160,7 @@ class RedisTier(Tier):
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         """As every tier; what took the place of `held` meanwhile is written over, too."""
-        with self._call(f"replace {key.object_name}, {len(data)} bytes", writes=True):
+        with self._call("replace", key, writes=True):
             return bool(self._ask_master(Command(("SET", self._name(key), data, *self._lifetime))))
 
     def check_writes(self) -> bool:
@@ -146,7 +177,7 @@ class RedisTier(Tier):
 
     def peek(self, key: EntryName, most: int) -> bytes | None:
         """As every tier; no use of the entry from Redis 7.2 and Valkey 7.2 on."""
-        with self._call(f"look at {key.object_name}"):
+        with self._call("look at", key):
             name = self._name(key)
             look = Command(("GETRANGE", name, 0, most - 1))
             on, off = (Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
@@ -156,7 +187,7 @@ class RedisTier(Tier):
             return start or (b"" if self._ask(Command(("EXISTS", name))) else None)
 
     def delete(self, key: EntryName) -> bool:
-        with self._call(f"delete {key.object_name}"):
+        with self._call("delete", key):
             return bool(self._ask_master(Command(("UNLINK", self._name(key)))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
@@ -257,22 +288,8 @@ class RedisTier(Tier):
             servers.append((server + b"\n" + stats, keys))
         return Counts.of(servers)
 
-    @contextmanager
-    def _call(self, action: str, writes: bool = False) -> Iterator[None]:
-        """One call of the tier: it has an end, one of the slots, and TierError for whatever goes wrong."""
-        longest_s = 2 * self.options.timeout_s
-        with until(time.monotonic() + longest_s):
-            if not self._slots.acquire(timeout=longest_s):
-                busy = f"all {self.options.connections} connections are busy"
-                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {busy}")
-            try:
-                yield
-            except TierError:
-                raise
-            except Exception as error:  # redis-py raises more kinds than it names
-                raise self._failure(action, error, writes) from None
-            finally:
-                self._slots.release()
+    def _call(self, action: str, key: EntryName | None = None, writes: bool = False) -> "_Call":
+        return _Call(self, action, key, writes)
 
     def _failure(self, action: str, error: Exception, writes: bool = False) -> TierError:
         number, reason = explain(error, self.address, self.options)

@@ -8,12 +8,12 @@ When: `until` gives all that this thread asks of any connection one moment at wh
 starts again with every byte, and redis-py connects, retries and asks for the topology inside one command.
 """
 
+import select
 import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 from redis._parsers import BaseParser, Encoder
@@ -35,15 +35,20 @@ _SHORTEST_S = 0.001  # 0 would mean: do not wait, which a socket reports in anot
 _call = threading.local()
 
 
-@contextmanager
-def until(moment: float) -> Iterator[None]:
+class until:
     """What this thread asks of connections inside ends at `moment` (monotonic seconds), if it need not earlier."""
-    outer = moment_of_end()
-    _call.ends_at = min(moment, outer)
-    try:
-        yield
-    finally:
-        _call.ends_at = outer
+
+    __slots__ = ("_moment", "_outer")
+
+    def __init__(self, moment: float) -> None:
+        self._moment = moment
+
+    def __enter__(self) -> None:
+        self._outer = moment_of_end()
+        _call.ends_at = min(self._moment, self._outer)
+
+    def __exit__(self, *_: object) -> None:
+        _call.ends_at = self._outer
 
 
 def moment_of_end() -> float:
@@ -87,6 +92,11 @@ class PayloadParser(BaseParser):
         self._start = self._end = 0
         self.targets.clear()
         self.abandoned = False
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether something was received, by TLS too, that belongs to no reply so far."""
+        return self._start < self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0)
 
     def can_read(self, timeout: float = 0) -> bool:
         """Whether something was sent that nobody has asked for. redis' ConnectionError if the connection has ended."""
@@ -210,6 +220,7 @@ class PayloadConnection(AbstractConnection):
     """What every kind of connection here adds to redis-py's; used by one thread at a time, as its pool sees to it."""
 
     _parser: PayloadParser
+    _arrivals: select.poll
 
     def __init__(self, **settings: Any) -> None:
         # The packer is named because with hiredis installed redis-py's choice is one that copies each payload.
@@ -244,6 +255,8 @@ class PayloadConnection(AbstractConnection):
         A server may answer an AUTH that it does not know with what it was sent.
         """
         source = self.credential_provider
+        self._arrivals = select.poll()
+        self._arrivals.register(self._sock, select.POLLIN)
         try:
             super().on_connect_check_health(*args, **options)
         except RedisError as error:
@@ -252,6 +265,13 @@ class PayloadConnection(AbstractConnection):
             if isinstance(error, AuthenticationError):
                 source.refused()
             raise type(error)(source.hidden(str(error))) from None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a command may go out at once: it is connected, is not to be replaced, and nothing came unasked."""
+        if self._sock is None or self.should_reconnect() or self._parser.holds_more:
+            return False
+        return not self._arrivals.poll(0)
 
     def send_command(self, *args: Any, into: memoryview | None = None, **options: Any) -> None:
         """As redis-py's; with `into` the reply is the length of the payload, which is received there if it fits."""
