@@ -355,6 +355,11 @@ class RedisTier(Tier):
             yield found
 
     def _ask(self, command: Command) -> Any:
+        """One round trip, and what `_ask_again` makes of its failure."""
+        (reply,) = self._ask_again([command], exchange(self._pool_of(command.args[1]), [command]))
+        return _or_raise(reply)
+
+    def _ask_by_client(self, command: Command) -> Any:
         """One round trip, through redis-py's retries and redirects."""
         options = {} if command.into is None else {"into": command.into}
         return self._client.execute_command(*command.args, **options)
@@ -401,7 +406,7 @@ class RedisTier(Tier):
         for number, reply in enumerate(replies):
             if isinstance(reply, (*_REDIRECTS, *lost)):
                 try:
-                    replies[number] = self._ask(commands[number])
+                    replies[number] = self._ask_by_client(commands[number])
                 except ResponseError as error:
                     replies[number] = error
                 except Exception as error:

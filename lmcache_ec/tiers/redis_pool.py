@@ -27,9 +27,9 @@ class ReadyFirst(ConnectionPool):
         return super().get_connection(*args, **options)
 
     def release(self, connection: Any) -> None:
-        self._checkpid()
         with self._lock:
-            kept = connection in self._in_use_connections and connection.ready and self.owns_connection(connection)
+            kept = connection in self._in_use_connections and self.owns_connection(connection)
+            kept = kept and not connection.should_reconnect()
             if kept:
                 self._in_use_connections.remove(connection)
                 self._available_connections.append(connection)

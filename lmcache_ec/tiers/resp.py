@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 from redis._parsers import BaseParser, Encoder
 from redis.connection import AbstractConnection, Connection, PythonRespSerializer, SSLConnection
@@ -32,7 +32,14 @@ _ELEMENT_BYTES = 64  # what an element of a list counts for at least
 _NESTED = 8
 _SHORTEST_S = 0.001  # 0 would mean: do not wait, which a socket reports in another way
 
-_call = threading.local()
+
+
+class _Call(threading.local):
+    ends_at = float("inf")
+    """When what this thread is doing has to end (monotonic seconds)."""
+
+
+_call = _Call()
 
 
 class until:
@@ -44,7 +51,7 @@ class until:
         self._moment = moment
 
     def __enter__(self) -> None:
-        self._outer = moment_of_end()
+        self._outer = _call.ends_at
         _call.ends_at = min(self._moment, self._outer)
 
     def __exit__(self, *_: object) -> None:
@@ -53,12 +60,12 @@ class until:
 
 def moment_of_end() -> float:
     """When what this thread is doing has to end (monotonic seconds)."""
-    return cast(float, getattr(_call, "ends_at", float("inf")))
+    return _call.ends_at
 
 
 def left(longest_s: float) -> float:
     """How long this thread may wait for the next byte, at most `longest_s`. TimeoutError if no time is left."""
-    seconds = min(longest_s, moment_of_end() - time.monotonic())
+    seconds = min(longest_s, _call.ends_at - time.monotonic())
     if seconds <= 0:
         raise TimeoutError("this call has used up its time")
     return seconds
@@ -194,19 +201,16 @@ class PayloadParser(BaseParser):
             raise InvalidResponse(f"a value of more than the {len(target)} bytes that were announced")
 
     def _wait(self, view: memoryview) -> int:
-        self._sock_or_raise().settimeout(left(self._timeout_s))
+        if self._sock is None:
+            raise RedisConnectionError("the connection is closed")
+        self._sock.settimeout(left(self._timeout_s))
         return self._received(view)
 
     def _received(self, view: memoryview) -> int:
-        count = cast(int, self._sock_or_raise().recv_into(view))
+        count: int = self._sock.recv_into(view)
         if count == 0:
             raise RedisConnectionError(CLOSED)  # of no class of its own: a Cluster's client retries by the exact class
         return count
-
-    def _sock_or_raise(self) -> Any:
-        if self._sock is None:
-            raise RedisConnectionError("the connection is closed")
-        return self._sock
 
 
 def _number(text: bytes) -> int:
