@@ -147,7 +147,7 @@ class RedisTier(Tier):
             # Asked first: what another engine has stored already would be sent for nothing.
             if self._taken(name):
                 return False
-            return bool(self._ask_master(Command(("SET", name, data, "NX", *self._lifetime))))
+            return bool(self._ask(Command(("SET", name, data, "NX", *self._lifetime))))
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
         """As every tier; a list or the like, which nobody here wrote, is no value."""
@@ -161,12 +161,12 @@ class RedisTier(Tier):
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         """As every tier; what took the place of `held` meanwhile is written over, too."""
         with self._call("replace", key, writes=True):
-            return bool(self._ask_master(Command(("SET", self._name(key), data, *self._lifetime))))
+            return bool(self._ask(Command(("SET", self._name(key), data, *self._lifetime))))
 
     def check_writes(self) -> bool:
         """As every tier: to write over a key that does not exist writes nothing, and is refused as any write is."""
         with self._call("write", writes=True):
-            self._ask_master(Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
+            self._ask(Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
         return True
 
     def contains(self, key: EntryName) -> int | None:
@@ -188,7 +188,7 @@ class RedisTier(Tier):
 
     def delete(self, key: EntryName) -> bool:
         with self._call("delete", key):
-            return bool(self._ask_master(Command(("UNLINK", self._name(key)))))
+            return bool(self._ask(Command(("UNLINK", self._name(key)))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries, in the time that one call may take.
@@ -274,7 +274,7 @@ class RedisTier(Tier):
         if found is None and self.read_only:
             raise KeyError("it has no name, and is given none")
         if found is None:
-            self._ask_master(Command(("SET", name, os.urandom(8).hex(), "NX")))
+            self._ask(Command(("SET", name, os.urandom(8).hex(), "NX")))
             found = self._ask(Command(("GET", name)))
         if not isinstance(found, bytes):
             raise InvalidResponse("the store's name was expected")
@@ -364,18 +364,6 @@ class RedisTier(Tier):
         options = {} if command.into is None else {"into": command.into}
         return self._client.execute_command(*command.args, **options)
 
-    def _ask_master(self, command: Command) -> Any:
-        """As `_ask`, of what writes. A replica answers who was the master: the connections to it are given up, for
-        reading as well, and the master is looked for anew, at the same address or by the Sentinels."""
-        try:
-            return self._ask(command)
-        except ReadOnlyError:
-            for pool in self._masters(learn=False):
-                give_up(pool)
-            if self.address.deployment is Deployment.CLUSTER:
-                self._learn_topology()
-            return self._ask(command)
-
     def _ask_each(self, commands: Sequence[Command]) -> _Replies:
         """The reply of each, in order; for what failed, an exception. A Cluster's servers are asked side by side."""
         replies: _Replies = [None] * len(commands)
@@ -398,13 +386,23 @@ class RedisTier(Tier):
         return replies
 
     def _ask_again(self, commands: Sequence[Command], replies: _Replies) -> _Replies:
-        """The replies, after one more try, one by one, for what another server has or a broken connection cost."""
+        """The replies, after one more try, one by one, for what another server has or a broken connection cost.
+
+        A replica answers a write who was the master: the connections to it are given up, for reading as well, and the
+        master is looked for anew, at the same address or by the Sentinels.
+        """
+        if not any(isinstance(reply, Exception) for reply in replies):
+            return replies
         clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
-        if clustered and isinstance(replies[-1], lost):
+        demoted = any(isinstance(reply, ReadOnlyError) for reply in replies)
+        if demoted:
+            for pool in self._masters(learn=False):
+                give_up(pool)
+        if clustered and (demoted or isinstance(replies[-1], lost)):
             self._learn_topology()
         for number, reply in enumerate(replies):
-            if isinstance(reply, (*_REDIRECTS, *lost)):
+            if isinstance(reply, (*_REDIRECTS, *lost, ReadOnlyError)):
                 try:
                     replies[number] = self._ask_by_client(commands[number])
                 except ResponseError as error:

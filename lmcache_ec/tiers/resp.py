@@ -13,7 +13,8 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from redis._parsers import BaseParser, Encoder
@@ -69,6 +70,14 @@ def left(longest_s: float) -> float:
     if seconds <= 0:
         raise TimeoutError("this call has used up its time")
     return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
+
+    args: tuple[Any, ...]
+    into: memoryview | None = None
 
 
 class PayloadParser(BaseParser):
@@ -283,9 +292,22 @@ class PayloadConnection(AbstractConnection):
         if into is not None:
             self._parser.targets.append(into)
 
-    def expect(self, targets: Iterable[memoryview | None]) -> None:
-        """Where the payloads of the coming replies are to be received, as for `send_command`."""
-        self._parser.targets.extend(targets)
+    def ask(self, commands: Sequence[Command]) -> None:
+        """Send all of these at once, on a connection that is `ready`. As `answer`, for whoever closes it after any
+        error, and without redis-py's own errors."""
+        for piece in self.pack_commands([command.args for command in commands]):
+            unsent = memoryview(piece)
+            while unsent:
+                self._sock.settimeout(left(self._socket_timeout))
+                unsent = unsent[self._sock.send(unsent) :]
+        self._parser.targets.extend(command.into for command in commands)
+
+    def answer(self) -> Any:
+        """The next reply, an error if that is what the server replied."""
+        reply = self._parser.read_response()
+        if self._parser.abandoned:
+            self.disconnect()
+        return reply
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         super().send_packed_command(self._paced(command), check_health)
