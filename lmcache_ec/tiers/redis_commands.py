@@ -2,13 +2,36 @@
 """Commands that go to one server together, and their replies."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.exceptions import ClusterDownError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from lmcache_ec.tiers.resp import Command as Command
+
+class Command(NamedTuple):
+    """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
+
+    args: tuple[bytes | str | int | memoryview, ...]
+    into: memoryview | None = None
+
+
+def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
+    """The commands as they are sent, large values as they are."""
+    pieces: list[bytes | memoryview] = []
+    texts: list[bytes] = []
+    for command in commands:
+        texts.append(b"*%d\r\n" % len(command.args))
+        for arg in command.args:
+            if isinstance(arg, memoryview):
+                texts.append(b"$%d\r\n" % len(arg))
+                pieces += (b"".join(texts), arg)
+                texts = [b"\r\n"]
+            else:
+                text = arg if isinstance(arg, bytes) else str(arg).encode()
+                texts.append(b"$%d\r\n%b\r\n" % (len(text), text))
+    pieces.append(b"".join(texts))
+    return pieces
 
 
 def parts(numbers: Sequence[int], commands: Sequence[Command], most_bytes: int) -> Iterator[Sequence[int]]:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from redis._parsers import BaseParser, Encoder
@@ -24,8 +23,11 @@ from redis.exceptions import AuthenticationError, InvalidResponse, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
+from lmcache_ec.tiers.redis_commands import Command, packed
+
 CLOSED = "the server closed the connection"
 _BUFFER_BYTES = 64 << 10
+_HEAD_BYTES = 512  # read at once where a payload follows: what comes with them is copied once more
 _CHUNK_BYTES = 256 << 10
 _DISCARD_BYTES = 4 << 20  # up to here reading what nobody wants is cheaper than to connect again
 _TEXT_BYTES = 16 << 20  # of a reply that is received into no buffer: a page of a listing, the topology
@@ -34,13 +36,12 @@ _NESTED = 8
 _SHORTEST_S = 0.001  # 0 would mean: do not wait, which a socket reports in another way
 
 
-
-class _Call(threading.local):
+class _Deadline(threading.local):
     ends_at = float("inf")
-    """When what this thread is doing has to end (monotonic seconds)."""
 
 
-_call = _Call()
+this_thread = _Deadline()
+"""`ends_at`: when what a thread is doing has to end (monotonic seconds)."""
 
 
 class until:
@@ -52,32 +53,19 @@ class until:
         self._moment = moment
 
     def __enter__(self) -> None:
-        self._outer = _call.ends_at
-        _call.ends_at = min(self._moment, self._outer)
+        self._outer = this_thread.ends_at
+        this_thread.ends_at = min(self._moment, self._outer)
 
     def __exit__(self, *_: object) -> None:
-        _call.ends_at = self._outer
-
-
-def moment_of_end() -> float:
-    """When what this thread is doing has to end (monotonic seconds)."""
-    return _call.ends_at
+        this_thread.ends_at = self._outer
 
 
 def left(longest_s: float) -> float:
     """How long this thread may wait for the next byte, at most `longest_s`. TimeoutError if no time is left."""
-    seconds = min(longest_s, _call.ends_at - time.monotonic())
+    seconds = min(longest_s, this_thread.ends_at - time.monotonic())
     if seconds <= 0:
         raise TimeoutError("this call has used up its time")
     return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
-
-    args: tuple[Any, ...]
-    into: memoryview | None = None
 
 
 class PayloadParser(BaseParser):
@@ -97,6 +85,7 @@ class PayloadParser(BaseParser):
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
         self._text_left = 0
+        self._ahead = _HEAD_BYTES
 
     def on_connect(self, connection: Any) -> None:
         self.on_disconnect()
@@ -111,8 +100,8 @@ class PayloadParser(BaseParser):
 
     @property
     def holds_more(self) -> bool:
-        """Whether something was received, by TLS too, that belongs to no reply so far."""
-        return self._start < self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0)
+        """Whether something was received that belongs to no reply so far."""
+        return self._start < self._end
 
     def can_read(self, timeout: float = 0) -> bool:
         """Whether something was sent that nobody has asked for. redis' ConnectionError if the connection has ended."""
@@ -122,15 +111,26 @@ class PayloadParser(BaseParser):
             return False
         self._sock.settimeout(timeout)
         try:
-            self._end = self._received(self._view)
+            self._start, self._end = 0, self._sock.recv_into(self._view)
         except (TimeoutError, BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
-        self._start = 0
+        if self._end == 0:
+            raise RedisConnectionError(CLOSED)
         return True
 
     def read_response(self, disable_decoding: bool = False, **_: object) -> Any:
         self._text_left = _TEXT_BYTES
-        return self._reply(self.targets.popleft() if self.targets else None, 0)
+        target = self.targets.popleft() if self.targets else None
+        self._ahead = len(self._buffer)
+        if target is not None:
+            self._ahead = _HEAD_BYTES
+            if self._start == self._end:
+                self._more()
+            expected = b"$%d\r\n" % len(target)
+            if self._buffer.startswith(expected, self._start, self._end):  # as nearly always
+                self._start += len(expected)
+                return self._fill(target)
+        return self._reply(target, 0)
 
     def _reply(self, target: memoryview | None, depth: int) -> Any:
         if self._start == self._end:
@@ -169,11 +169,10 @@ class PayloadParser(BaseParser):
         if length < 0:
             raise InvalidResponse(f"a value of {length} bytes")
         if length <= len(target):
-            self._fill(target[:length])
-        elif length <= _DISCARD_BYTES:
-            self._fill(memoryview(bytearray(length)))
-        else:
-            self.abandoned = True
+            return self._fill(target[:length])
+        if length <= _DISCARD_BYTES:
+            return self._fill(memoryview(bytearray(length)))
+        self.abandoned = True
         return length
 
     def _take_text(self, length: int) -> None:
@@ -197,10 +196,10 @@ class PayloadParser(BaseParser):
         self._start, self._end = 0, len(unread)
         if self._end == len(self._buffer):
             raise InvalidResponse(f"a line of more than {self._end} bytes")
-        self._end += self._wait(self._view[self._end :])
+        self._end += self._wait(self._view[self._end : self._end + self._ahead])
 
-    def _fill(self, target: memoryview) -> None:
-        """Receive a payload, and the end of line after it."""
+    def _fill(self, target: memoryview) -> int:
+        """Receive a payload, and the end of line after it. Its length."""
         have = min(len(target), self._end - self._start)
         target[:have] = self._view[self._start : self._start + have]
         self._start += have
@@ -208,14 +207,12 @@ class PayloadParser(BaseParser):
             have += self._wait(target[have:])
         if self._line():
             raise InvalidResponse(f"a value of more than the {len(target)} bytes that were announced")
+        return have
 
     def _wait(self, view: memoryview) -> int:
         if self._sock is None:
             raise RedisConnectionError("the connection is closed")
         self._sock.settimeout(left(self._timeout_s))
-        return self._received(view)
-
-    def _received(self, view: memoryview) -> int:
         count: int = self._sock.recv_into(view)
         if count == 0:
             raise RedisConnectionError(CLOSED)  # of no class of its own: a Cluster's client retries by the exact class
@@ -260,7 +257,7 @@ class PayloadConnection(AbstractConnection):
     @staticmethod
     def _capped(seconds: float) -> float:
         # Never an error: pools read this while they make a connection, and would lose count of them.
-        return max(_SHORTEST_S, min(seconds, moment_of_end() - time.monotonic()))
+        return max(_SHORTEST_S, min(seconds, this_thread.ends_at - time.monotonic()))
 
     def on_connect_check_health(self, *args: Any, **options: Any) -> None:
         """As redis-py's; the source of the credentials hears that they were refused, and no error repeats them.
@@ -295,12 +292,12 @@ class PayloadConnection(AbstractConnection):
     def ask(self, commands: Sequence[Command]) -> None:
         """Send all of these at once, on a connection that is `ready`. As `answer`, for whoever closes it after any
         error, and without redis-py's own errors."""
-        for piece in self.pack_commands([command.args for command in commands]):
+        self._parser.targets.extend([command.into for command in commands])
+        for piece in packed(commands):
             unsent = memoryview(piece)
             while unsent:
                 self._sock.settimeout(left(self._socket_timeout))
                 unsent = unsent[self._sock.send(unsent) :]
-        self._parser.targets.extend(command.into for command in commands)
 
     def answer(self) -> Any:
         """The next reply, an error if that is what the server replied."""
