@@ -352,7 +352,9 @@ class RedisTier(Tier):
 
     def _ask(self, command: Command) -> Any:
         """One round trip, and what `_ask_again` makes of its failure."""
-        (reply,) = self._ask_again([command], exchange(self._pool_of(command.args[1]), [command]))
+        (reply,) = replies = exchange(self._pool_of(command.args[1]), [command])
+        if isinstance(reply, Exception):
+            (reply,) = self._ask_again([command], replies)
         return _or_raise(reply)
 
     def _ask_by_client(self, command: Command) -> Any:
@@ -387,8 +389,6 @@ class RedisTier(Tier):
         A replica answers a write who was the master: the connections to it are given up, for reading as well, and the
         master is looked for anew, at the same address or by the Sentinels.
         """
-        if not any(isinstance(reply, Exception) for reply in replies):
-            return replies
         clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
         demoted = any(isinstance(reply, ReadOnlyError) for reply in replies)

@@ -12,7 +12,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 class Command(NamedTuple):
     """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
 
-    args: tuple[bytes | str | int | memoryview, ...]
+    args: tuple[Any, ...]
     into: memoryview | None = None
 
 

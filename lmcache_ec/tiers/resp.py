@@ -81,6 +81,7 @@ class PayloadParser(BaseParser):
         self.abandoned = False
         self._sock: Any = None
         self._timeout_s = 0.0
+        self._scatters = False
         self._buffer = bytearray(max(socket_read_size, _BUFFER_BYTES))
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
@@ -90,6 +91,7 @@ class PayloadParser(BaseParser):
     def on_connect(self, connection: Any) -> None:
         self.on_disconnect()
         self._sock = connection._sock
+        self._scatters = not isinstance(self._sock, ssl.SSLSocket)
         self._timeout_s = connection._socket_timeout
 
     def on_disconnect(self) -> None:
@@ -204,16 +206,19 @@ class PayloadParser(BaseParser):
         target[:have] = self._view[self._start : self._start + have]
         self._start += have
         while have < len(target):
-            have += self._wait(target[have:])
+            have += self._wait(target[have:], self._view[:_HEAD_BYTES])
+        if have > len(target):  # what came behind it
+            self._start, self._end = 0, have - len(target)
         if self._line():
             raise InvalidResponse(f"a value of more than the {len(target)} bytes that were announced")
-        return have
+        return len(target)
 
-    def _wait(self, view: memoryview) -> int:
+    def _wait(self, *views: memoryview) -> int:
+        """Receive into these in turn, or into the first of them; how many bytes."""
         if self._sock is None:
             raise RedisConnectionError("the connection is closed")
         self._sock.settimeout(left(self._timeout_s))
-        count: int = self._sock.recv_into(view)
+        count: int = self._sock.recvmsg_into(views)[0] if self._scatters else self._sock.recv_into(views[0])
         if count == 0:
             raise RedisConnectionError(CLOSED)  # of no class of its own: a Cluster's client retries by the exact class
         return count
