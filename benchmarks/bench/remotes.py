@@ -166,8 +166,8 @@ def _socket_of(tier: Any) -> socket.socket:
 class BareRedis:
     """RESP by hand over one blocking socket."""
 
-    def __init__(self, socket_: socket.socket) -> None:
-        self._socket = socket_
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
 
     def put(self, name: str, data: memoryview) -> None:
         self._socket.settimeout(None)
