@@ -47,9 +47,9 @@ class Remotes:
         s3.start()
         self._stack.callback(s3.kill)
         os.environ.update(s3.environment)
-        self._redis = _open(redis.url)
-        self._s3 = _open(f"s3://{s3.bucket}/bench?endpoint={s3.endpoint}")
-        self._bare_redis = BareRedis(_socket_of(self._redis))
+        self._redis = open_at(redis.url)
+        self._s3 = open_at(f"s3://{s3.bucket}/bench?endpoint={s3.endpoint}")
+        self._bare_redis = BareRedis(socket_of(self._redis))
         self._bare_s3 = BareS3(s3)
         length = entry.entry_length("0" * 64, entry.TensorSpec(largest_rows, WIDTH, "BF16"))
         batch = max(_BATCHES) * entry.entry_length(
@@ -151,11 +151,11 @@ class Remotes:
         self._stack.close()
 
 
-def _open(url: str) -> Any:
+def open_at(url: str) -> Any:
     return open_remote(configured(url, {}))
 
 
-def _socket_of(tier: Any) -> socket.socket:
+def socket_of(tier: Any) -> socket.socket:
     """That of the one connection which the tier has, and keeps while nothing fails."""
     pool = tier._client.connection_pool
     connection = pool.get_connection()
