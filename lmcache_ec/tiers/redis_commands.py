@@ -28,7 +28,7 @@ def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
                 pieces += (b"".join(texts), arg)
                 texts = [b"\r\n"]
             else:
-                text = arg if isinstance(arg, bytes) else str(arg).encode()
+                text = arg if isinstance(arg, bytes) else (str(arg) if isinstance(arg, int) else arg).encode()
                 texts.append(b"$%d\r\n%b\r\n" % (len(text), text))
     pieces.append(b"".join(texts))
     return pieces
