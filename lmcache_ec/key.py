@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 MAX_IDENTIFIER_BYTES = 4096
@@ -35,12 +36,17 @@ class EncoderCacheKey:
     @property
     def digest(self) -> bytes:
         """sha256 of the identifier in UTF-8, 32 bytes. UnicodeEncodeError for what is no UTF-8."""
-        return hashlib.sha256(self.identifier.encode()).digest()
+        return _digest(self.identifier)
 
     @property
     def object_name(self) -> str:
         """`<namespace>/<aa>/<sha256>.safetensors`: no identifier, whatever its text, leaves the root."""
         return object_name(self.namespace, self.digest)
+
+
+@lru_cache(1024)  # asked for several times on the way of an entry
+def _digest(identifier: str) -> bytes:
+    return hashlib.sha256(identifier.encode()).digest()
 
 
 def object_name(namespace: str, digest: bytes) -> str:

@@ -86,31 +86,24 @@ def bars(rows: Iterable[Row], arena: Utilisation) -> list[Bar]:
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row.name, []).append(row)
+    images = {name: [row for row in of_name if 2e6 < row.size_bytes < 3e6] for name, of_name in by_name.items()}
     return [
         _at_most(by_name, "has_cache_item", 0.002),
         _at_most(by_name, "ensure_idle_step", 0.1),
         _at_most(by_name, "hook_p99_promoting", 1.0),
         *(_busy(by_name, name) for name in by_name if name + BUSY in by_name and not name.endswith(LEAST)),
-        _near_floor("load_cpu", [row for row in by_name.get("load_cpu", ()) if _is_an_image(row)], 1.15, "memcpy"),
+        _near_floor("load_cpu", images.get("load_cpu", ()), 1.15, "memcpy"),
         _with_least(by_name, "disk_get", 1.3, "read + xxh3"),
         _with_least(by_name, "disk_put", 1.2, "write + rename"),
-        _near_floor(
-            "redis_get", [row for row in by_name.get("redis_get", ()) if _is_an_image(row)], 1.3, "bare socket"
-        ),
-        _near_floor(
-            "redis_put", [row for row in by_name.get("redis_put", ()) if _is_an_image(row)], 1.3, "bare socket"
-        ),
-        _near_floor("s3_get", [row for row in by_name.get("s3_get", ()) if _is_an_image(row)], 1.15, "bare obstore"),
+        _with_least(images, "redis_get", 1.3, "bare socket"),
+        _with_least(images, "redis_put", 1.3, "bare socket"),
+        _near_floor("s3_get", images.get("s3_get", ()), 1.15, "bare obstore"),
         Bar(
             "arena >= 85 % live",
             f"{arena.least:.1%} at least, {arena.mean:.1%} on average",
             arena.least >= 0.85,
         ),
     ]
-
-
-def _is_an_image(row: Row) -> bool:
-    return 2e6 < row.size_bytes < 3e6
 
 
 def _at_most(by_name: Mapping[str, list[Row]], name: str, limit_ms: float) -> Bar:

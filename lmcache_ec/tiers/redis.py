@@ -9,12 +9,11 @@ to live (see `Tier.born`).
 import errno
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from redis.exceptions import (
@@ -47,7 +46,7 @@ from lmcache_ec.tiers.redis_client import connect, disconnect, explain, fault_of
 from lmcache_ec.tiers.redis_commands import Command, exchange, parts
 from lmcache_ec.tiers.redis_counts import Counts
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, parse_redis_url
-from lmcache_ec.tiers.resp import moment_of_end, until
+from lmcache_ec.tiers.resp import this_thread, until
 
 _REDIRECTS = (AskError, TryAgainError, ClusterDownError)  # MOVED is an AskError
 _PAGE = 1000  # keys that one SCAN looks at
@@ -79,6 +78,34 @@ class _Look:
     counts: Counts
 
 
+class _Call:
+    """One call of a tier: it has an end, one of the slots, and TierError for whatever goes wrong. One thread's."""
+
+    __slots__ = ("_action", "_key", "_tier", "_writes")
+
+    def __init__(self, tier: "RedisTier", action: str, key: EntryName | None = None, *, writes: bool = False) -> None:
+        self._tier, self._action, self._key, self._writes = tier, action, key, writes
+
+    def __enter__(self) -> None:
+        longest_s = 2 * self._tier.options.timeout_s
+        this_thread.ends_at = time.monotonic() + longest_s
+        try:
+            self._tier.slots.get(timeout=longest_s)
+        except Empty:
+            this_thread.ends_at = float("inf")
+            busy = f"all {self._tier.options.connections} connections are busy"
+            raise TierError(errno.EBUSY, f"Redis tier could not {self._what()}: {busy}") from None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._tier.slots.put(None)
+        this_thread.ends_at = float("inf")
+        if isinstance(error, Exception) and not isinstance(error, TierError):  # redis-py raises more than it names
+            raise self._tier.failure(self._what(), error, self._writes) from None
+
+    def _what(self) -> str:
+        return f"{self._action} {self._key.object_name}" if self._key else self._action
+
+
 class RedisTier(Tier):
     """Entries as values of a Redis store; made by `open_redis`.
 
@@ -98,25 +125,28 @@ class RedisTier(Tier):
         self._prefix = options.prefix.encode()
         self._lifetime = () if options.ttl_s is None else ("PX", max(1, round(options.ttl_s * 1000)))
         self._last_look: _Look | None = None
-        self._slots = threading.BoundedSemaphore(options.connections)
+        self.slots = SimpleQueue[None]()
+        """One for each call that may be under way."""
+        for _ in range(options.connections):
+            self.slots.put(None)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
 
     def __repr__(self) -> str:
         return f"RedisTier({self.address.deployment.value}, {self.address})"
 
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:
-        with self._call(f"read {key.object_name}"):
+        with _Call(self, "read", key):
             return self._length(self._ask(Command(("GET", self._name(key)), buffer)))
 
     def put(self, key: EncoderCacheKey, data: memoryview) -> bool:
         limit, name = self.options.max_entry_bytes, self._name(key)
         if len(data) > limit:
             raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
-        with self._call(f"write {key.object_name}, {len(data)} bytes", writes=True):
+        with _Call(self, "write", key, writes=True):
             # Asked first: what another engine has stored already would be sent for nothing.
             if self._taken(name):
                 return False
-            return bool(self._ask_master(Command(("SET", name, data, "NX", *self._lifetime))))
+            return bool(self._ask(Command(("SET", name, data, "NX", *self._lifetime))))
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
         """As every tier; a list or the like, which nobody here wrote, is no value."""
@@ -129,13 +159,13 @@ class RedisTier(Tier):
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         """As every tier; what took the place of `held` meanwhile is written over, too."""
-        with self._call(f"replace {key.object_name}, {len(data)} bytes", writes=True):
-            return bool(self._ask_master(Command(("SET", self._name(key), data, *self._lifetime))))
+        with _Call(self, "replace", key, writes=True):
+            return bool(self._ask(Command(("SET", self._name(key), data, *self._lifetime))))
 
     def check_writes(self) -> bool:
         """As every tier: to write over a key that does not exist writes nothing, and is refused as any write is."""
-        with self._call("write", writes=True):
-            self._ask_master(Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
+        with _Call(self, "write", writes=True):
+            self._ask(Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
         return True
 
     def contains(self, key: EntryName) -> int | None:
@@ -146,7 +176,7 @@ class RedisTier(Tier):
 
     def peek(self, key: EntryName, most: int) -> bytes | None:
         """As every tier; no use of the entry from Redis 7.2 and Valkey 7.2 on."""
-        with self._call(f"look at {key.object_name}"):
+        with _Call(self, "look at", key):
             name = self._name(key)
             look = Command(("GETRANGE", name, 0, most - 1))
             on, off = (Command(("CLIENT", "NO-TOUCH", word)) for word in ("ON", "OFF"))
@@ -156,8 +186,8 @@ class RedisTier(Tier):
             return start or (b"" if self._ask(Command(("EXISTS", name))) else None)
 
     def delete(self, key: EntryName) -> bool:
-        with self._call(f"delete {key.object_name}"):
-            return bool(self._ask_master(Command(("UNLINK", self._name(key)))))
+        with _Call(self, "delete", key):
+            return bool(self._ask(Command(("UNLINK", self._name(key)))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
         """`get_into` for several entries, in the time that one call may take.
@@ -166,14 +196,14 @@ class RedisTier(Tier):
         is the answer for its entry; TierError is raised only where nothing could be asked.
         """
         action = f"read {_entries(len(wanted))}"
-        with self._call(action):
+        with _Call(self, action):
             replies = self._ask_each([Command(("GET", self._name(key)), buffer) for key, buffer in wanted])
             return [self._answer(action, reply) for reply in replies]
 
     def contains_each(self, keys: Sequence[EntryName]) -> Answers:
         """`contains` for several entries, in one round trip, as `get_each_into`."""
         action, names = f"look for {_entries(len(keys))}", [self._name(key) for key in keys]
-        with self._call(action):
+        with _Call(self, action):
             # STRLEN says 0 of what is not there, too.
             replies = self._ask_each([Command((verb, name)) for name in names for verb in ("EXISTS", "STRLEN")])
             return [
@@ -207,7 +237,7 @@ class RedisTier(Tier):
         """As every tier, a page of keys at a time; the server frees the memory in the background."""
         removed, action = 0, f"remove {namespace}"
         for pool, names in self._keys(action, f"{check_namespace(namespace)}/"):
-            with self._call(action):
+            with _Call(self, action):
                 commands = [Command(("UNLINK", name)) for name in names]
                 replies = self._ask_again(commands, exchange(pool, commands))
                 removed += sum(_or_raise(reply) for reply in replies)
@@ -219,7 +249,7 @@ class RedisTier(Tier):
         Under a policy that evicts any key the name may go by itself, and comes back: what the servers have counted
         distinguishes this from a flush. One thread calls it. Of a Cluster the server with the name is watched.
         """
-        with self._call("look whether it was emptied"):
+        with _Call(self, "look whether it was emptied"):
             try:
                 counts, marker = self._counts(), self._marker()
                 last = self._last_look
@@ -243,7 +273,7 @@ class RedisTier(Tier):
         if found is None and self.read_only:
             raise KeyError("it has no name, and is given none")
         if found is None:
-            self._ask_master(Command(("SET", name, os.urandom(8).hex(), "NX")))
+            self._ask(Command(("SET", name, os.urandom(8).hex(), "NX")))
             found = self._ask(Command(("GET", name)))
         if not isinstance(found, bytes):
             raise InvalidResponse("the store's name was expected")
@@ -257,24 +287,7 @@ class RedisTier(Tier):
             servers.append((server + b"\n" + stats, keys))
         return Counts.of(servers)
 
-    @contextmanager
-    def _call(self, action: str, writes: bool = False) -> Iterator[None]:
-        """One call of the tier: it has an end, one of the slots, and TierError for whatever goes wrong."""
-        longest_s = 2 * self.options.timeout_s
-        with until(time.monotonic() + longest_s):
-            if not self._slots.acquire(timeout=longest_s):
-                busy = f"all {self.options.connections} connections are busy"
-                raise TierError(errno.EBUSY, f"Redis tier could not {action}: {busy}")
-            try:
-                yield
-            except TierError:
-                raise
-            except Exception as error:  # redis-py raises more kinds than it names
-                raise self._failure(action, error, writes) from None
-            finally:
-                self._slots.release()
-
-    def _failure(self, action: str, error: Exception, writes: bool = False) -> TierError:
+    def failure(self, action: str, error: Exception, writes: bool = False) -> TierError:
         number, reason = explain(error, self.address, self.options)
         kind = fault_of(error)
         if kind is WritesRefused and not writes:
@@ -282,7 +295,7 @@ class RedisTier(Tier):
         return kind(number, f"Redis tier at {self.address} could not {action}: {reason}")
 
     def _answer(self, action: str, reply: object) -> Answer:
-        return self._failure(action, reply) if isinstance(reply, Exception) else self._length(reply)
+        return self.failure(action, reply) if isinstance(reply, Exception) else self._length(reply)
 
     @staticmethod
     def _length(reply: object) -> int | None:
@@ -311,12 +324,12 @@ class RedisTier(Tier):
         prefix = f"{self.options.prefix}{folder}".encode()
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
         seen = set[bytes]()  # a key may come twice while the server's table of keys grows or shrinks
-        with self._call(action):
+        with _Call(self, action):
             masters = self._masters()
         for pool in masters:
             cursor = None
             while cursor != b"0":
-                with self._call(action):
+                with _Call(self, action):
                     (page,) = exchange(pool, [Command(("SCAN", cursor or b"0", "MATCH", pattern, "COUNT", _PAGE))])
                     cursor, names = _or_raise(page)
                 new = {name: entry for name in {*names} - seen if (entry := self._parsed(name))}
@@ -333,26 +346,21 @@ class RedisTier(Tier):
     def _pages(self, action: str, folder: str) -> Iterator[Sequence[_Stored]]:
         """What is below `folder`, as `_keys`."""
         for pool, names in self._keys(action, folder):
-            with self._call(action):
+            with _Call(self, action):
                 found = _described(pool, names)
             yield found
 
     def _ask(self, command: Command) -> Any:
+        """One round trip, and what `_ask_again` makes of its failure."""
+        (reply,) = replies = exchange(self._pool_of(command.args[1]), [command])
+        if isinstance(reply, Exception):
+            (reply,) = self._ask_again([command], replies)
+        return _or_raise(reply)
+
+    def _ask_by_client(self, command: Command) -> Any:
         """One round trip, through redis-py's retries and redirects."""
         options = {} if command.into is None else {"into": command.into}
         return self._client.execute_command(*command.args, **options)
-
-    def _ask_master(self, command: Command) -> Any:
-        """As `_ask`, of what writes. A replica answers who was the master: the connections to it are given up, for
-        reading as well, and the master is looked for anew, at the same address or by the Sentinels."""
-        try:
-            return self._ask(command)
-        except ReadOnlyError:
-            for pool in self._masters(learn=False):
-                give_up(pool)
-            if self.address.deployment is Deployment.CLUSTER:
-                self._learn_topology()
-            return self._ask(command)
 
     def _ask_each(self, commands: Sequence[Command]) -> _Replies:
         """The reply of each, in order; for what failed, an exception. A Cluster's servers are asked side by side."""
@@ -360,7 +368,7 @@ class RedisTier(Tier):
         servers: dict[Any, _Numbers] = {}
         for number, command in enumerate(commands):
             servers.setdefault(self._pool_of(command.args[1]), []).append(number)
-        ends_at = moment_of_end()
+        ends_at = this_thread.ends_at
 
         # Raises nothing: once this call has returned, no thread may go on writing into a buffer of its caller.
         def ask(server: tuple[Any, _Numbers]) -> None:
@@ -376,15 +384,23 @@ class RedisTier(Tier):
         return replies
 
     def _ask_again(self, commands: Sequence[Command], replies: _Replies) -> _Replies:
-        """The replies, after one more try, one by one, for what another server has or a broken connection cost."""
+        """The replies, after one more try, one by one, for what another server has or a broken connection cost.
+
+        A replica answers a write who was the master: the connections to it are given up, for reading as well, and the
+        master is looked for anew, at the same address or by the Sentinels.
+        """
         clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
-        if clustered and isinstance(replies[-1], lost):
+        demoted = any(isinstance(reply, ReadOnlyError) for reply in replies)
+        if demoted:
+            for pool in self._masters(learn=False):
+                give_up(pool)
+        if clustered and (demoted or isinstance(replies[-1], lost)):
             self._learn_topology()
         for number, reply in enumerate(replies):
-            if isinstance(reply, (*_REDIRECTS, *lost)):
+            if isinstance(reply, (*_REDIRECTS, *lost, ReadOnlyError)):
                 try:
-                    replies[number] = self._ask(commands[number])
+                    replies[number] = self._ask_by_client(commands[number])
                 except ResponseError as error:
                     replies[number] = error
                 except Exception as error:

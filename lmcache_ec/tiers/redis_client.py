@@ -32,6 +32,7 @@ from lmcache_ec.mask import without_secrets
 from lmcache_ec.tiers import redis_credentials as credentials
 from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.redis_credentials import CredentialsUnavailable
+from lmcache_ec.tiers.redis_pool import ReadyFirst, SentinelReadyFirst
 from lmcache_ec.tiers.redis_url import Deployment, RedisAddress, RedisOptions, host_and_port
 from lmcache_ec.tiers.resp import (
     CLOSED,
@@ -87,6 +88,7 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
             require_full_coverage=False,  # what a lost server had is a miss, the rest goes on
             retry=once_more,
             connection_class=connection,
+            connection_pool_class=ReadyFirst,
             **settings,
         )
     settings |= {"retry": once_more, "db": options.database}
@@ -94,14 +96,13 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
         return _sentinels(address, options, settings, connection).master_for(
             options.service,
             connection_class=SentinelTlsConnection if address.tls else SentinelPlainConnection,
+            connection_pool_class=SentinelReadyFirst,
             **settings,
         )
     if address.deployment is Deployment.SOCKET:
-        return redis.Redis.from_pool(
-            redis.ConnectionPool(connection_class=SocketFileConnection, path=address.path, **settings)
-        )
+        return redis.Redis.from_pool(ReadyFirst(connection_class=SocketFileConnection, path=address.path, **settings))
     ((host, port),) = address.servers
-    return redis.Redis.from_pool(redis.ConnectionPool(connection_class=connection, host=host, port=port, **settings))
+    return redis.Redis.from_pool(ReadyFirst(connection_class=connection, host=host, port=port, **settings))
 
 
 def _check_files(options: RedisOptions) -> None:

@@ -2,18 +2,36 @@
 """Commands that go to one server together, and their replies."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from redis.exceptions import ClusterDownError, ResponseError
+from redis.exceptions import ClusterDownError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
 
     args: tuple[Any, ...]
     into: memoryview | None = None
+
+
+def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
+    """The commands as they are sent, large values as they are."""
+    pieces: list[bytes | memoryview] = []
+    texts: list[bytes] = []
+    for command in commands:
+        texts.append(b"*%d\r\n" % len(command.args))
+        for arg in command.args:
+            if isinstance(arg, memoryview):
+                texts.append(b"$%d\r\n" % len(arg))
+                pieces += (b"".join(texts), arg)
+                texts = [b"\r\n"]
+            else:
+                text = arg if isinstance(arg, bytes) else (str(arg) if isinstance(arg, int) else arg).encode()
+                texts.append(b"$%d\r\n%b\r\n" % (len(text), text))
+    pieces.append(b"".join(texts))
+    return pieces
 
 
 def parts(numbers: Sequence[int], commands: Sequence[Command], most_bytes: int) -> Iterator[Sequence[int]]:
@@ -40,17 +58,19 @@ def exchange(pool: Any, commands: Sequence[Command]) -> list[object]:
         try:
             connection = pool.get_connection()
             try:
-                connection.send_packed_command(connection.pack_commands([command.args for command in commands]))
-                connection.expect(command.into for command in commands)
+                connection.ask(commands)
                 for _ in commands:
-                    try:
-                        replies.append(connection.read_response())
-                    except ResponseError as error:
-                        replies.append(error)
+                    replies.append(connection.answer())
             finally:
                 if len(replies) < len(commands):
                     connection.disconnect()  # answers may still come, and nobody would expect them
                 pool.release(connection)
+        except TimeoutError as error:
+            failure = RedisTimeoutError(str(error))
+            failure.__cause__ = error
+        except OSError as error:
+            failure = RedisConnectionError(str(error))
+            failure.__cause__ = error
         except Exception as error:
             failure = error
     return replies + [failure] * (len(commands) - len(replies))

@@ -6,7 +6,7 @@ import os
 import struct
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +132,16 @@ class Line:
         view[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
+
+    def recvmsg_into(self, views: Sequence[memoryview]) -> tuple[int, list[object], int, None]:
+        """What a kernel may do: fill some of the first, or all of it and some of the next."""
+        count = 0
+        for view in views:
+            came = self.recv_into(view)
+            count += came
+            if came < len(view):
+                break
+        return count, [], 0, None
 
 
 PIECES = st.one_of(

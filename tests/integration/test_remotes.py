@@ -61,6 +61,12 @@ def entries_in(server: RedisServer) -> int:
     return len(server.client().keys("*.safetensors"))
 
 
+def looks_at(server: RedisServer) -> int:
+    """How often it was looked at whether it was emptied; the last look may be under way."""
+    counts: dict[str, dict[str, int]] = server.client().info("commandstats")
+    return counts.get("cmdstat_dbsize", {"calls": 0})["calls"]
+
+
 @pytest.fixture
 def in_redis(redis: RedisServer) -> Remote:
     redis.client().flushall()
@@ -357,6 +363,7 @@ def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         bench.encode(IMAGES[:1])
         bench.settle()
+        bench.until("it has the first, and was seen with it", lambda: entries_in(server) == 1 and looks_at(server) >= 2)
         server.kill()
         bench.until("that is found out", lambda: not asks(bench, f"new-{time.monotonic()}"))
         bench.encode(IMAGES[1:])

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import errno
 import logging
+import select
 import socket
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +39,7 @@ from lmcache_ec.key import EncoderCacheKey
 from lmcache_ec.tiers.base import Tier, TierError, TierNotReady, TierUnreachable, WritesRefused
 from lmcache_ec.tiers.redis import RedisTier, open_redis
 from lmcache_ec.tiers.redis_client import connect, fault_of
+from lmcache_ec.tiers.redis_commands import Command, packed
 from lmcache_ec.tiers.redis_url import Deployment, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import PayloadParser
 from tests.examples import examples
@@ -352,6 +355,60 @@ def test_a_server_that_never_stops_to_trickle_is_left() -> None:
         tier.get_into(new_key(), memoryview(bytearray(1_000_000)))
 
 
+@pytest.mark.timeout(30)
+def test_a_server_that_never_stops_to_take_a_little_is_left() -> None:
+    """As above, of a write."""
+    over = threading.Event()
+
+    def serve(client: socket.socket) -> None:
+        while b"\r\nSET\r\n" not in (request := client.recv(1 << 16)):
+            client.sendall(b":0\r\n" * request.count(b"*"))  # the entry is not there yet
+        while client.recv(1 << 17) and not over.wait(0.02):
+            pass
+
+    def accept() -> None:
+        client, _ = listener.accept()
+        with client:
+            serve(client)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_quietly, args=(lambda _: accept(), listener), daemon=True).start()
+        address, options = parse_redis_url(f"redis://127.0.0.1:{listener.getsockname()[1]}", QUICK)
+        tier = RedisTier(connect(address, options), address, options)
+        began = time.monotonic()
+        with pytest.raises(TierUnreachable, match="no answer in time"):
+            tier.put(new_key(), memoryview(bytes(128 * MIB)))
+        assert time.monotonic() - began < 10, "it takes 20 s to hand over so much in this way"
+        tier.close()
+        over.set()
+
+
+def test_what_a_server_sends_unasked_is_no_answer_to_what_is_asked_next() -> None:
+    """Whether it came together with an answer, or after it."""
+    answer, unasked = (b"$100\r\n" + letter * 100 + b"\r\n" for letter in (b"a", b"b"))
+    buffer = memoryview(bytearray(100))
+    with answering_gets_with(answer + unasked) as tier:
+        for _ in range(3):
+            assert tier.get_into(new_key(), buffer) == 100
+            assert buffer == b"a" * 100
+    with answering_gets_with(answer, unasked, pause_s=0.05) as tier:
+        for _ in range(3):
+            assert tier.get_into(new_key(), buffer) == 100
+            assert buffer == b"a" * 100
+            pool = tier._client.connection_pool
+            (line,) = pool._available_connections
+            select.select([line._sock], [], [])
+
+
+_ARGUMENT = st.one_of(st.text(), st.integers(), st.binary(), st.binary().map(lambda data: memoryview(data)))
+
+
+@given(st.lists(st.lists(_ARGUMENT, max_size=4).map(lambda rest: Command(("SET", *rest))), min_size=1, max_size=5))
+def test_commands_are_sent_as_redis_py_would_send_them(commands: list[Command]) -> None:
+    ours, theirs = packed(commands), redis.connection.Connection().pack_commands([each.args for each in commands])
+    assert b"".join(ours) == b"".join(theirs)
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -414,6 +471,16 @@ class _Line:
         size = min(self._sizes.pop() if self._sizes else 1, len(view), len(self._sent))
         view[:size], self._sent = self._sent[:size], self._sent[size:]
         return size
+
+    def recvmsg_into(self, views: Sequence[memoryview]) -> tuple[int, list[object], int, None]:
+        """What a kernel may do: fill some of the first, or all of it and some of the next."""
+        count = 0
+        for view in views:
+            came = self.recv_into(view)
+            count += came
+            if came < len(view):
+                break
+        return count, [], 0, None
 
 
 @settings(deadline=None, max_examples=examples(300))
