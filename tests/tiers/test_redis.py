@@ -397,7 +397,8 @@ def test_what_a_server_sends_unasked_is_no_answer_to_what_is_asked_next() -> Non
             assert buffer == b"a" * 100
             pool = tier._client.connection_pool
             (line,) = pool._available_connections
-            select.select([line._sock], [], [])
+            if not line._parser.holds_more:  # on a busy machine it may have come with the answer
+                select.select([line._sock], [], [])
 
 
 _ARGUMENT = st.one_of(st.text(), st.integers(), st.binary(), st.binary().map(lambda data: memoryview(data)))
