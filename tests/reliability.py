@@ -62,6 +62,8 @@ class Row:
 Named = tuple[str, str]
 """A fault, and where it is."""
 
+_MARK = "pytest.mark.fault"
+
 
 def declared() -> list[Named]:
     """The faults that tests are marked with, and those of the soak."""
@@ -72,9 +74,13 @@ def declared() -> list[Named]:
 def _marked(path: Path) -> Iterator[Named]:
     text = path.read_text()
     for node in ast.walk(ast.parse(text)) if "mark.fault(" in text else ():
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+        if isinstance(node, ast.Call) and _marks_a_fault(node.func):
             fault, where, *_ = (str(ast.literal_eval(argument)) for argument in node.args)
             yield fault, where
+
+
+def _marks_a_fault(function: ast.expr) -> bool:
+    return isinstance(function, ast.Attribute) and function.attr == "fault" and ast.unparse(function) == _MARK
 
 
 def listed() -> list[Named]:
