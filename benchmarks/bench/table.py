@@ -41,7 +41,7 @@ def show(rows: Sequence[Row], bars: Sequence[Bar]) -> None:
 
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-_TOLD = {
+_LABELS = {
     "has_cache_item": "a look-up (`has_cache_item`)",
     "ensure_idle_step": "a pass over 256 requests x 4 images with nothing to do",
     "hook_p99_promoting": "the slowest of 100 hooks while entries are promoted",
@@ -73,8 +73,8 @@ def excerpt(figures: Mapping[str, Any]) -> str:
     shown = {0, sizes[min(2, len(sizes) - 1)], sizes[-1]}
     lines = ["| | size | lmcache_ec | LMCache | vLLM's example | floor |", "|---|---|---|---|---|---|"]
     for row in rows:
-        if row.size_bytes in shown and row.name in _TOLD:
-            cells = (_TOLD[row.name], mb(row.size_bytes), _spread(row), ms(row.peer_ms), ms(row.example_ms))
+        if row.size_bytes in shown and row.name in _LABELS:
+            cells = (_LABELS[row.name], mb(row.size_bytes), _spread(row), ms(row.peer_ms), ms(row.example_ms))
             lines.append(f"| {' | '.join((*cells, ms(row.floor_ms)))} |")
     lines += ["", "| bar | measured | met |", "|---|---|---|"]
     lines += [f"| {bar['text']} | {bar['value']} | {_VERDICTS[bar['met']]} |" for bar in figures["bars"]]
