@@ -43,7 +43,9 @@ class Copy:
 
 
 def inspect(
-    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, the sha256 of that, or its object name."),
+    wanted: str = typer.Argument(
+        ..., metavar="ENTRY", help="The entry's identifier, the sha256 of that, or its object name."
+    ),
     namespace: str = typer.Option(
         "", "--namespace", metavar="NAMESPACE", help="Look only in this one; by default in all that the tiers list."
     ),
