@@ -38,5 +38,5 @@ class Complaints:
 
     def _log(self, kind: str, text: str, withheld: int) -> None:
         self._silent_until[kind] = time.monotonic() + _INTERVAL_S
-        more = f" ({withheld} more lines of this kind since the last)" if withheld else ""
+        more = f" ({withheld} more line{'' if withheld == 1 else 's'} of this kind since the last)" if withheld else ""
         self._logger.warning("encoder cache: %s%s", text, more)

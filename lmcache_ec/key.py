@@ -112,8 +112,8 @@ def check_namespace(text: str) -> str:
     """Return `text` if it may be a namespace, a single folder name on any store; else ValueError."""
     if not is_namespace(text):
         raise ValueError(
-            f"namespace {text!r}: must be 1 to {MAX_NAMESPACE_CHARS} of the characters a-z 0-9 . _ -, "
-            "and not begin with a dot"
+            f"namespace {text!r}: must be 1 to {MAX_NAMESPACE_CHARS} characters from a-z 0-9 . _ -, "
+            "not beginning with a dot"
         )
     return text
 

@@ -96,7 +96,7 @@ def run_engines(version: str, part: Sequence[str], index: Sequence[str], keep: b
         if again is None:
             return _run_engines(row, folder, index, row.part or TESTS)
         done = _run_engines(again, folder, index, (*(again.part or TESTS), "-k", " or ".join(_named(again.failed))))
-        return replace(done, result=f"{again.result}; those again: {done.result}")
+        return replace(done, result=f"{again.result}; second run of the failed tests: {done.result}")
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]+")
 
 
 def whole(least: int | None = None, most: int | None = None) -> Callable[[object], int]:
-    """Reads a whole number from `least` to `most`, as far as these are given."""
+    """Reads a whole number: any, of `least` or more, or from `least` to `most`."""
 
     def read(given: object) -> int:
         text = str(given)
@@ -88,7 +88,9 @@ def _within(number: float, least: float | None, most: float | None) -> bool:
 
 
 def _range(least: float | None, most: float | None) -> str:
-    return f"{'' if least is None else f' from {_plain(least)}'}{'' if most is None else f' to {_plain(most)}'}"
+    if least is None:
+        return ""
+    return f", {_plain(least)} or more" if most is None else f" from {_plain(least)} to {_plain(most)}"
 
 
 def _plain(limit: float) -> str:

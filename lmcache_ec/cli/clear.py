@@ -12,7 +12,7 @@ from lmcache_ec.cli.namespaces import look_and_remove
 
 
 def clear(
-    tier: str = typer.Argument(..., metavar="TIER", help="Its name, as in `status`: disk, redis, s3, s3_2."),
+    tier: str = typer.Argument(..., metavar="TIER", help="The tier's name, as in `status`: disk, redis, s3, s3_2."),
     namespace: str = typer.Option(
         "", "--namespace", metavar="NAMESPACE", help="Remove only the entries of this namespace."
     ),

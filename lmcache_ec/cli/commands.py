@@ -58,6 +58,17 @@ class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return _untyped(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """An option that takes one value must be given once: the last one would silently replace the others."""
+        if not ctx.resilient_parsing:
+            given: set[Any] = set()
+            order: list[Any] = self.make_parser(ctx).parse_args(args=[*args])[2]
+            for param in order:
+                if param in given and not getattr(param, "multiple", True) and not getattr(param, "is_flag", True):
+                    raise typer.BadParameter("is given twice: must be given once", ctx=ctx, param=param)
+                given.add(param)
+        return super().parse_args(ctx, args)
+
 
 @functools.cache
 def _command(name: str) -> Any:
@@ -139,7 +150,7 @@ def status(
         "--most",
         parser=number(0.001),
         metavar="MIB",
-        help=f"End it at this many MiB, before compression. {_MOST_MIB} if not given.",
+        help=f"End the recording at this many MiB, before compression; by default {_MOST_MIB}.",
     ),
 ) -> None:
     """Show what each engine's cache holds and has counted, as of its last scheduling pass.

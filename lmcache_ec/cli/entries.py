@@ -32,6 +32,7 @@ class Held:
 
 class OpenTiers:
     """The tiers that could be opened, by name. Of the others `errors` and `notes` say why not; a note is no error.
+    `errors` also has what no tier has, by what was asked for.
 
     A context: closes them. For the command's main thread; the tiers themselves may be asked from any.
     """
@@ -59,6 +60,13 @@ class OpenTiers:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def miss(self, namespaces: Sequence[str], there: Collection[str]) -> None:
+        """Make it an error of each namespace that was asked for that it is not among those `there`: a misspelled name
+        must not look like one in which all is well. After an error of a tier, which may have it, nothing is said."""
+        if not self.errors:
+            absent = [namespace for namespace in namespaces if namespace not in there]
+            self.errors.update(dict.fromkeys(absent, "no tier has an entry of this namespace"))
+
     def report(self) -> None:
         """Print notes and errors, on standard error."""
         for texts in (self.notes, self.errors):
@@ -81,7 +89,7 @@ def check_namespaces(namespaces: Sequence[str], hint: str = "NAMESPACE") -> None
 
 def held_in(tier: Tier, namespaces: Sequence[str]) -> Iterator[Held]:
     """The entries of these namespaces, or of all, as the tier lists them. TierError as of the tier."""
-    for namespace in namespaces or tier.namespace_names():
+    for namespace in dict.fromkeys(namespaces or tier.namespace_names()):
         for listed in tier.list(namespace):
             yield Held(ObjectName(namespace, listed.digest), listed.length, listed.modified)
 
@@ -119,12 +127,3 @@ def verified(tier: Tier, name: EntryName, length: int, signing: SigningKey | Non
 def verified_bytes(data: memoryview, name: EntryName, signing: SigningKey | None) -> entry.Header:
     """The same of the bytes of an entry."""
     return entry.verify_named(data, name, signing if signing and signing.signs(name.namespace) else None)
-
-
-def report_absent(namespaces: Sequence[str], there: Collection[str]) -> bool:
-    """Say of each namespace that was asked for and is not among those `there` that no tier has it. Whether one is not:
-    a misspelled name must not look like one in which all is well."""
-    absent = [namespace for namespace in namespaces if namespace not in there]
-    for namespace in absent:
-        typer.echo(f"No tier has an entry of namespace {namespace!r}.", err=True)
-    return bool(absent)

@@ -37,7 +37,7 @@ class _Refused(Exception):
 
 def begin_epoch(
     to: int | None = typer.Option(
-        None, "--to", parser=whole(), metavar="N", help="Its number; by default the current one plus 1."
+        None, "--to", parser=whole(), metavar="N", help="Number of the new epoch; by default the current one plus 1."
     ),
     yes: bool = typer.Option(False, "--yes", help="Do not ask first."),
     extra: Extra = "{}",
@@ -59,7 +59,7 @@ def begin_epoch(
     elif report.refusal:
         typer.echo(report.refusal, err=True)
     else:
-        typer.echo(f"{report.folder} is in epoch {report.epoch}, after {report.before}.")
+        typer.echo(f"{report.folder} is now in epoch {report.epoch} (before: {report.before}).")
         for note in report.notes:
             typer.echo(note, err=True)
     raise typer.Exit(1 if report.refusal else 0)
@@ -78,6 +78,11 @@ def _begin(config: EncoderCacheConfig, to: int | None, yes: bool, report: Report
     except EpochError as error:
         raise _Refused(str(error)) from None
     except ValueError as error:
+        if to is None:
+            raise _Refused(
+                f"{folder} is in epoch {present}, and there is none above it: change ec.salt in the configuration of "
+                f"all engines, and restart them"
+            ) from None
         raise typer.BadParameter(str(error), param_hint="--to") from None
     except OSError as error:
         raise _Refused(f"local_disk={folder}: {_described(error)}") from None

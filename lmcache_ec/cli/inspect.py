@@ -43,7 +43,9 @@ class Copy:
 
 
 def inspect(
-    wanted: str = typer.Argument(..., metavar="ENTRY", help="Its identifier, the sha256 of that, or its object name."),
+    wanted: str = typer.Argument(
+        ..., metavar="ENTRY", help="The entry's identifier, the sha256 of that, or its object name."
+    ),
     namespace: str = typer.Option(
         "", "--namespace", metavar="NAMESPACE", help="Look only in this one; by default in all that the tiers list."
     ),
@@ -59,21 +61,40 @@ def inspect(
     does not verify in one of them, or if a tier could not be reached.
     """
     check_namespaces([namespace] if namespace else [], "--namespace")
+    _check_wanted(wanted, namespace)
     signing = signing_of(extra)
     with OpenTiers(wanted_tiers(extra, tier), listed=False) as opened:
         copies = list(_copies(opened, wanted, namespace, signing, whole=not header_only))
+    absent = "" if copies else _absent(printable(wanted), namespace, tier, opened)
     if as_json:
-        typer.echo(json.dumps(_record(copies, opened, whole=not header_only), indent=2))
+        record = _record(copies, opened, whole=not header_only)
+        typer.echo(json.dumps({**record, "problem": absent}, indent=2))
     else:
         for name in dict.fromkeys(copy.name.object_name for copy in copies):
             _print([copy for copy in copies if copy.name.object_name == name], whole=not header_only)
-        if not copies:
-            where = f" in namespace {namespace}" if namespace else ""
-            readable = "No tier that could be read has" if opened.errors else "No tier has"
-            holder = f"{tier} does not have" if tier and not opened.errors else readable
-            typer.echo(f"{holder} {printable(wanted)!r}{where}.", err=True)
+        if absent:
+            typer.echo(absent, err=True)
         opened.report()
     raise typer.Exit(1 if opened.errors or not copies or any(copy.problem for copy in copies) else 0)
+
+
+def _check_wanted(wanted: str, namespace: str) -> None:
+    """End the command if nothing can be called that."""
+    if not wanted:
+        raise typer.BadParameter("must not be empty", param_hint="ENTRY")
+    name = parse_object_name(wanted)
+    if name is not None and namespace not in ("", name.namespace):
+        raise typer.BadParameter(
+            f"{namespace}, but ENTRY is the object name of an entry of {name.namespace}: give one of both",
+            param_hint="--namespace",
+        )
+
+
+def _absent(wanted: str, namespace: str, tier: str, opened: OpenTiers) -> str:
+    where = f" in namespace {namespace}" if namespace else ""
+    readable = "No tier that could be read has" if opened.errors else "No tier has"
+    holder = f"{tier} does not have" if tier and not opened.errors else readable
+    return f"{holder} {wanted!r}{where}."
 
 
 def _copies(

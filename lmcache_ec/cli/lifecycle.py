@@ -39,8 +39,8 @@ def check_and_set(
 ) -> None:
     """Check that each S3 remote has a lifecycle rule that deletes entries older than ec.ttl_s.
 
-    Without one, such entries count as absent but stay in the bucket. The exit status is 1 if a rule is missing or
-    differs, or if a remote cannot be reached.
+    Without one, such entries count as absent but stay in the bucket. The exit status is 1 if the rule and ec.ttl_s
+    differ, if only one of them is set, or if a remote cannot be reached. Without both, entries never expire: 0.
     """
     config = configured(extra)
     if apply and config.ttl_s is None:

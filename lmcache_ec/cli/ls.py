@@ -13,7 +13,7 @@ import typer
 
 from lmcache_ec import entry
 from lmcache_ec.cli.arguments import Extra, whole
-from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, header_of, held_in, report_absent
+from lmcache_ec.cli.entries import Held, Namespaces, OpenTiers, check_namespaces, header_of, held_in
 from lmcache_ec.cli.named_tiers import wanted_tiers
 from lmcache_ec.cli.progress import Progress, results
 from lmcache_ec.cli.wording import counted, span, table
@@ -66,21 +66,22 @@ def list_entries(
     """List the entries of the tiers: size, age and tiers of each, and its identifier where that is cheap to read.
 
     The age is the time since the last use; in S3, since the write. Each identifier is checked against its entry's name;
-    nothing else is verified: see `inspect` and `verify`. The exit status is 1 if a tier could not be reached.
+    nothing else is verified: see `inspect` and `verify`. The exit status is 1 if a tier could not be reached, or if no
+    tier has a namespace that you name.
     """
     check_namespaces(namespaces or ())
     with OpenTiers(wanted_tiers(extra, tier)) as opened:
         found = _found(opened, namespaces or ())
         rows = sorted(found.values(), key=lambda row: (-row.modified, row.name))[: count or None]
         _read_identifiers(rows, opened, slow=identifiers)
+    opened.miss(namespaces or (), {name.namespace for name in found})
     if as_json:
         listed = {"entries": [row.as_record() for row in rows], "found": len(found)}
         typer.echo(json.dumps({**listed, "errors": opened.errors, "notes": opened.notes}, indent=2))
     else:
         _print(rows, len(found))
         opened.report()
-    absent = not opened.errors and report_absent(namespaces or (), {name.namespace for name in found})
-    raise typer.Exit(1 if absent or opened.errors else 0)
+    raise typer.Exit(1 if opened.errors else 0)
 
 
 def _found(opened: OpenTiers, namespaces: Sequence[str]) -> dict[ObjectName, Row]:
@@ -146,7 +147,8 @@ def _print(rows: Sequence[Row], found: int) -> None:
             if row.name.namespace == namespace
         ]
         typer.echo("\n".join((namespace, *table([_HEADINGS, *cells], indent="  "), "")))
-    more = f" Only the newest {len(rows):,} are listed; --count 0 lists all."
+    newest = "is" if len(rows) == 1 else f"{len(rows):,} are"
+    more = f" Only the newest {newest} listed; --count 0 lists all."
     typer.echo(f"{counted(found, 'entry')}." + (more if found > len(rows) else ""))
 
 

@@ -95,7 +95,8 @@ def plan(
         picture.write_text(draw(labels, outcomes), encoding="utf-8")
     if as_json:
         rows = [_record(outcome, paid, sample) for outcome in outcomes]
-        typer.echo(json.dumps({"prices": _prices(paid), "sample": sample, "scenarios": rows}, indent=2))
+        rest = {"scenarios": rows, "notes": _notes(outcomes, sample)}
+        typer.echo(json.dumps({"prices": _prices(paid), "sample": sample, **rest}, indent=2))
     else:
         _show(labels, outcomes, paid, sample)
 
@@ -123,8 +124,10 @@ def _sizes(text: str) -> dict[str, float]:
         name, _, size = part.strip().partition("=")
         if name not in MEDIA:
             raise TraceError(f"--tiers {text}: no tier is called {name!r}: must be one of {', '.join(MEDIA)}")
+        if name in sizes:
+            raise TraceError(f"--tiers {text}: {name} is given twice: must be given once")
         if not re.fullmatch(r"\d+\.?\d*|\.\d+|inf", size):
-            raise TraceError(f"--tiers {text}: {name}={size}: must be a number of GiB from 0, or inf")
+            raise TraceError(f"--tiers {text}: {name}={size}: must be a number of GiB, 0 or more, or inf")
         sizes[name] = float(size) * GIB
     return sizes
 
@@ -177,10 +180,10 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
         f"{first.requests / share:,.0f} requests in {span(first.end_s - first.begin_s)}{part}; sizes in GiB",
         markup=False,
     )
-    used = [name for name in MEDIA if any(name in outcome.by_tier for outcome in outcomes)]
+    used = _used(outcomes)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("tiers", no_wrap=True)
-    for column in (*used, "encoded", "encoder h", "saved", "network", "cost a month"):
+    for column in (*used, "encoded", "encoder h", "saved", "network", "cost per month"):
         table.add_column(column, justify="right", no_wrap=True)
     for label, outcome in zip(labels, outcomes, strict=True):
         hits = [
@@ -199,10 +202,21 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
     unbounded = console.options.update_width(_UNBOUNDED)
     console.width = max(console.width, console.measure(table, options=unbounded).maximum)  # else figures are cut off
     console.print(table)
-    for name in used:
+    for note in _notes(outcomes, share):
+        console.print(note, markup=False)
+
+
+def _notes(outcomes: Sequence[Outcome], share: float) -> list[str]:
+    """Which tiers of a sample are too small to say much."""
+    first, found = outcomes[0], []
+    for name in _used(outcomes):
         mean = (first.encoder.bytes + sum(served.bytes for served in first.by_tier.values())) / first.requests
         sizes = [outcome.scenario.tiers[name] * share for outcome in outcomes if outcome.scenario.tiers.get(name)]
         if share < 1 and min(sizes) / mean < _FEW_ENTRIES:
-            console.print(
-                f"{name}: in the sample there is room for {min(sizes) / mean:.0f} entries; take a larger --sample"
-            )
+            room = f"{min(sizes) / mean:.0f}"
+            found.append(f"{name}: in the sample there is room for {room} entries; take a larger --sample")
+    return found
+
+
+def _used(outcomes: Sequence[Outcome]) -> list[str]:
+    return [name for name in MEDIA if any(name in outcome.by_tier for outcome in outcomes)]

@@ -141,9 +141,8 @@ def record_trace(path: Path, engine: str, seconds: float, most_bytes: int, as_js
     followed.look()
     if not followed:
         named = f" whose name begins with {engine!r}" if engine else ""
-        typer.echo(
-            f"No engine{named} with an encoder cache of this version runs on this host under this user.", err=True
-        )
+        problem = f"No engine{named} with an encoder cache of this version runs on this host under this user."
+        typer.echo(json.dumps({"file": None, "problem": problem}) if as_json else problem, err=not as_json)
         return 1
     try:
         with opened(path, "xt") as file, _interrupts() as interrupted:
@@ -156,7 +155,8 @@ def record_trace(path: Path, engine: str, seconds: float, most_bytes: int, as_js
         followed.close()
     if as_json:
         counts = {"outputs": trace.requests, "bytes": trace.bytes, "lost": trace.lost, "guessed": trace.guessed}
-        typer.echo(json.dumps({"file": str(path), **counts, "ended_early": ended, "notes": followed.said}))
+        rest = {"ended_early": ended, "notes": followed.said, "problem": ""}
+        typer.echo(json.dumps({"file": str(path), **counts, **rest}))
         return 0
     for line in (
         f"{path}: {_what(trace)}; `lmcache-ec plan {path}` replays it",

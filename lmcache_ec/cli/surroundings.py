@@ -42,9 +42,8 @@ def notes(config: EncoderCacheConfig, proc: Path = Path("/proc")) -> Iterator[st
     elif writes and first and first not in _HOSTS:
         grace_s = config.drain_s + _EXIT_S
         yield (
-            f"process 1 is {first}, so this is a container: an engine that runs as process 1, or as the only child of "
-            f"an init, waits up to {grace_s:g} s at its exit until writes are finished (drain_s plus {_EXIT_S} s): "
-            f"allow that much more than vLLM needs to stop (terminationGracePeriodSeconds, docker stop -t)"
+            f"this is a container (process 1 is {first}). Stopping an engine can take up to {grace_s:g} s longer than "
+            f"vLLM needs (drain_s plus {_EXIT_S} s): allow for it in terminationGracePeriodSeconds or docker stop -t"
         )
     if config.local_disk is not None and (largest := found.get("ulimit_f_bytes")) is not None:
         yield f"no entry longer than {rounded_size(int(largest))} is written to local_disk: RLIMIT_FSIZE (ulimit -f)"

@@ -140,7 +140,7 @@ def warm(
 
     Entries already on the disk are skipped, so after Ctrl-C the same command continues. Without --evict nothing is
     evicted, and the command ends when the disk is full. The exit status is 1 if entries could not be read or did not
-    verify, or a tier could not be reached; 130 after Ctrl-C.
+    verify, or a tier could not be reached; 130 after Ctrl-C. A namespace of which the remote has nothing is only noted.
     """
     check_namespaces([namespace] if namespace else [])
     most_bytes = _bytes(size)
@@ -152,9 +152,15 @@ def warm(
             report.namespace = namespace or _only_namespace(tier, remote.name)
             wanted = _listed_in(identifiers, report.namespace) if identifiers else _newest(tier, report)
             chosen = _chosen(wanted, count, min(most_bytes, disk.max_bytes))
-            if not chosen and identifiers is None:
+            if not wanted and identifiers is None:
                 there = ", ".join(sorted(tier.namespace_names())) or "none"
                 report.note = f"{remote.name} has no entry of {report.namespace}; namespaces that it has: {there}"
+            elif not chosen and identifiers is None:
+                limit = "--bytes" if most_bytes <= disk.max_bytes else "max_local_disk_size"
+                report.note = (
+                    f"nothing is copied: the newest entry takes {precise_size(wanted[0].length or 0)}, and {limit} "
+                    f"allows {precise_size(min(most_bytes, disk.max_bytes))}"
+                )
             report.chosen, report.chosen_bytes = len(chosen), sum(one.length or 0 for one in chosen)
             signing = config.signing_key()
             if signing is not None and not signing.signs(report.namespace):
@@ -179,7 +185,10 @@ def _bytes(text: str) -> int:
         return 1 << 62
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise typer.BadParameter(f"must be bytes, for example 500MiB or 10GiB, not {text!r}", param_hint="--bytes")
+        raise typer.BadParameter(
+            f"must be a number of bytes, KiB, MiB, GiB or TiB, for example 500MiB or 10GiB, not {text!r}",
+            param_hint="--bytes",
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 

@@ -33,12 +33,14 @@ def parse_prices(texts: list[str]) -> Prices:
     values: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition("=")
+        if name in values:
+            raise TraceError(f"--price {text}: {name} is given twice: must be given once")
         try:
             values[name] = float(value)
         except ValueError:
             raise TraceError(f"--price {text}: must be NAME=NUMBER, such as gpu_hour=3") from None
         if name not in known or not 0 <= values[name] < math.inf:
-            raise TraceError(f"--price {text}: must be a number from 0 for one of {', '.join(known)}")
+            raise TraceError(f"--price {text}: must be a number, 0 or more, for one of {', '.join(known)}")
     return Prices(**values)
 
 

@@ -7,6 +7,7 @@ same trace every time.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -95,13 +96,19 @@ def parse(text: str) -> Synthetic:
     """`NAME` or `NAME:key=value,…`: one of `NAMED` with other values. TraceError for anything else."""
     name, _, rest = text.partition(":")
     if name not in NAMED:
-        raise TraceError(f"{text!r}: no file, and must begin with one of {', '.join(NAMED)}")
+        raise TraceError(f"{text!r}: is neither a file nor one of {', '.join(NAMED)}")
     types: dict[str, type] = {each.name: type(getattr(NAMED[name], each.name)) for each in fields(Synthetic)}
     values: dict[str, Any] = {each.name: getattr(NAMED[name], each.name) for each in fields(Synthetic)}
+    given: set[str] = set()
     for part in filter(None, rest.split(",")):
         key, _, value = part.partition("=")
         if key not in types:
-            raise TraceError(f"{key!r} is no key of a synthetic trace; must be one of {', '.join(types)}")
+            near = difflib.get_close_matches(key, types, 1)
+            meant = f"did you mean {near[0]}?" if near else f"must be one of {', '.join(types)}"
+            raise TraceError(f"{key!r} is no key of a synthetic trace: {meant}")
+        if key in given:
+            raise TraceError(f"{text}: {key} is given twice: must be given once")
+        given.add(key)
         try:
             values[key] = types[key](float(value))
         except (ValueError, OverflowError):

@@ -59,7 +59,7 @@ def read(path: Path) -> Trace:
         rows = csv.reader(file)
         header = tuple(name.strip() for name in next(rows, []))
         if header != COLUMNS:
-            raise TraceError(f"{path} line 1: must be {','.join(COLUMNS)}, is {','.join(header)[:80] or 'empty'}")
+            raise TraceError(f"{path} line 1: expected {','.join(COLUMNS)}; found {','.join(header)[:80] or 'nothing'}")
         batch, latest_s = Batch(), -math.inf
         for row in rows:
             if not row:
@@ -71,8 +71,8 @@ def read(path: Path) -> Trace:
                 sound = False
             if not sound:
                 raise TraceError(
-                    f"{path} line {rows.line_num}: must be a time that does not fall, an identifier, bytes above 0 and "
-                    f"seconds from 0, is {','.join(row)[:80]}"
+                    f"{path} line {rows.line_num}: expected time (not before the line above), identifier, bytes > 0, "
+                    f"seconds >= 0; found {','.join(row)[:80]}"
                 )
             latest_s = time_s
             batch.add(time_s, number_of(identifier), size, encode_s)

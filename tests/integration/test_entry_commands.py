@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,13 +143,15 @@ def test_each_entry_is_listed_once_with_the_tiers_that_hold_it(three: Stores) ->
     assert {row["identifier"] for row in answered("ls", "ns", "--identifiers")["entries"]} >= {"only s3"}
     assert answered("ls")["found"] == 6
     assert answered("ls", "--tier", "disk")["found"] == 2
+    twice = {row["sha256"]: row["tiers"] for row in answered("ls", "ns", "ns")["entries"]}
+    assert twice == {name: tiers for name, (tiers, *_) in held.items()}
 
     text = run("ls", "ns").stdout
     assert "\x1b" not in text
     assert "40 d" in next(line for line in text.splitlines() if "only disk" in line)
     assert "5 entries.\n" in text
     newest = run("ls", "ns", "--tier", "disk", "--count", "1").stdout
-    assert "2 entries. Only the newest 1 are listed; --count 0 lists all." in newest
+    assert "2 entries. Only the newest is listed; --count 0 lists all." in newest
     assert {file: file.stat().st_mtime_ns for file in three.folder.rglob("*.safetensors")} == before
 
 
@@ -187,6 +190,8 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
     assert [text.count(said) for said in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
     missing = run("inspect", "another")
     assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
+    missing = run("inspect", "another", "--json")
+    assert (missing.stderr, json.loads(missing.stdout)["problem"]) == ("", "No tier has 'another'.")
     elsewhere = run("inspect", identifier, "--namespace", "elsewhere", "--tier", "redis").stderr
     assert elsewhere.startswith("redis does not have ")
     assert elsewhere.endswith(" in namespace elsewhere.\n")
@@ -429,6 +434,18 @@ def test_a_namespace_that_the_remote_lacks_is_noted_and_ends_no_start_of_a_new_f
     assert answered("warm", "other", "--from", "redis")["note"] == ""
 
 
+def test_warm_says_when_it_may_not_copy_even_the_newest_entry(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(stores.redis, "one")
+    for size in ("10", "0"):
+        report = answered("warm", "ns", "--from", "redis", "--bytes", size)
+        assert report["chosen"] == 0
+        assert re.fullmatch(
+            rf"nothing is copied: the newest entry takes .+, and --bytes allows {size} B", report["note"]
+        )
+    monkeypatch.setenv("LMCACHE_EC_MAX_LOCAL_DISK_SIZE", str(8 / GIB))
+    assert answered("warm", "ns", "--from", "redis")["note"].endswith("and max_local_disk_size allows 8 B")
+
+
 def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,6 +583,9 @@ def test_a_namespace_that_no_tier_has_is_named_and_is_no_success(tmp_path: Path)
     for command in (["ls"], ["verify"], ["verify", "--sample", "5%"]):
         result = CliRunner().invoke(app, [*command, "no-such", "--extra", extra])
         assert result.exit_code == 1, command
-        assert "No tier has an entry of namespace 'no-such'" in result.output
+        assert "no-such: no tier has an entry of this namespace" in result.stderr
+        result = CliRunner().invoke(app, [*command, "no-such", "--extra", extra, "--json"])
+        assert (result.exit_code, result.stderr) == (1, ""), command
+        assert json.loads(result.stdout)["errors"] == {"no-such": "no tier has an entry of this namespace"}
     refused = CliRunner().invoke(app, ["verify", "--sample", "0%", "--extra", extra])
     assert refused.exit_code == 2

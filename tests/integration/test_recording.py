@@ -185,7 +185,10 @@ def test_without_an_engine_there_is_nothing_to_record(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     result = CliRunner().invoke(app, ["status", "--record", str(file), "--engine", "no engine of this name"])
     assert (result.exit_code, file.exists()) == (1, False)
-    assert "No engine" in result.output
+    assert "No engine" in result.stderr
+    result = CliRunner().invoke(app, ["status", "--record", str(file), "--engine", "no engine of this name", "--json"])
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert json.loads(result.stdout)["problem"].startswith("No engine whose name begins with 'no engine of this name'")
 
 
 # ---- what it costs, and what is lost

@@ -24,19 +24,19 @@ def refusal(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["ls", "--count", "-1"], "'--count': must be a whole number from 0, not '-1'"),
-        (["ls", "--count", "ten"], "'--count': must be a whole number from 0, not 'ten'"),
-        (["ls", "--count", "9" * 5000], "'--count': must be a whole number from 0"),
-        (["warm", "--count", "1.5"], "'--count': must be a whole number from 0, not '1.5'"),
+        (["ls", "--count", "-1"], "'--count': must be a whole number, 0 or more, not '-1'"),
+        (["ls", "--count", "ten"], "'--count': must be a whole number, 0 or more, not 'ten'"),
+        (["ls", "--count", "9" * 5000], "'--count': must be a whole number, 0 or more, not"),
+        (["warm", "--count", "1.5"], "'--count': must be a whole number, 0 or more, not '1.5'"),
         (["warm", "--threads", "0"], "'--threads': must be a whole number from 1 to 256, not '0'"),
         (["verify", "--threads", "257"], "'--threads': must be a whole number from 1 to 256, not '257'"),
         (["epoch", "--to", "next"], "'--to': must be a whole number, not 'next'"),
         (["top", "--interval", "0"], "'--interval': must be a number from 0.2 to 3600, not '0'"),
         (["top", "--interval", "nan"], "'--interval': must be a number from 0.2 to 3600, not 'nan'"),
         (["where", "--replica", "tcp://a:1", "--timeout", "soon"], "must be a number from 0.1 to 60, not 'soon'"),
-        (["namespaces", "--unused-for", "-1"], "'--unused-for': must be a number from 0, not '-1'"),
-        (["status", "--record", "x.csv", "--for", "0"], "'--for': must be a number from 0.1, not '0'"),
-        (["status", "--record", "x.csv", "--most", "inf"], "'--most': must be a number from 0.001, not 'inf'"),
+        (["namespaces", "--unused-for", "-1"], "'--unused-for': must be a number, 0 or more, not '-1'"),
+        (["status", "--record", "x.csv", "--for", "0"], "'--for': must be a number, 0.1 or more, not '0'"),
+        (["status", "--record", "x.csv", "--most", "inf"], "'--most': must be a number, 0.001 or more, not 'inf'"),
         (["plan", "zipf", "--sample", "2"], "'--sample': must be a number from 0.000001 to 1, not '2'"),
         (["plan", "zipf", "--replicas", "0"], "'--replicas': must be a whole number from 1 to 10000, not '0'"),
         (["doctor", "--role", "both"], "'--role': must be one of ec_both, ec_producer, ec_consumer, not 'both'"),
@@ -44,11 +44,35 @@ def refusal(*arguments: str) -> str:
         (["status", "--json", "--engine", "5c41"], "--engine: applies only to a recording: needs --record"),
         (["status", "--most", "1"], "--most: applies only to a recording: needs --record"),
         (["keys", "--json", "--markdown"], "--markdown: must be given without --json"),
+        (["warm", "--bytes", "10GB"], "--bytes: must be a number of bytes, KiB, MiB, GiB or TiB, for example 500MiB"),
+        (["inspect", ""], "ENTRY: must not be empty"),
+        (
+            ["inspect", f"ns/00/{'0' * 64}.safetensors", "--namespace", "other"],
+            "--namespace: other, but ENTRY is the object name of an entry of ns: give one of both",
+        ),
         (["completion", "pwsh"], "must be one of bash, zsh, fish, not 'pwsh'"),
     ],
 )
 def test_a_value_out_of_range_is_named_with_the_range(arguments: list[str], says: str) -> None:
     assert says in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "--tier", "disk", "--tier", "redis"],
+        ["ls", "--count", "1", "--count=1"],
+        ["inspect", "picture", "--extra", "{}", "--extra", "{}"],
+    ],
+)
+def test_an_option_that_takes_one_value_is_refused_if_it_is_given_twice(arguments: list[str]) -> None:
+    option = next(argument for argument in arguments if argument.startswith("--"))
+    assert f"'{option}': is given twice: must be given once" in refusal(*arguments)
+
+
+def test_a_flag_may_be_given_twice_and_so_may_an_option_that_takes_several_values() -> None:
+    arguments = ["plan", "zipf:requests=9", "--tiers", "cpu=1", "--tiers", "cpu=2", "--json", "--json"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
 
 
 TAKES_EXTRA = [

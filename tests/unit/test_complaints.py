@@ -38,6 +38,12 @@ def test_a_kind_is_logged_once_a_minute_and_another_is_not_held_up_by_it(
     clock.now += 61
     complaints.warn("redis-read", "read again")
     assert lines(caplog) == ["read again (99 more lines of this kind since the last)"]
+    complaints.warn("disk-read", "file again")
+    lines(caplog)
+    complaints.warn("disk-read", "withheld")
+    clock.now += 61
+    complaints.warn("disk-read", "file at last")
+    assert lines(caplog) == ["file at last (1 more line of this kind since the last)"]
 
 
 def test_the_log_ends_on_the_last_state_even_if_its_line_was_withheld(

@@ -416,7 +416,7 @@ def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.Monk
     ("first", "said"),
     [
         ("bash", "start the engine with exec"),
-        ("vllm", "up to 47 s at its exit until writes are finished"),
+        ("vllm", "can take up to 47 s longer than vLLM needs"),
         ("systemd", ""),
     ],
 )

@@ -167,10 +167,17 @@ def test_the_id_of_a_key_ends_the_namespace_of_every_epoch_however_long_the_mode
 
 
 def test_it_begins_the_next_epoch_above_the_folders_and_the_configurations(folder: Path) -> None:
-    assert run("--yes", local_disk=folder).stdout == f"{folder} is in epoch 1, after 0.\n"
-    assert "is in epoch 6, after 5" in run("--yes", local_disk=folder, epoch=5).stdout
-    assert "is in epoch 20, after 6" in run("--yes", "--to", "20", local_disk=folder).stdout
+    assert run("--yes", local_disk=folder).stdout == f"{folder} is now in epoch 1 (before: 0).\n"
+    assert "is now in epoch 6 (before: 5)" in run("--yes", local_disk=folder, epoch=5).stdout
+    assert "is now in epoch 20 (before: 6)" in run("--yes", "--to", "20", local_disk=folder).stdout
     assert read_epoch(folder) == 20
+
+
+def test_above_the_highest_epoch_the_command_names_another_way_and_no_option_that_was_not_given(folder: Path) -> None:
+    refused = run("--yes", local_disk=folder, epoch=MAX_EPOCH)
+    assert refused.exit_code == 1
+    assert "there is none above it: change ec.salt" in refused.stderr
+    assert "--to" not in refused.stderr
 
 
 def test_a_person_is_asked_and_reminded_of_what_the_command_does_not_do(folder: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_trace_that_was_written_is_read_as_it_was(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_none_of_a_trace_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.csv").write_text(text)
-    with pytest.raises(TraceError, match=r"trace.csv line \d: must be "):
+    with pytest.raises(TraceError, match=r"trace.csv line \d: expected "):
         list(read(tmp_path / "trace.csv"))
 
 
@@ -200,7 +200,7 @@ def test_no_figure_of_the_table_is_cut_off_however_many_tiers_there_are() -> Non
     )
     assert shown.exit_code == 0
     assert "2,000 requests in 24 h; sizes in GiB" in shown.stdout
-    assert "cost a month" in shown.stdout
+    assert "cost per month" in shown.stdout
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown.stdout
 
 
@@ -211,6 +211,9 @@ def test_no_figure_of_the_table_is_cut_off_however_many_tiers_there_are() -> Non
         ["missing.csv"],
         ["zipf:colour=1"],
         ["zipf:requests=x"],
+        ["zipf:requests=9,requests=8"],
+        ["zipf:requests=9", "--tiers", "cpu=inf,cpu=2"],
+        ["zipf:requests=9", "--price", "gpu_hour=1", "--price", "gpu_hour=2"],
         ["zipf:scan=2"],
         ["zipf:requests=9", "--tiers", "tape=1"],
         ["zipf:requests=9", "--tiers", "cpu=1.2.3"],
@@ -228,3 +231,18 @@ def test_wrong_input_is_one_line_and_status_2(arguments: list[str]) -> None:
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
     assert not done.stdout
+
+
+def test_a_misspelled_key_of_a_synthetic_trace_is_answered_with_the_one_that_was_meant() -> None:
+    done = CliRunner().invoke(app, ["plan", "zipf:reqests=9"])
+    assert done.stderr == "'reqests' is no key of a synthetic trace: did you mean requests?\n"
+
+
+def test_a_program_too_is_told_which_tiers_of_a_sample_say_little() -> None:
+    arguments = ["zipf:requests=5000", "--tiers", "gpu=0.05,cpu=100", "--sample", "0.2"]
+    notes = asked(*arguments)["notes"]
+    assert isinstance(notes, list)
+    [note] = notes
+    assert note.startswith("gpu: in the sample there is room for ")
+    assert note in CliRunner().invoke(app, ["plan", *arguments]).stdout
+    assert asked(*arguments[:-2])["notes"] == []

@@ -57,7 +57,7 @@ def test_what_failed_may_run_again_and_the_row_says_both(monkeypatch: pytest.Mon
     monkeypatch.setattr(versions, "_run_engines", run)
     second = versions.run_engines("0.31.0", (), (), keep=False, again=first)
     assert second.tests == versions.ALL
-    assert second.result == "1 passed, 2 failed in 2 s; those again: 2 passed, 1 failed in 1 s"
+    assert second.result == "1 passed, 2 failed in 2 s; second run of the failed tests: 2 passed, 1 failed in 1 s"
     assert second.failed == ("b",)
 
 
