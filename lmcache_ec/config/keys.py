@@ -104,7 +104,9 @@ def _endpoint(value: object) -> object:
 
 
 def _absolute(path: Path | None) -> Path | None:
-    if path is not None and re.search(r"\$\{\w+\}", str(path)):
+    if path is not None and "\0" in str(path):
+        raise ValueError("must not contain a null byte")
+    if path is not None and re.search(r"\$[\w{]", str(path)):
         raise ValueError("must be written out: variables are replaced in addresses of remotes only")
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))

@@ -38,7 +38,7 @@ class Opening:
 
             return DiskTier(folder, max_bytes, min_free_bytes)
 
-        return cls(f"local_disk {folder}", "disk", disk, Habits(Lookup.CATALOG, rescan_s, local=True))
+        return cls("local_disk", "disk", disk, Habits(Lookup.CATALOG, rescan_s, local=True))
 
     @classmethod
     def of_remote(cls, remote: Remote) -> Opening:
