@@ -553,6 +553,10 @@ def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
         ("redis://u:$SET@host:6379", "a variable is written ${SET}, with braces, and a dollar as $$"),
         ("redis://u:pa$word@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
         ("$SET", "a variable is written ${SET}, with braces"),
+        ("redis://u:${SET@host:6379", "a variable is written ${SET}, with braces, and a dollar as $$"),
+        ("redis://u:${pa-word}@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
+        ("redis://u:${}@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
+        ("redis://u:word${@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
     ],
 )
 def test_a_variable_that_is_not_set_or_has_no_braces_is_an_error(
