@@ -119,6 +119,8 @@ def _absolute(path: Path | None) -> Path | None:
 def _urls(value: object) -> object:
     """One URL, or several as a list or with commas between them (a comma in one parts its hosts)."""
     if isinstance(value, str):
+        if value.lstrip().startswith("["):
+            raise ValueError("must be URLs with commas between them, without brackets")
         return [part.strip() for part in re.split(r",(?=\s*[\w+-]+://)", value) if part.strip()]
     return value or []
 

@@ -1144,7 +1144,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
             "timeout_s of a Redis tier: must be a positive number of seconds, not 0.0",
         ),
         ("redis://u:canary@h?canary=1", "unknown parameter: must be among db, "),
-        ("redis://u:canary@h?pasword_file=/x", r"unknown parameter: did you mean password_file\?"),
+        ("redis://u:canary@h?pasword_file=/x", r"unknown parameter pasword_file: did you mean password_file\?"),
         ("rediss://u:canary@h?ssl_check_hostname=maybe", "ssl_check_hostname: must be true or false"),
         ("rediss://u:canary@h?ssl_cert_reqs=maybe", "ssl_cert_reqs: must be required or none"),
         ("redis-cluster://u:canary@h/1", "no database 1"),
