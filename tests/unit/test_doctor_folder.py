@@ -5,7 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -112,14 +113,19 @@ print(json.dumps([prevents, refused, notes, noticed]))
 """
 
 
-def doctor_and_engine(folder: Path, root: Path) -> list[list[str]]:
+def doctor_and_engine(folder: Path) -> list[list[str]]:
     """What prevents a start and what is noted, by either, in a process of a user who is not root."""
-    for each in (root, *root.parents[: len(root.parents) - 2]):
-        each.chmod(each.stat().st_mode | 0o111)
-    root.chmod(0o777)
     done = subprocess.run([sys.executable, "-c", _BOTH, str(folder)], capture_output=True, text=True, check=True)
     found: list[list[str]] = json.loads(done.stdout)
     return found
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Where any user may do anything. (pytest's own folders are closed to others, by each run again.)"""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
+        yield Path(name)
 
 
 @pytest.mark.parametrize(
@@ -140,26 +146,26 @@ def doctor_and_engine(folder: Path, root: Path) -> list[list[str]]:
     ],
 )
 def test_what_ends_a_start_is_what_doctor_says_in_the_same_words(
-    tmp_path: Path, made: Callable[[Path], Path], says: str
+    root: Path, made: Callable[[Path], Path], says: str
 ) -> None:
-    doctors, engines, *_ = doctor_and_engine(made(tmp_path), tmp_path)
+    doctors, engines, *_ = doctor_and_engine(made(root))
     (problem,) = engines
     assert doctors == engines
-    assert says.format(root=tmp_path, user=os.geteuid() or 65534) in problem
+    assert says.format(root=root, user=os.geteuid() or 65534) in problem
 
 
 @pytest.mark.parametrize("made", [not_writable, an_account_that_is_not_writable, an_account_that_is_not_readable])
 def test_a_folder_that_is_only_read_is_noted_by_doctor_in_the_words_of_the_engine(
-    tmp_path: Path, made: Callable[[Path], Path]
+    root: Path, made: Callable[[Path], Path]
 ) -> None:
-    folder = made(tmp_path)
-    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
-    prevents, refused, doctors, engines = doctor_and_engine(folder, tmp_path)
+    folder = made(root)
+    before = sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*"))
+    prevents, refused, doctors, engines = doctor_and_engine(folder)
     (note,) = engines
     assert (prevents, refused, doctors) == ([], [], engines)
     assert "read only, because it cannot be written to: Permission denied" in note
     assert f"until user {os.geteuid() or 65534} may write to it" in note
-    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert sorted((path, path.stat().st_mtime_ns) for path in root.rglob("*")) == before
 
 
 @pytest.mark.parametrize("key", ["local_disk", "signing_key_file"])
