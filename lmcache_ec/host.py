@@ -75,11 +75,13 @@ def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0, engines: int = 1) -
 
 
 def disk(folder: Path) -> Disk:
-    """OSError if not even the root can be asked."""
-    nearest = next(each for each in (folder, *folder.parents) if each.exists())
+    """What this user may not look at counts as missing, and the target of a link as the folder that is missing. OSError
+    if what is there cannot be asked."""
+    above = Path(os.path.realpath(folder)).parents
+    nearest = next(each for each in (folder, *above) if os.path.exists(each))
     space = os.statvfs(nearest)
     kind = _kind(nearest)
-    writable = kind not in _NO_FILES and os.access(nearest, os.W_OK | os.X_OK)
+    writable = kind not in _NO_FILES and os.access(nearest, os.W_OK | os.X_OK, effective_ids=True)
     return Disk(nearest, writable, space.f_bavail * space.f_frsize if space.f_blocks else None, kind)
 
 

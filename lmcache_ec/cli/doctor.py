@@ -38,6 +38,7 @@ from lmcache_ec.store_process import environment
 from lmcache_ec.tiers.base import TierNotReady, TierUnreachable, WritesRefused, message
 from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.disk_epoch import EpochError, read_epoch
+from lmcache_ec.tiers.disk_place import check_place
 from lmcache_ec.tiers.kinds import environment_of
 
 _CONNECTOR = "ECLMCacheConnector"
@@ -370,7 +371,7 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
     try:
         found = disk(folder)
     except OSError as error:
-        report.prevent_start(f"local_disk={folder}: {error.strerror}")
+        report.prevent_start(f"local_disk: {folder}: {error.strerror}")
         return
     exists = found.nearest == folder
     report.disk = {
@@ -382,12 +383,16 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
         "free_bytes": found.free_bytes,
         "local_disk_bytes": config.max_local_disk_bytes,
     }
-    if problem := _no_place(found, folder):
-        report.prevent_start(f"local_disk={folder}: {problem}")
+    try:
+        check_place(folder)
+    except ValueError as error:
+        report.prevent_start(f"local_disk: {error}")
         return
-    if problem := _too_small(found, folder, config):
+    if not found.takes_files:
+        report.problems.append(f"local_disk: {folder} is on {found.kind}, which cannot hold files: name another folder")
+    elif problem := _too_small(found, folder, config):
         report.problems.append(f"local_disk={folder}: {problem}")
-    elif exists:
+    if exists:
         _opened(report, folder, config)
     if found.kind in _PASSING:
         report.notes.append(f"local_disk={folder} is on {found.kind}, which {_PASSING[found.kind]}")
@@ -398,25 +403,16 @@ def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
     try:
         with closing(DiskTier(folder, config.max_local_disk_bytes, make=False)) as tier:
             report.notes += filter(None, [tier.look()])
-    except (OSError, ValueError) as error:
-        report.prevent_start(message(error))
+    except OSError as error:
+        report.notes.append(f"local_disk: {folder}: {message(error)}; an engine would start, and try again")
+    except ValueError as error:
+        report.prevent_start(f"local_disk: {message(error)}")
         return
     if config.namespace is None:
         try:
             report.disk["epoch"] = max(config.epoch, read_epoch(folder))
         except EpochError as error:
-            report.prevent_start(str(error))
-
-
-def _no_place(found: Disk, folder: Path) -> str | None:
-    """Why there cannot be such a folder. One that is there and that this user may not write is read only."""
-    if not found.nearest.is_dir():
-        return f"{found.nearest} is a file, name a folder"
-    if not found.takes_files:
-        return f"{found.nearest} is on {found.kind}, which cannot hold files: name another folder"
-    if not found.writable and found.nearest != folder:
-        return f"{found.nearest} is not writable for user {os.geteuid()}"
-    return None
+            report.prevent_start(f"local_disk: {error}")
 
 
 def _too_small(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:

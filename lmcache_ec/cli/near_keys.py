@@ -13,10 +13,12 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{2,}")
 _PREFIXES = ("lmcache_ec_", "ec_")
 _LIKENESS = 0.55
 _NEAREST = 3
+_ADDRESSES = ("remotes", "remote_url")
 
 
 def near_keys(problems: Iterable[str]) -> Sequence[KeyEntry]:
-    """Of the keys that these messages of the configuration name first: themselves, or else the three most alike."""
+    """Of the keys that these messages of the configuration name first: themselves, or else the three most alike. Not of
+    addresses: what is wrong with one, its message says."""
     entries = {entry.key: entry for entry in key_entries()}
     found: dict[str, KeyEntry] = {}
     for problem in problems:
@@ -24,6 +26,9 @@ def near_keys(problems: Iterable[str]) -> Sequence[KeyEntry]:
         for name in _NAME.findall(head):
             for prefix in _PREFIXES:
                 name = name.removeprefix(prefix)
+            nearest = difflib.get_close_matches(name, (*entries, "remote_url"), 1, _LIKENESS)
+            if nearest and nearest[0] in _ADDRESSES:
+                continue
             meant = [name] if name in entries else difflib.get_close_matches(name, entries, _NEAREST, _LIKENESS)
             found.update((key, entries[key]) for key in meant)
     return [entry for key, entry in entries.items() if key in found]

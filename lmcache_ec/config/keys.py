@@ -104,7 +104,9 @@ def _endpoint(value: object) -> object:
 
 
 def _absolute(path: Path | None) -> Path | None:
-    if path is not None and re.search(r"\$\{\w+\}", str(path)):
+    if path is not None and "\0" in str(path):
+        raise ValueError("must not contain a null byte")
+    if path is not None and re.search(r"\$[\w{]", str(path)):
         raise ValueError("must be written out: variables are replaced in addresses of remotes only")
     if path is not None and not path.is_absolute():
         example = os.path.abspath(os.path.expanduser(path))
@@ -117,6 +119,8 @@ def _absolute(path: Path | None) -> Path | None:
 def _urls(value: object) -> object:
     """One URL, or several as a list or with commas between them (a comma in one parts its hosts)."""
     if isinstance(value, str):
+        if value.lstrip().startswith("["):
+            raise ValueError("must be URLs with commas between them, without brackets")
         return [part.strip() for part in re.split(r",(?=\s*[\w+-]+://)", value) if part.strip()]
     return value or []
 

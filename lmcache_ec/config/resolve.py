@@ -35,6 +35,8 @@ SHARED = (
     *("extra_config", "blocking_timeout_secs"),
 )
 """Ours that LMCache has too: outside of `ec:` they are its own."""
+_COMMON = ("enabled", "namespace")
+"""Ours that any program's map may have."""
 _DEFAULT = Origin(Source.DEFAULT, "default")
 _INHERITED_FOLDER = "encoder-cache"
 
@@ -83,7 +85,7 @@ def resolve(
         raise ConfigError(*problems)
     origins = {key: ours[key].origin if key in ours else _DEFAULT for key in _KEYS}
     notes += [*_ignored(ignored.values(), service_links(environ)), *_slow_before_quick(config.remotes)]
-    notes += [*_without_effect(written.values()), *_overruled(config, origins)]
+    notes += [*_without_effect(written.values()), *_overruled(config, origins), *_misspelled_ec(read)]
     return Resolved(config, origins, tuple(notes))
 
 
@@ -165,7 +167,8 @@ def _complaint(setting: Setting) -> str | None:
     if setting.origin.source is Source.EXTRA and (secret or key == "extra_config"):
         holds = "holds a credential" if secret else "may hold credentials"
         named = f"{masked_name(setting.name)} in {setting.origin.location}"
-        return f"{named} {holds}: vLLM logs that map, use the file or environment"
+        logged = ". An engine that was started with it has it in its log now: change it" if secret else ""
+        return f"{named} {holds}: vLLM logs that map, use the file or environment{logged}"
     if not known:
         return _unknown(setting, secret)
     return f"{_stated(setting)}: {REFUSED[key]}" if key in REFUSED and not is_off(value) else None
@@ -176,7 +179,7 @@ def _nearest(key: str) -> list[str]:
     plain = key.replace("-", "_").replace(".", "_")
     for prefix in ("lmcache_", "ec_"):
         plain = plain.removeprefix(prefix)
-    return difflib.get_close_matches(plain, _KEYS, n=1)
+    return difflib.get_close_matches(plain, (*_KEYS, "remote_url"), n=1)
 
 
 def _is_strange_variable(setting: Setting) -> bool:
@@ -216,6 +219,19 @@ def _unindented(read: FileSettings) -> Iterator[str]:
             f"ec in {read.empty_ec} has no value, but is followed, without indentation, by {named}: "
             "indent what belongs to ec by two spaces, or write ec: {} if nothing does"
         )
+
+
+def _misspelled_ec(read: FileSettings) -> Iterator[str]:
+    """A map that LMCache does not know, in a file without a key of ours: nothing of it would have an effect."""
+    for setting in () if read.ours else read.others:
+        key, value = setting.key, setting.value
+        if not isinstance(value, Mapping) or key in SHARED or key in NOTED or key in REFUSED:
+            continue
+        ours = [name for name in map(str, value) if name.lower() in (*_KEYS, "remote_url")]
+        alike = difflib.get_close_matches(key, ("ec", "encoder_cache"), 1, 0.7)
+        if ours and (alike or any(name.lower() not in _COMMON for name in ours)):
+            named = f"{masked_name(key)} in {setting.origin.location}"
+            yield f"{named} is not read, although {ours[0]} in it is a key of ec: did you mean ec?"
 
 
 def _unknown(setting: Setting, secret: bool) -> str:

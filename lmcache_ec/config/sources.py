@@ -149,7 +149,8 @@ def _pairs(
         value = None if node is None else loader.construct_object(node, deep=True)
         if value is not None:
             location = f"{location} line {node.start_mark.line + 1 if node else 1}"
-            advice = "must be a map of keys, for example ec: {enabled: false}"
+            example = "enabled: false" if value is False else "local_disk: /data/encoder-cache"
+            advice = f"must be a map of keys, for example ec: {{{example}}}"
             raise ConfigError(f"{location} is {masked_unknown(value)}: {advice}")
         return
     seen: dict[object, int] = {}

@@ -5,16 +5,17 @@ import re
 from collections.abc import Mapping
 from urllib.parse import quote
 
-_VARIABLE = re.compile(r"\$(?:\$|\{(\w+)\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\$|\{(\w+)\}|\{?(\w+)|(\{))")
 
 
 def filled(url: str, environ: Mapping[str, str]) -> str:
     """The address with the values of its variables: unchanged where one is the whole address, else quoted as a part of
-    one. `$$` is a dollar. ValueError, which shows no value, for a variable that is not set or has no braces."""
+    one. `$$` is a dollar. ValueError, which shows no value, for a variable that is not set or has not both
+    braces."""
     found = list(_VARIABLE.finditer(url))
-    if bare := [match[0] for match in found if match[2]]:
+    if bare := [match[2] for match in found if match[2] or match[3]]:
         # It may be the beginning of a password: only a variable that is set is quoted.
-        name = bare[0][1:] if bare[0][1:] in environ else "NAME"
+        name = bare[0] if bare[0] in environ else "NAME"
         raise ValueError(f"a variable is written ${{{name}}}, with braces, and a dollar as $$")
     if unset := [match[1] for match in found if match[1] and match[1] not in environ]:
         raise ValueError(f"no such environment variable: {', '.join(unset)}")

@@ -64,11 +64,11 @@ from lmcache_ec.tiers.disk_files import (
     sweep,
     write_full,
 )
-from lmcache_ec.tiers.disk_folder import GONE, Descriptor, Foreign, KeptRoot, Root, open_or_make, open_root
+from lmcache_ec.tiers.disk_folder import FORBIDDEN, GONE, Descriptor, Foreign, KeptRoot, Root, open_or_make, open_root
 from lmcache_ec.tiers.disk_news import FolderNews
+from lmcache_ec.tiers.disk_place import check_place
 from lmcache_ec.tiers.disk_survey import Survey
 
-_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _ATTEMPTS = 16
 _SAMPLE = 4096
 """Entries a put looks at itself, about 20 µs each. Of a larger folder it takes the oldest sixteenth of them."""
@@ -94,16 +94,17 @@ class DiskTier(Tier):
     ) -> None:
         if max_bytes <= 0:
             raise ValueError(f"size of the disk tier: must be a positive number of bytes, not {max_bytes}")
+        check_place(root)
         try:
             if make:
                 os.close(open_root(str(root), make=True))
         except OSError as error:
-            raise ValueError(f"disk tier at {root}: cannot make this folder: {error.strerror}") from error
+            raise ValueError(f"{root} cannot be made: {error.strerror}") from error
         try:
             with Descriptor(open_root(str(root))) as fd:
                 _check_readable(fd)
         except OSError as error:
-            raise ValueError(f"disk tier at {root}: nothing in this folder can be read: {error.strerror}") from error
+            raise ValueError(f"{root}: nothing in this folder can be read: {error.strerror}") from error
         self.root = root
         self._path = str(root)
         self._kept = KeptRoot(self._path)
@@ -155,7 +156,7 @@ class DiskTier(Tier):
             try:
                 return self._put(new)
             except OSError as error:
-                if error.errno not in _FORBIDDEN or isinstance(error, TierError):
+                if error.errno not in FORBIDDEN or isinstance(error, TierError):
                     raise
                 self._open_account()  # is it this entry alone, or all of the folder?
                 if self.read_only:
@@ -277,7 +278,7 @@ class DiskTier(Tier):
         except BlockingIOError:
             pass  # it is removed again and again: for whoever writes
         except OSError as error:
-            if error.errno not in _FORBIDDEN:
+            if error.errno not in FORBIDDEN:
                 raise
             self.read_only, self._forbidden = True, error.strerror or ""
         else:
@@ -293,13 +294,17 @@ class DiskTier(Tier):
 
     def look(self) -> str:
         """What `notice` would say, as far as that shows without writing anything. OSError if that is unknown."""
-        self._account.read()
+        self._forbidden = self._account.forbidden()
+        self.read_only = bool(self._forbidden)
+        if not self.read_only:
+            self._account.read()
         return self._described()
 
     def _described(self) -> str:
         """What is known of the account, where that is not as it should be."""
         if self.read_only:
-            return f"disk tier at {self.root}: read only, because it cannot be written to: {self._forbidden}"
+            why = f"read only, because it cannot be written to: {self._forbidden}"
+            return f"disk tier at {self.root}: {why}; nothing is saved there until user {os.geteuid()} may write to it"
         if not self._account.shared:
             return f"disk tier at {self.root}: each engine counts only what it has seen: {self._account.problem}"
         return ""

@@ -29,6 +29,7 @@ from random import SystemRandom
 from typing import NamedTuple
 
 from lmcache_ec.tiers.disk_folder import (
+    FORBIDDEN,
     Descriptor,
     Foreign,
     create_file,
@@ -87,6 +88,21 @@ class FolderAccount:
         self._change(lambda account: account)
         if self.shared:
             self._alone, self.problem = None, ""
+
+    def forbidden(self) -> str:
+        """Why this user cannot change it, as far as that shows without writing; empty if nothing says so. OSError if
+        the folder cannot be opened."""
+        with Descriptor(open_root(self._folder)) as folder:
+            try:
+                with Descriptor(open_file(folder, self._name, os.O_RDWR)):
+                    return ""
+            except FileNotFoundError:
+                if os.access(".", os.W_OK | os.X_OK, dir_fd=folder, effective_ids=True):
+                    return ""
+                mounted_so = os.fstatvfs(folder).f_flag & os.ST_RDONLY
+                return os.strerror(errno.EROFS if mounted_so else errno.EACCES)
+            except OSError as error:
+                return (error.strerror or "") if error.errno in FORBIDDEN else ""
 
     def close(self) -> None:
         """Release the file. A call after that opens it again."""

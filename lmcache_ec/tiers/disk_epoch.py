@@ -24,6 +24,7 @@ _ACCOUNT = ".usage"
 _TEMPORARY = re.compile(r"\.epoch\.[0-9a-f]{24}")
 _TEXT = re.compile(rb"[0-9]{1,10}\n?")
 _MOST_BYTES = 16
+_REMEDY = "Write the number into it, or remove it and set ec.epoch"
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.01
 
@@ -82,13 +83,12 @@ def _read(root: int, folder: Path) -> int:
     except FileNotFoundError:
         return 0
     except OSError as error:
-        raise EpochError(f"{folder / EPOCH_FILE} cannot be read: {error.strerror}") from error
+        raise EpochError(f"{folder / EPOCH_FILE} cannot be read: {error.strerror}. {_REMEDY}") from error
     number = int(data) if _TEXT.fullmatch(data) else -1
     if not 0 <= number <= MAX_EPOCH:
         raise EpochError(
             f"{folder / EPOCH_FILE} holds {data.decode(errors='replace')!r}, which is not an epoch: must be a whole "
-            f"number from 0 to {MAX_EPOCH}, as `lmcache-ec epoch` writes it; without the file, the epoch of the "
-            f"configuration holds"
+            f"number from 0 to {MAX_EPOCH}. {_REMEDY}"
         )
     return number
 

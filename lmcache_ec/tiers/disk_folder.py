@@ -23,6 +23,8 @@ from functools import cache
 
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 """What the system says of what is not there, or not any more."""
+FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
+"""What the system says of what may not be changed."""
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 """Flags of a folder in which names are used, and which may be closed to readers."""
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

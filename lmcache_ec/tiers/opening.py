@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from lmcache_ec.mask import masked_url
 from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier, TierUnreachable, message
 from lmcache_ec.tiers.journal import Report
 from lmcache_ec.tiers.kinds import kind_of, open_remote
-from lmcache_ec.tiers.lane import Habits
+from lmcache_ec.tiers.lane import Habits, lane_names
 from lmcache_ec.tiers.remote import Lookup, Remote
 
 _TIMEOUT_S = 8.0
@@ -24,9 +25,11 @@ _TIMEOUT_S = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A tier that is to be opened. `what` stands in front of messages about that, `name` is the tier's."""
+    """A tier that is to be opened. `what` stands in front of what refuses it, `where`, which holds no credential, is
+    where its store is, `name` is the tier's."""
 
     what: str
+    where: str
     name: str
     open: Callable[[], Tier]
     habits: Habits
@@ -38,12 +41,14 @@ class Opening:
 
             return DiskTier(folder, max_bytes, min_free_bytes)
 
-        return cls(f"local_disk {folder}", "disk", disk, Habits(Lookup.CATALOG, rescan_s, local=True))
+        return cls("local_disk", str(folder), "disk", disk, Habits(Lookup.CATALOG, rescan_s, local=True))
 
     @classmethod
     def of_remote(cls, remote: Remote) -> Opening:
         name = kind_of(remote.url).name
-        return cls(name, name, partial(open_remote, remote), Habits(remote.lookup, remote.refresh_s))
+        return cls(
+            name, masked_url(remote.url), name, partial(open_remote, remote), Habits(remote.lookup, remote.refresh_s)
+        )
 
 
 def opened(
@@ -57,19 +62,21 @@ def opened(
     """
     pool = ThreadPoolExecutor(max(1, len(openings)), "open")
     attempts = {pool.submit(opening.open): opening for opening in openings}
+    names = dict(zip(attempts, lane_names([opening.name for opening in openings]), strict=True))
     pool.shutdown(wait=False)
     tiers: dict[Future[Tier], Tier] = {}
     for future in _as_they_end(attempts):
         opening = attempts[future]
-        error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, "no answer")
+        silent = f"{opening.where} did not answer within {_TIMEOUT_S:g} s"
+        error = future.exception() if future.done() else TierUnreachable(errno.ETIMEDOUT, silent)
         if error is None:
             tiers[future] = future.result()
             if notice := future.result().notice:
-                report(f"{opening.what}-open", notice)
+                report(f"{names[future]}-open", notice)
         elif not restarted and (opening.habits.local or not isinstance(error, TierUnreachable)):
             refuse(f"{opening.what}: {message(error)}")
         else:
-            report(f"{opening.what}-open", f"{message(error)}; retried in the background")
+            report(f"{names[future]}-open", f"{message(error)}; retried in the background")
             tiers[future] = AwaitedTier(opening.name, opening.open, None if future.done() else future)
     return [(tiers[future], opening.habits) for future, opening in attempts.items() if future in tiers]
 

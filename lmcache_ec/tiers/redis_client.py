@@ -212,6 +212,11 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
         return errno.EPROTO, "this is not a Redis server; for a Sentinel use redis-sentinel://HOST:PORT/SERVICE"
     if "Cluster mode is not enabled" in text:
         return errno.EPROTO, "this is not a Cluster: for a single server use redis://"
+    if "DB index is out of range" in text:
+        return errno.EINVAL, (
+            f"the server has no database {options.database}: name a lower number in the URL, "
+            "or raise `databases` in the server's configuration"
+        )
     # A server may answer an AUTH that it does not know with what it was sent.
     return errno.EIO, without_secrets(text, options.secrets)
 

@@ -132,10 +132,12 @@ class CommandCredentials:
             if self._future is None or self._is_over(self._future):
                 self._future, self._refused, self._ran_at = self._runner.submit(self._run), False, time.monotonic()
             future = self._future
+        limit_s = left(_COMMAND_S)
         try:
-            return future.result(left(_COMMAND_S)).presented
+            return future.result(limit_s).presented
         except FutureTimeoutError:
-            raise CredentialsUnavailable(f"password_command {self._program} takes too long") from None
+            text = f"password_command {self._program} takes too long: it has not ended within {limit_s:.1f} s"
+            raise CredentialsUnavailable(text) from None
 
     def refused(self) -> None:
         """A server did not take what it was given last."""

@@ -224,8 +224,9 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _PARAMETERS:
             nearest = difflib.get_close_matches(name, _PARAMETERS, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"must be among {', '.join(_PARAMETERS)}"
-            raise ValueError(f"URL of a Redis tier: unknown parameter: {advice}")
+            # One that is like none may be the rest of a password.
+            advice = f" {name}: did you mean {nearest[0]}?" if nearest else f": must be among {', '.join(_PARAMETERS)}"
+            raise ValueError(f"URL of a Redis tier: unknown parameter{advice}")
         option, reads = _PARAMETERS[name]
         found[option] = _value(f"parameter {name}", reads, text)
     port = 26379 if deployment is Deployment.SENTINEL else 6379

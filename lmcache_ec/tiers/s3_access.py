@@ -51,7 +51,7 @@ class S3Access:
         except ImportError as error:
             raise ValueError(f"S3 needs obstore and boto3, pip install 'lmcache-ec[s3]': {error}") from None
 
-        own_key = customer_key(options)
+        own_key, remote = customer_key(options), f"s3://{options.bucket}/{options.prefix}".rstrip("/")
         core = botocore.session.Session(profile=options.profile)
         if options.access_key_id and options.secret_access_key:
             core.set_credentials(options.access_key_id, options.secret_access_key)
@@ -68,15 +68,15 @@ class S3Access:
             certificates = options.ca_bundle or core.get_config_variable("ca_bundle")
             trusted = Path(certificates).read_bytes() if certificates else None
         except (BotoCoreError, ClientError, AssertionError, OSError, ValueError) as error:
-            raise ValueError(f"S3: credentials or configuration cannot be used: {summary(error)}") from None
+            raise ValueError(f"{remote}: credentials or configuration cannot be used: {summary(error)}") from None
         if credentials is None:
             raise ValueError(
-                "S3: no credentials found, neither in the environment (AWS_ACCESS_KEY_ID and "
+                f"{remote}: no credentials found, neither in the environment (AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE) nor in ~/.aws nor as a role of this machine"
             )
         scheme, netloc, path = urlsplit(probe)[:3]
         if "@" in netloc:
-            raise ValueError("S3: the endpoint in the environment or the profile holds credentials")
+            raise ValueError(f"{remote}: the endpoint in the environment or the profile holds credentials")
         return cls(
             options=options,
             region=region,

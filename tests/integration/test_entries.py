@@ -245,7 +245,7 @@ def test_a_path_that_cannot_be_a_folder_is_named_at_start(tmp_path: Path) -> Non
     in_the_way.write_text("in the way")
     for path in (in_the_way, in_the_way / "below", Path("/proc/1/no-such-folder")):
         before = own_arenas()
-        with pytest.raises(ConfigError, match=f"local_disk {path}"):
+        with pytest.raises(ConfigError, match=f"local_disk: {path}"):
             Bench(path, start_timeout_s=60.0)
         assert own_arenas() == before
 

@@ -142,7 +142,7 @@ def test_a_namespace_that_was_given_by_name_has_no_epochs(tmp_path: Path) -> Non
 
 def test_garbage_in_the_file_ends_a_start_and_says_why(tmp_path: Path) -> None:
     (tmp_path / ".epoch").write_text("garbage")
-    words = rf"local_disk {re.escape(str(tmp_path))}: .*/\.epoch holds 'garbage'.*must be a whole number from 0 to"
+    words = rf"local_disk: {re.escape(str(tmp_path))}/\.epoch holds 'garbage'.*must be a whole number from 0 to"
     with pytest.raises(ConfigError, match=words):
         Bench(tmp_path)
 

@@ -126,6 +126,8 @@ def storage_processes(folder: Path, number: int, environment: Mapping[str, str])
     """So many, with their logs in a folder; all of them have to end well."""
     pairs = [socket.socketpair() for _ in range(number)]
     logs = [folder / str(index) for index in range(number)]
+    for log in logs:
+        log.touch()  # it is read before the process has opened it, by whoever waits for what it will say
     links = [theirs.fileno() for _, theirs in pairs]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.lmcache.storage_process", *map(str, logs), *map(str, links)],

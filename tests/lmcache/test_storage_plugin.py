@@ -410,7 +410,7 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
         ({"remotes": ["redis://:${NO_SUCH_VARIABLE}@localhost"]}, "no such environment variable: NO_SUCH_VARIABLE"),
         ({"remotes": ["gopher://localhost"]}, "no tier supports gopher://"),
         ({"remotes": ["s3://no bucket"]}, "S3 URL"),
-        ({"local_disk": "/dev/null/x"}, "cannot make this folder"),
+        ({"local_disk": "/dev/null/x"}, "/dev/null/x cannot be made: /dev/null is a file, name a folder"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_named(

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier that was away at first is, once it is there, all that the tier itself is."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.tiers import opening
 from lmcache_ec.tiers.awaited import AwaitedTier
 from lmcache_ec.tiers.base import Tier
 from lmcache_ec.tiers.disk import DiskTier
+from lmcache_ec.tiers.opening import Opening, opened
+from lmcache_ec.tiers.remote import Remote
 from tests.tiers.conformance import MIB, TierConformance, new_namespace, value
 
 
@@ -38,3 +42,19 @@ def test_what_a_user_has_to_know_of_it_follows_what_the_tier_says(tmp_path: Path
         disk.notice = notice
         tier.contains(EncoderCacheKey("ns", "picture"))
         assert tier.notice == notice
+
+
+def test_stores_that_do_not_answer_at_the_start_are_named_each_with_the_time_and_without_credentials(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(opening, "_TIMEOUT_S", 0.5)
+    said: dict[str, str] = {}
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [silent.getsockname()[1] for silent in (one, two)]
+        remotes = [Remote(f"redis://user:hunter2@127.0.0.1:{port}/0?db=0", timeout_s=600.0) for port in ports]
+        tiers = opened([Opening.of_remote(remote) for remote in remotes], said.__setitem__, pytest.fail)
+    assert [type(tier) for tier, _ in tiers] == [AwaitedTier, AwaitedTier]
+    assert said == {
+        f"{name}-open": f"redis://127.0.0.1:{port}/0 did not answer within 0.5 s; retried in the background"
+        for name, port in zip(("redis", "redis_1"), ports, strict=True)
+    }

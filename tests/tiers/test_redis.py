@@ -1001,6 +1001,10 @@ def _cluster_as_a_single_server(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue("masters")[0].url)
 
 
+def _no_such_database(request: pytest.FixtureRequest) -> str:
+    return f"redis://127.0.0.1:{request.getfixturevalue('server').port}/4711"
+
+
 def _single_server_as_a_cluster(request: pytest.FixtureRequest) -> str:
     return cluster_url([request.getfixturevalue("server")])
 
@@ -1047,6 +1051,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
         (_no_such_file, "TLS: ssl_ca_certs /no/such/file cannot be used: No such file"),
         (_no_certificate, "TLS: ssl_certfile .*authority.pem cannot be used: no PEM, no key for it"),
         (_cluster_as_a_single_server, "redis-cluster://"),
+        (_no_such_database, "no database 4711: name a lower number in the URL, or raise `databases`"),
         (_single_server_as_a_cluster, "this is not a Cluster: for a single server use redis://"),
         (_no_cluster, "nothing listens there"),
         (_unknown_service, "know no running master of this service: another-service$"),
@@ -1144,7 +1149,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
             "timeout_s of a Redis tier: must be a positive number of seconds, not 0.0",
         ),
         ("redis://u:canary@h?canary=1", "unknown parameter: must be among db, "),
-        ("redis://u:canary@h?pasword_file=/x", r"unknown parameter: did you mean password_file\?"),
+        ("redis://u:canary@h?pasword_file=/x", r"unknown parameter pasword_file: did you mean password_file\?"),
         ("rediss://u:canary@h?ssl_check_hostname=maybe", "ssl_check_hostname: must be true or false"),
         ("rediss://u:canary@h?ssl_cert_reqs=maybe", "ssl_cert_reqs: must be required or none"),
         ("redis-cluster://u:canary@h/1", "no database 1"),

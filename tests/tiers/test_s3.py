@@ -649,7 +649,7 @@ def test_credentials_of_a_profile_and_of_lmcaches_configuration_are_found(
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    with refused("no credentials found"):
+    with refused(f"{url.partition('?')[0]}: no credentials found"):
         open_s3(url)
     shared = tmp_path / "credentials"
     shared.write_text(

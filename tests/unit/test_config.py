@@ -269,6 +269,13 @@ MISTAKES = {
     "a key of something else": Mistake(
         ("compression=<text>", "<file> line 1", "must be one of enabled, namespace, "), "ec: {compression: zstd}"
     ),
+    "a letter of the short name for one address": Mistake(
+        ("remote_ulr", "<file> line 1", "did you mean remote_url?"), "ec: {remote_ulr: 'redis://host'}"
+    ),
+    "brackets in a variable": Mistake(
+        ("remotes='[redis://one:6379, '", "LMCACHE_EC_REMOTES", "commas between them, without brackets"),
+        environ={"LMCACHE_EC_REMOTES": "[redis://one:6379, "},
+    ),
     "no indentation": Mistake(
         ("enabled=false", "<file> line 2", "is outside of ec", "ec_enabled"), "ec:\nenabled: false"
     ),
@@ -288,7 +295,9 @@ MISTAKES = {
         ("ec is given twice in <file>, lines 1 and 3", "keep one"), "ec:\n  epoch: 1\nec:\n  salt: a"
     ),
     "off by a word": Mistake(("ec in <file> line 1 is false", "a map", "ec: {enabled: false}"), "ec: off"),
-    "a list of keys": Mistake(("ec in <file> line 2 is <list>", "a map"), "ec:\n  - epoch: 1"),
+    "a list of keys": Mistake(
+        ("ec in <file> line 2 is <list>", "a map", "ec: {local_disk: /data/encoder-cache}"), "ec:\n  - epoch: 1"
+    ),
     "a file of text": Mistake(("<file> line 1 is <text>", "a map"), "epoch=1"),
     "a tab": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec:\n\tepoch: 1"),
     "an open brace": Mistake(("LMCACHE_CONFIG_FILE=<file>", "line 2", "not YAML"), "ec: {epoch: 1\nlocal_cpu: true"),
@@ -431,7 +440,8 @@ MISTAKES = {
         "ec: {store_location: LocalCPUBackend}",
     ),
     "a password where vllm logs it": Mistake(
-        ("redis_password", EXTRA, "vLLM logs that map", "use the file or environment"), extra={"redis_password": CANARY}
+        ("redis_password", EXTRA, "vLLM logs that map", "use the file or environment", "in its log now: change it"),
+        extra={"redis_password": CANARY},
     ),
     "a password in an address": Mistake(
         ("salt", EXTRA, "holds a credential"), extra={"salt": f"redis://user:{CANARY}@host"}
@@ -553,6 +563,10 @@ def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
         ("redis://u:$SET@host:6379", "a variable is written ${SET}, with braces, and a dollar as $$"),
         ("redis://u:pa$word@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
         ("$SET", "a variable is written ${SET}, with braces"),
+        ("redis://u:${SET@host:6379", "a variable is written ${SET}, with braces, and a dollar as $$"),
+        ("redis://u:${pa-word}@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
+        ("redis://u:${}@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
+        ("redis://u:word${@host:6379", "a variable is written ${NAME}, with braces, and a dollar as $$"),
     ],
 )
 def test_a_variable_that_is_not_set_or_has_no_braces_is_an_error(
@@ -564,6 +578,35 @@ def test_a_variable_that_is_not_set_or_has_no_braces_is_an_error(
     assert "line" in str(caught.value)
     assert CANARY not in str(caught.value)
     assert "word" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key"),
+    [
+        ("eec: {local_disk: /data}", 1, "local_disk"),
+        ("chunk_size: 16\nencoder_cache:\n  enabled: false", 2, "enabled"),
+        ("cache:\n  remote_url: redis://host", 1, "remote_url"),
+        ("ec: {}\nce: {Epoch: 3}", 2, "Epoch"),
+    ],
+)
+def test_a_misspelled_ec_is_noted_with_a_key_that_has_no_effect(file: File, text: str, line: int, key: str) -> None:
+    environ = file(text)
+    (note,) = [note for note in resolve(environ=environ).notes if "did you mean ec?" in note]
+    assert f"{environ['LMCACHE_CONFIG_FILE']} line {line} is not read, although {key} in it is a key of ec" in note
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extra_config: {remote_lookup: probe}",
+        "telemetry: {enabled: true, namespace: x}",
+        "ec: {epoch: 3}\nother: {epoch: 3}",
+        "other: {compression: zstd}",
+        "other: [local_disk]",
+    ],
+)
+def test_a_map_of_something_else_is_not_taken_for_a_misspelled_ec(file: File, text: str) -> None:
+    assert not [note for note in resolve(environ=file(text)).notes if "did you mean ec?" in note]
 
 
 SERVICE_LINKS = {

@@ -251,7 +251,7 @@ def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path)
     assert (
         report.problems
         == report.prevents_start
-        == [f"local_disk={tmp_path}/file/below: {tmp_path}/file is a file, name a folder"]
+        == [f"local_disk: {tmp_path}/file/below cannot be made: {tmp_path}/file is a file, name a folder"]
     )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         report = examine(json.dumps({"local_disk": folder, "max_local_disk_size": 0.001}), {})
@@ -262,7 +262,9 @@ def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path)
 
 def test_a_folder_in_which_nobody_can_write_is_reported_as_such_and_not_by_its_size() -> None:
     (problem,) = examine('{"local_disk": "/proc/x"}', {}).problems
-    assert problem == "local_disk=/proc/x: /proc is on proc, which cannot hold files: name another folder"
+    assert problem == (
+        "local_disk: /proc/x cannot be made: /proc is on proc, which cannot hold files: name another folder"
+    )
     (problem,) = examine('{"local_disk": "/proc/sys/kernel/x"}', {}).problems
     assert "which cannot hold files" in problem
     report = examine('{"local_disk": "/sys/x"}', {})

@@ -38,6 +38,12 @@ def test_a_wrong_variable_shows_the_keys_near_it_too() -> None:
     assert examine("{}", {}).keys == []
 
 
+@pytest.mark.parametrize("wrong", [{"remotes": "gopher://x"}, {"remote_url": "x"}, {"remote_ulr": "redis://x"}])
+def test_no_keys_are_shown_for_a_wrong_address_which_says_itself_what_is_wrong(wrong: dict[str, object]) -> None:
+    report = examine(json.dumps(wrong), {})
+    assert (len(report.problems), report.keys) == (1, [])
+
+
 def test_a_size_in_bytes_is_recognised() -> None:
     (problem,) = examine('{"max_local_cpu_size": 4294967296}', {}).problems
     assert "looks like bytes: 4294967296 bytes are 4.0 GiB" in problem

@@ -75,6 +75,7 @@ def test_what_is_no_epoch_is_an_error_that_names_the_file_what_it_holds_and_what
             call(folder)
         assert f"{folder}/.epoch holds " in str(raised.value)
         assert "a whole number from 0 to 1000000000" in str(raised.value)
+        assert "Write the number into it, or remove it and set ec.epoch" in str(raised.value)
 
 
 def link(file: Path) -> None:
@@ -89,7 +90,9 @@ def test_a_stranger_under_the_files_name_is_not_followed_waited_for_or_replaced(
     plant(folder / ".epoch")
     kind = (folder / ".epoch").lstat().st_mode
     for call in (read_epoch, lambda folder: raise_epoch(folder, 9)):
-        with pytest.raises(EpochError, match=r"\.epoch cannot be read: .*not touched"):
+        with pytest.raises(
+            EpochError, match=r"\.epoch cannot be read: .*not touched\. .*or remove it and set ec\.epoch"
+        ):
             call(folder)
     assert (folder / ".epoch").lstat().st_mode == kind
 

@@ -112,7 +112,7 @@ def test_a_tier_that_refuses_ends_the_start_while_another_one_still_does_not_ans
 
 def test_a_folder_that_cannot_be_used_does_too(tmp_path: Path) -> None:
     (tmp_path / ".epoch").write_text("last Tuesday\n")
-    with pytest.raises(ConfigError, match=r"local_disk .*\.epoch"):
+    with pytest.raises(ConfigError, match=r"local_disk: .*\.epoch"):
         begun(**cached(local_disk=str(tmp_path)))
 
 
@@ -125,7 +125,7 @@ def test_what_interpreters_print_as_they_start_ends_no_start_and_hides_no_reason
     monkeypatch.setenv("PYTHONPATH", f"{talkative}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert begun(**cached(local_disk=str(disk))) is not None
     (disk / ".epoch").write_text("last Tuesday\n")
-    with pytest.raises(ConfigError, match=r"local_disk .*\.epoch") as refusal:
+    with pytest.raises(ConfigError, match=r"local_disk: .*\.epoch") as refusal:
         begun(**cached(local_disk=str(disk)))
     assert "greets" not in str(refusal.value)
 
