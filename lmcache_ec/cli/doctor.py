@@ -57,7 +57,8 @@ _LMCACHE = "0.5.6"
 _KV_POOL_GIB = 5.0
 """LMCache's default."""
 
-_SMALLEST_ARENA = 1 << 20
+_SMALLEST = 1 << 20
+"""Bytes of a tier that holds an entry."""
 
 _PASSING = {
     "tmpfs": "is memory and lost with the host",
@@ -118,12 +119,12 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec
     _memory(report, resolved.config if resolved else None, environ)
     report.surroundings = dict(surroundings.seen())
     if resolved:
-        report.notes += surroundings.notes(resolved.config) if resolved.config.enabled else ()
         _signing(report, resolved.config)
         _events(report, resolved.config)
         _disk(report, resolved.config)
         with _environment_of_a_store_process(resolved.config):
             _remotes(report, resolved.config)
+        report.notes += surroundings.notes(resolved.config) if resolved.config.enabled else ()
         report.command = _command(extra, environ, role)
         report.variables = sorted(
             masked_name(name)
@@ -336,10 +337,10 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
         fit = fitting(config.max_local_cpu_bytes)
         report.memory["arena_bytes"] = fit.bytes
         report.notes += [fit.message] if fit.message else []
-        if fit.bytes < _SMALLEST_ARENA:
+        if fit.bytes < _SMALLEST:
             report.problems.append(
-                f"max_local_cpu_size={config.max_local_cpu_size:g} GiB: LocalCPU of {rounded_size(fit.bytes)} has "
-                f"room for hardly one entry, and all entries pass through it: an image takes 0.5 to 20 MB"
+                f"max_local_cpu_size={config.max_local_cpu_size:g} GiB: LocalCPU of {rounded_size(fit.bytes)} "
+                f"hardly has room for one entry, and all entries pass through it: an image takes 0.5 to 20 MB"
             )
         warning = memory_warning(fit.bytes, pool)
         report.problems += [warning] if warning else []
@@ -416,7 +417,12 @@ def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
 
 
 def _too_small(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:
-    """Why the folder cannot be as large as is configured; None for one that is only read."""
+    """Why the folder cannot be as large as is configured or necessary; None for one that is only read."""
+    if found.writable and config.max_local_disk_bytes < _SMALLEST:
+        return (
+            f"max_local_disk_size={config.max_local_disk_size:g} GiB: LocalDisk of "
+            f"{rounded_size(config.max_local_disk_bytes)} hardly has room for one entry: an image takes 0.5 to 20 MB"
+        )
     if found.free_bytes is None or not found.writable:
         return None
     room = found.free_bytes - config.min_free_disk_bytes

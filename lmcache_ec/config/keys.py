@@ -163,7 +163,7 @@ Endpoint = Annotated[str | None, BeforeValidator(_endpoint), Accepts(ACCEPTED)]
 Namespace = Annotated[
     str | None,
     AfterValidator(_namespace),
-    Accepts(f"must be null, or 1 to {MAX_NAMESPACE_CHARS} of the characters a-z 0-9 . _ -, and not begin with a dot"),
+    Accepts(f"must be null, or 1 to {MAX_NAMESPACE_CHARS} characters from a-z 0-9 . _ -, not beginning with a dot"),
 ]
 Gibibytes = Annotated[
     float,
@@ -229,9 +229,10 @@ class EncoderCacheConfig(BaseModel):
         None,
         description="Folder of LocalDisk, shared by any number of engines. Unset: a subfolder of the KV part's folder.",
     )
-    max_local_disk_size: Gibibytes = Field(
-        16.0, description="Limit of the LocalDisk folder; engines that share it count together."
-    )
+    max_local_disk_size: Annotated[
+        Gibibytes,
+        Accepts("must be a number of GiB, above 0 with local_disk, for example 4 or 0.5, without a unit", "GiB"),
+    ] = Field(16.0, description="Limit of the LocalDisk folder; engines that share it count together.")
     min_free_disk_size: Gibibytes = Field(
         1.0, description="Nothing is written while the file system of LocalDisk has less free space than this."
     )

@@ -122,14 +122,12 @@ def _overruled(config: EncoderCacheConfig, origins: Mapping[str, Origin]) -> Ite
     """Of what was set, what another key leaves without effect."""
     reasons: dict[str, str] = {}
     if config.namespace is not None:
-        reasons |= dict.fromkeys(
-            ("salt", "epoch", "key_by_engine_version"), "because namespace replaces what they determine"
-        )
+        reasons |= dict.fromkeys(("salt", "epoch", "key_by_engine_version"), "`namespace` is set and replaces it")
     if config.events_endpoint is None:
-        reasons |= dict.fromkeys(("events_snapshot_endpoint", "events_topic"), "because events_endpoint is not set")
+        reasons |= dict.fromkeys(("events_snapshot_endpoint", "events_topic"), "`events_endpoint` is not set")
     for key, why in reasons.items():
         if getattr(config, key) != default(key):
-            yield f"{key}={describe(config, key)} in {origins[key].location}: has no effect, {why}"
+            yield f"{key}={describe(config, key)} in {origins[key].location}: has no effect: {why}"
 
 
 def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple[EncoderCacheConfig | None, list[str]]:
@@ -269,7 +267,7 @@ def _named_twice(settings: Iterable[Setting]) -> Iterator[str]:
     for named in locations.values():
         if len(named) == 2:
             both = ", ".join(f"{key} in {place}" for key, place in named.items())
-            yield f"{both}: keep one, remotes takes a list"
+            yield f"{both}: keep one; `remotes` takes a list"
 
 
 def _as_ours(setting: Setting) -> Setting:

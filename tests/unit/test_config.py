@@ -637,14 +637,11 @@ def test_the_service_links_of_kubernetes_are_noted_and_configure_nothing() -> No
     [
         (
             "namespace: mine, epoch: 3, salt: x",
-            ["salt='x' in <file> line 1: has no effect, because namespace", "epoch=3 in <file> line 1: has no effect"],
+            ["salt='x' in <file> line 1: has no effect: `namespace` is set", "epoch=3 in <file> line 1: has no effect"],
         ),
         (
             "events_snapshot_endpoint: 'tcp://*:1'",
-            [
-                "events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect, "
-                "because events_endpoint is not set"
-            ],
+            ["events_snapshot_endpoint='tcp://*:1' in <file> line 1: has no effect: `events_endpoint` is not set"],
         ),
         ("namespace: mine", []),
         ("epoch: 3, salt: x", []),

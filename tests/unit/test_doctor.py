@@ -331,7 +331,22 @@ def locked() -> Iterator[Path]:
 
 def test_a_memory_too_small_for_any_entry_is_a_problem() -> None:
     (problem,) = examine('{"max_local_cpu_size": 0.000001}', {}).problems
-    assert "LocalCPU of 1 KiB has room for hardly one entry" in problem
+    assert "LocalCPU of 1 KiB hardly has room for one entry" in problem
+
+
+def test_a_disk_too_small_for_any_entry_is_a_problem(tmp_path: Path) -> None:
+    extra = {"local_disk": str(tmp_path), "max_local_disk_size": 0.000001, "min_free_disk_size": 0}
+    (problem,) = examine(json.dumps(extra), {}).problems
+    assert "LocalDisk of 1 KiB hardly has room for one entry" in problem
+
+
+def test_that_this_is_a_container_comes_after_what_is_particular_to_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surroundings, "_process_1", lambda proc: "vllm")
+    notes = examine(json.dumps({"remotes": "redis://127.0.0.1:1"}), {}).notes
+    assert notes[-1].startswith("this is a container (process 1 is vllm)")
+    assert len(notes) > 1
     assert examine('{"max_local_cpu_size": 0.01}', {}).problems == []
 
 
