@@ -158,7 +158,8 @@ def test_garbage_under_a_running_engine_is_one_line_and_the_epoch_goes_on(
     with Bench(tmp_path) as bench:
         bench.encode(IMAGES)
         bench.settle()
-        file.write_text("garbage")
+        (tmp_path / "new").write_text("garbage")
+        (tmp_path / "new").rename(file)  # at once: half of it would be reported, too
         bench.until("that is reported", lines)
         os.kill(bench.serving(), signal.SIGKILL)  # and the next store process serves all the same
         bench.serving()
