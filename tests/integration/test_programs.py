@@ -249,7 +249,7 @@ def _threads(prefix: str) -> list[str]:
     [
         ({"namespace": "x"}, "no tier: neither local_disk nor remotes is set"),
         ({"local_disk": "/tmp/x"}, "no namespace: give a name"),
-        ({"local_disk": "/tmp/x", "namespace": "Not/This"}, "namespace 'Not/This': must be 1 to 80 characters from a-z"),
+        ({"local_disk": "/tmp/x", "namespace": "Not/This"}, "namespace 'Not/This': must be 1 to 80 characters"),
         ({"local_disk": "/proc/x", "namespace": "x"}, "local_disk: /proc/x"),
         ({"locl_disk": "/tmp/x", "namespace": "x"}, "locl_disk"),
         ({"local_disk": "/tmp/x", "namespace": "x", "enabled": False}, "ec.enabled is false"),
