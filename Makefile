@@ -24,7 +24,7 @@ WITHOUT_ENGINE := $(filter-out $(WITH_ENGINE) tests/__pycache__,$(patsubst %/,%,
 # An engine has all cores for itself. The other tests share them: most of their time they wait for processes and servers.
 # What runs them is forked from one process that has imported vLLM (tests/warm_workers.py).
 # As many as wait at a time; in the order of the folders, so that files which wait long do not begin last.
-PARALLEL := -p tests.warm_workers --numprocesses 4 --dist loadfile --no-loadscope-reorder
+PARALLEL := -p tests.warm_workers --numprocesses 5 --dist loadfile --no-loadscope-reorder
 # Each process of the tests imports the tests themselves: once compiled is enough.
 unexport PYTHONDONTWRITEBYTECODE
 # The package as it is installed: for type checkers, which find lmcache_ec here and `adapters` not within it.

@@ -423,7 +423,7 @@ class Training(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        # What a request waits for may be of weights that the ranks have no more: then it is encoded at its deadline.
+        # A request may wait for a save whose copy is late, and no rule ends it meanwhile: then its deadline does.
         self.engine = Engine(self.persist, copier=LateCopier(), deadline_s=1.0)
         self.killed = 0
 
