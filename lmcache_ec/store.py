@@ -100,6 +100,7 @@ class Store:
         self._seals = 0
         self._outbox: deque[AnyMessage] = deque()
         self._sending = threading.Lock()  # never held across what blocks
+        self._introduced = False  # the scheduler side hears of nothing before `Hello`
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ledger: dict[str, int] = {}
@@ -237,6 +238,7 @@ class Store:
         self._take_stock()
         self._link.send(Hello(os.getpid(), "", names, epoch), [os.pidfd_open(os.getpid()), stack.presence.fd, counts])
         os.close(counts)
+        self._introduced = True
         stack.survey_due()
 
     def _publish(self, publishing: Publishing, namespace: str) -> None:
@@ -322,7 +324,8 @@ class Store:
         """Send it: `Durable` to the rank that saves, anything else to the scheduler side. At once where there is room,
         since a request may wait for it and the main thread has to wake up first."""
         self._outbox.append(message)
-        self._send()
+        if self._introduced:
+            self._send()
         if self._outbox:
             self._rouse()
 

@@ -29,10 +29,12 @@ from benchmarks.testbed.core import (
 )
 from benchmarks.testbed.servers.authority import Authority
 from benchmarks.testbed.servers.lmcache_server import lmcache_server
-from benchmarks.testbed.servers.redis import RedisServer, redis_server
+from benchmarks.testbed.servers.redis import RedisServer, free_port, redis_server
 from benchmarks.testbed.servers.relay import relay
 from benchmarks.testbed.servers.seaweed import Seaweed
+from benchmarks.testbed.stand_ins import Served
 from benchmarks.testbed.waiting import DEADLINE_S, wait_until
+from lmcache_ec.cache import EncoderCache
 from lmcache_ec.cli.doctor import Report, examine, render
 from lmcache_ec.config import ConfigError, EncoderCacheConfig, summary
 from lmcache_ec.key import EncoderCacheKey
@@ -476,3 +478,22 @@ def test_an_authority_that_the_environment_names_is_trusted_by_doctor_and_engine
             bench.encode(IMAGES[:1])
             bench.settle()
             wait_until("it is stored", lambda: in_redis.held() == 1)
+
+
+def test_which_tiers_there_are_comes_before_all_that_is_reported_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports name tiers by their numbers. A remote that cannot be reached is reported while tiers are opened."""
+    messages, take = list[str](), EncoderCache._from_store
+
+    def noted(cache: EncoderCache, message: object, fds: list[int], now: float) -> None:
+        messages.append(type(message).__name__)
+        take(cache, message, fds, now)
+
+    monkeypatch.setattr(EncoderCache, "_from_store", noted)
+    served = Served(tmp_path, remotes=[f"redis://127.0.0.1:{free_port()}"])
+    try:
+        served.until("the remote is reported", lambda: "Notice" in messages)
+        assert messages[0] == "Hello"
+    finally:
+        served.close()
