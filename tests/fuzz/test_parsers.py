@@ -6,7 +6,7 @@ import os
 import struct
 import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from lmcache_ec.tiers.disk import DiskTier
 from lmcache_ec.tiers.disk_account import FolderAccount
 from lmcache_ec.tiers.disk_news import FolderNews
 from lmcache_ec.tiers.resp import PayloadParser
+from tests.scattering import Scattering
 
 MIB = 1 << 20
 KEY = EncoderCacheKey("ns", "picture")
@@ -117,7 +118,7 @@ def test_a_name_in_a_listing_is_one_that_an_entry_has_or_none(name: str) -> None
 # ---- Redis
 
 
-class Line:
+class Line(Scattering):
     """A socket on which these bytes arrive, in pieces, before it ends."""
 
     def __init__(self, data: bytes, piece: int) -> None:
@@ -132,16 +133,6 @@ class Line:
         view[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
-
-    def recvmsg_into(self, views: Sequence[memoryview]) -> tuple[int, list[object], int, None]:
-        """What a kernel may do: fill some of the first, or all of it and some of the next."""
-        count = 0
-        for view in views:
-            came = self.recv_into(view)
-            count += came
-            if came < len(view):
-                break
-        return count, [], 0, None
 
 
 PIECES = st.one_of(

@@ -43,6 +43,7 @@ from lmcache_ec.tiers.redis_commands import Command, packed
 from lmcache_ec.tiers.redis_url import Deployment, RedisOptions, parse_redis_url
 from lmcache_ec.tiers.resp import PayloadParser
 from tests.examples import examples
+from tests.scattering import Scattering
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"
@@ -458,7 +459,7 @@ REPLIES = st.lists(
 )
 
 
-class _Line:
+class _Line(Scattering):
     """A connection as a parser sees it, whose bytes come in pieces of any size."""
 
     def __init__(self, sent: bytes, sizes: Sequence[int]) -> None:
@@ -472,16 +473,6 @@ class _Line:
         size = min(self._sizes.pop() if self._sizes else 1, len(view), len(self._sent))
         view[:size], self._sent = self._sent[:size], self._sent[size:]
         return size
-
-    def recvmsg_into(self, views: Sequence[memoryview]) -> tuple[int, list[object], int, None]:
-        """What a kernel may do: fill some of the first, or all of it and some of the next."""
-        count = 0
-        for view in views:
-            came = self.recv_into(view)
-            count += came
-            if came < len(view):
-                break
-        return count, [], 0, None
 
 
 @settings(deadline=None, max_examples=examples(300))
