@@ -44,6 +44,8 @@ from lmcache_ec.tiers.base import Landing
 
 _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024
+_GOOD_FIT = 1.125
+"""A window that loses no more than this, times what as many bytes of its first entry are worth, is as good as any."""
 _EVICTIONS_A_PASS = 16
 _REMEMBERED_SAVES = 4096
 _RETRIES_A_PASS = 8
@@ -658,6 +660,8 @@ class Book:
             window = self._space.window(candidate.extent, size, loss, best.lost, steps)
             if window is not None:
                 best, start = window, candidate
+                if window.lost <= _GOOD_FIT * size * self._evictable.worth(candidate):
+                    break  # those that follow are worth no less for each byte
         if start is None:
             return None
         self._evictable.age(start)

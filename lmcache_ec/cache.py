@@ -43,7 +43,7 @@ from lmcache_ec.events.changes import Changes
 from lmcache_ec.eviction import Below, restore_s
 from lmcache_ec.fetches import Fetches, Probe
 from lmcache_ec.host_memory import fitting
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import identifier_digest
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.place import Place, aligned
 from lmcache_ec.ranks import Ranks
@@ -193,11 +193,12 @@ class EncoderCache:
         length: int,
         now: float,
         announced: bool = False,
-        encode_s: float | None = None,
+        encode_s: Callable[[], float] | None = None,
         early: bool = False,
     ) -> bool:
         """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come, or if that is
-        expected to take longer than `encode_s` (None: it is fetched whatever that takes). An `early` no is not counted.
+        expected to take longer than `encode_s` says, asked only if a tier may have the entry (None: it is fetched
+        whatever that takes). An `early` no is not counted.
 
         Single-flight: while one is under way, the answer is True and nothing more is asked. One that was `announced`
         may be written only now: it is asked for, again and again, until the caller has waited long enough.
@@ -205,6 +206,10 @@ class EncoderCache:
         if self.under_way(identifier, now):
             return True
         return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced, encode_s, early)
+
+    def may_come(self, identifier: str, now: float) -> bool:
+        """Whether a tier that can be asked may have an entry, as far as is known without asking."""
+        return self._asks_tiers(now) and bool(self.below.candidates(identifier_digest(identifier)))
 
     def late(self, identifier: str, now: float) -> None:
         """A request has waited in vain for an entry that is under way."""
@@ -229,7 +234,7 @@ class EncoderCache:
             return restore_s(Below.MEMORY, length, rows, encode_s)
         if not self._asks_tiers(time.monotonic()):
             return encode_s
-        held = self.below.may_have([EncoderCacheKey(self.namespace, name).digest for name in names])
+        held = self.below.may_have([identifier_digest(name) for name in names])
         return self.policy.restore_s(held, length, modality, rows)
 
     def check_fits(self, identifier: str, spec: TensorSpec) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lmcache_ec.book import Book
 from lmcache_ec.channel import Fill, Locate, NotFilled
-from lmcache_ec.key import EncoderCacheKey
+from lmcache_ec.key import identifier_digest
 from lmcache_ec.load_policy import LoadPolicy
 from lmcache_ec.recent import Recent
 from lmcache_ec.supervisor import Supervisor
@@ -95,13 +95,13 @@ class Fetches:
         length: int,
         now: float,
         announced: bool,
-        encode_s: float | None = None,
+        encode_s: Callable[[], float] | None = None,
         early: bool = False,
     ) -> bool:
         """See `EncoderCache.fetch`."""
         if len(self._under_way) >= _AT_ONCE or length > self._book.capacity or self._unusable.holds(identifier, now):
             return False
-        tiers = self._candidates(EncoderCacheKey(self._namespace, identifier).digest)
+        tiers = self._candidates(identifier_digest(identifier))
         if announced:
             just_missed = self._misses.age(identifier, now) < _ASKED_AGAIN_S
             return just_missed or self._begin(identifier, length, now, tiers, insist=True)
@@ -112,10 +112,11 @@ class Fetches:
             return False
         if encode_s is None:
             return self._begin(identifier, length, now, tiers)
-        decision = self._policy.decide(tiers, length, encode_s, self._waiting)
+        seconds = encode_s()
+        decision = self._policy.decide(tiers, length, seconds, self._waiting)
         if early and not decision.tiers:
             return False  # the request's first pass decides, and counts
-        decision = self._policy.settle(decision, tiers, length, encode_s, now)
+        decision = self._policy.settle(decision, tiers, length, seconds, now)
         if early and not decision.tiers:
             self._misses.add(
                 identifier, now
@@ -207,7 +208,7 @@ class Fetches:
     def probe(self, identifier: str, length: int, tiers: int, now: float) -> Probe:
         """See `EncoderCache.probe`. `tiers` are those that are asked, a bit each."""
         probe, number = Probe(now), self._probed + 1
-        if not self._candidates(EncoderCacheKey(self._namespace, identifier).digest):
+        if not self._candidates(identifier_digest(identifier)):
             self.counts["filtered"] += 1
             return self._answer(identifier, tiers, probe, 0)
         question = Locate(number, self._namespace, identifier, length, tiers)

@@ -36,7 +36,7 @@ class EncoderCacheKey:
     @property
     def digest(self) -> bytes:
         """sha256 of the identifier in UTF-8, 32 bytes. UnicodeEncodeError for what is no UTF-8."""
-        return _digest(self.identifier)
+        return identifier_digest(self.identifier)
 
     @property
     def object_name(self) -> str:
@@ -45,7 +45,8 @@ class EncoderCacheKey:
 
 
 @lru_cache(1024)  # asked for several times on the way of an entry
-def _digest(identifier: str) -> bytes:
+def identifier_digest(identifier: str) -> bytes:
+    """`EncoderCacheKey.digest`, which is the same in every namespace."""
     return hashlib.sha256(identifier.encode()).digest()
 
 

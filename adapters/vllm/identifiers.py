@@ -205,6 +205,11 @@ def names_of(identifier: str) -> tuple[str, str]:
     return identifier, f"{_UNSIGNED}{identifier}"
 
 
+def stored_names(identifier: str) -> set[str]:
+    """All names that a tier may have an item of this identifier under: what is not signed stays in memory."""
+    return set(filter(storable, (identifier, client_uuid(identifier))))
+
+
 def storable(identifier: str) -> bool:
     """Whether an entry can be named by it at all: by its length, and as UTF-8."""
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lmcache_ec.key import MAX_NAMESPACE_CHARS
 
 from .announcement import announced
-from .identifiers import Durability, client_uuid, signed_identifiers, without_signature
+from .identifiers import Durability, client_uuid, signed_identifiers, stored_names, without_signature
 from .item import Item
 
 if TYPE_CHECKING:
@@ -60,6 +60,13 @@ class Intake:
             )
         _refuse_ambiguous(items)
         return items
+
+    def may_come(self, request: Request, now: float) -> bool:
+        """Whether a tier may have what the request needs, before its items are read. Never a wrong no."""
+        if getattr(request, "ec_transfer_params", None):
+            return True
+        names = (name for feature in request.mm_features for name in stored_names(feature.identifier))
+        return any(self._cache.may_come(name, now) for name in names)
 
     def peek(self, request: Request) -> list[Item]:
         """The items of a request that no pass has seen yet: nothing is counted, and its signature stays."""

@@ -84,11 +84,12 @@ class LookUps:
             return False
         if name.durability is not Durability.PERSISTENT or self._cache.under_way(name.text, self._now):
             return self._cache.under_way(name.text, self._now)
-        length, encode_s = self._length(name.text, item), None
-        if self._weighs(item):
-            encode_s = self._encode_s([one for one in among if self.held(one) is None])
-        refusals = self._cache.policy.refused
-        coming = self._cache.fetch(name.text, length, self._now, item.announced, encode_s, early)
+
+        def encode_s() -> float:
+            return self._encode_s([one for one in among if self.held(one) is None])
+
+        length, weighed, refusals = self._length(name.text, item), self._weighs(item), self._cache.policy.refused
+        coming = self._cache.fetch(name.text, length, self._now, item.announced, encode_s if weighed else None, early)
         item.refused |= self._cache.policy.refused > refusals
         return coming
 

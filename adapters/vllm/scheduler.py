@@ -118,6 +118,8 @@ class SchedulerSide:
         self._look_ups.begin(now)
         if self.cache.weights.moved:  # a pass follows them
             return
+        if not self._intake.may_come(request, now):
+            return
         items = self._intake.peek(request)
         for item in items:
             covered = item.identifier in self._mirror or self._computed.holds(item.identifier, now)

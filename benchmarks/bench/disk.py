@@ -93,8 +93,8 @@ class Disk:
     def _floor(self, samples: Samples, suffix: str, key: EncoderCacheKey, place: memoryview) -> None:
         path = str(self._tier.root / key.object_name)
         temporary = str(self._tier.root / key.namespace / ".tmp" / "floor")
-        timed(samples, f"disk_put{suffix}", "floor", lambda: _write(path, temporary, place))
-        timed(samples, f"disk_get{suffix}", "floor", lambda: _read(path, place))
+        timed(samples, f"disk_put{suffix}", "floor", lambda: write(path, temporary, place))
+        timed(samples, f"disk_get{suffix}", "floor", lambda: read(path, place))
         os.unlink(path)
 
     def _sealed(self, rows: int) -> tuple[EncoderCacheKey, memoryview]:
@@ -110,7 +110,7 @@ class Disk:
         self._tier.close()
 
 
-def _write(path: str, temporary: str, data: memoryview) -> None:
+def write(path: str, temporary: str, data: memoryview) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         while data:
@@ -120,7 +120,7 @@ def _write(path: str, temporary: str, data: memoryview) -> None:
     os.rename(temporary, path)
 
 
-def _read(path: str, buffer: memoryview) -> None:
+def read(path: str, buffer: memoryview) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         if os.readv(fd, [buffer]) != len(buffer):

@@ -62,8 +62,8 @@ def main() -> int:
                             ),
                         }[part]
 
-                        def keep(measured: hits.Measured, model: str = of.model) -> None:
-                            by_model[model] = rows(measured)
+                        def keep(measured: hits.Measured, model: str = of.model, pairs: int = counts.pairs) -> None:
+                            by_model[model] = rows(measured, pairs)
                             _write(options.results, {**about, "model": subject.model}, by_model, figures)
 
                         keep(hits.measure(of, folder, behind, counts, report, options.kinds, keep))

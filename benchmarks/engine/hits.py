@@ -9,6 +9,7 @@ disk after several restarts. All counts are checked: a figure of a hit that was 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from benchmarks.engine.client import FEW_TOKENS, TOKENS, Timing, ask_once
 from benchmarks.engine.parties import Stores, Subject, example, nothing, ours, server
+from benchmarks.testbed.models import model_path
 from benchmarks.testbed.servers.openai import OpenAIServer
 from benchmarks.testbed.waiting import wait_until
 
@@ -45,6 +47,11 @@ class Counts:
     restarts: int
     misses: int
     pairs: int
+
+
+def servers_of(seed: int, pairs: int) -> int:
+    """Which of the pairs of servers a picture was asked of, where it was asked of one."""
+    return seed % _MORE % pairs
 
 
 Report = Callable[[str], object]
@@ -115,11 +122,13 @@ def _measure_misses(
     """In servers side by side, and what of `seeds` is in memory then."""
     report(f"{subject.model}: misses with and without the cache, hits in memory")
     connectors = {"off": None, **({"nothing": nothing()} if more else {}), "miss": ours(behind.tiers("disk"))}
-    with ExitStack() as stack:
-        servers = {
-            kind: stack.enter_context(_served(subject, folder / kind, connector, behind))
+    model_path(subject.model)  # made once, and not by each of the threads
+    with ExitStack() as stack, ThreadPoolExecutor() as starting:
+        started = {
+            kind: starting.submit(stack.enter_context, _served(subject, folder / kind, connector, behind))
             for kind, connector in connectors.items()
         }
+        servers = {kind: server.result() for kind, server in started.items()}
         off, cached = servers["off"], servers["miss"]
         written = _writes(cached)
         for block in _blocks(seeds):

@@ -15,7 +15,7 @@ from matplotlib import pyplot
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.hits import Measured
+from benchmarks.engine.hits import Measured, servers_of
 from benchmarks.engine.mixed import Batch
 from benchmarks.engine.paired import Ratio, ratio
 
@@ -35,6 +35,11 @@ class Row:
     requests_per_s: float
     """One at a time."""
     beside_floor: Ratio | None
+    by_servers: Ratio | None = None
+    """The same as the medians of several pairs of servers have it: what two servers of one kind differ by is in its
+    interval, too. `pairs` are those of servers."""
+    beside_nothing: Ratio | None = None
+    """Of a miss to one with a connector that does nothing, by servers."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,14 @@ class Bar:
     met: bool
 
 
-def rows(measured: Measured) -> list[Row]:
-    """Of a hit in vLLM's own cache two: without this cache, and with it."""
+def rows(measured: Measured, pairs: int = 1) -> list[Row]:
+    """Of a hit in vLLM's own cache two: without this cache, and with it. `pairs` as of `hits.Counts`."""
     floors = {"miss": "off", "nothing": "off", "LocalCPU own": "off own", **{kind: f"{kind} own" for kind in HITS}}
     kinds = ("off", "nothing", "miss", "off own", "LocalCPU own", *HITS)
-    return [_row(kind, measured, floors.get(kind)) for kind in kinds if kind in measured]
+    return [_row(kind, measured, floors.get(kind), pairs) for kind in kinds if kind in measured]
 
 
-def _row(kind: str, measured: Measured, floor: str | None) -> Row:
+def _row(kind: str, measured: Measured, floor: str | None, pairs: int) -> Row:
     first = [timing.first_token_s * 1e3 for timing in measured[kind].values()]
     whole = [timing for (_, number), timing in measured[kind].items() if number == 0]  # later rounds: few tokens
     low, _, high = statistics.quantiles(first, n=4, method="inclusive") if len(first) > 1 else first * 3
@@ -67,7 +72,21 @@ def _row(kind: str, measured: Measured, floor: str | None) -> Row:
         round(statistics.median(timing.between_tokens_s for timing in whole) * 1e3, 3),
         round(1 / statistics.median(timing.total_s for timing in whole), 3),
         beside,
+        _by_servers(measured, kind, "off", pairs) if kind in ("miss", "nothing") else None,
+        _by_servers(measured, kind, "nothing", pairs) if kind == "miss" else None,
     )
+
+
+def _by_servers(measured: Measured, kind: str, floor: str, pairs: int) -> Ratio | None:
+    """Of each pair of servers the median ratio counts as one."""
+    if pairs < 2 or floor not in measured:
+        return None
+    of_servers: dict[int, list[float]] = {}
+    for (seed, number), timing in measured[kind].items():
+        if beside := measured[floor].get((seed, number)):
+            of_servers.setdefault(servers_of(seed, pairs), []).append(timing.first_token_s / beside.first_token_s)
+    medians = [statistics.median(ratios) for ratios in of_servers.values()]
+    return ratio(medians, [1.0] * len(medians)) if medians else None
 
 
 def bars(by_model: Mapping[str, Sequence[Row]]) -> list[Bar]:
@@ -117,6 +136,10 @@ def show(figures: Mapping[str, Any], by_model: Mapping[str, Sequence[Row]], verd
                 "" if row.beside_floor is None else str(row.beside_floor),
             )
         console.print(table)
+        for row in of_model:
+            for ratio_of, text in ((row.by_servers, "no cache"), (row.beside_nothing, "a connector that does nothing")):
+                if ratio_of is not None:
+                    console.print(f"{row.kind}, compared with {text}, by pairs of servers: {ratio_of}")
     for name, title in (("mixed", "a catalogue of 500 pictures"), ("throughput", "four users without a pause")):
         if batches := figures.get(name):
             table = Table(title=title)

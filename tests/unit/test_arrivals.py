@@ -130,6 +130,14 @@ def test_a_first_seen_item_is_asked_of_nobody(serve: Serve) -> None:
     assert (count(served, "early_look_ups"), count(served, "fetches")) == (0, 0)
 
 
+def test_what_the_presence_filter_answers_is_counted_once_a_request(serve: Serve) -> None:
+    served = serve()
+    arrive(served, new := request("new", X))
+    assert served.schedule(new) == "encode"
+    served.side.request_finished(new)
+    assert count(served, "filtered") == 1
+
+
 def test_what_the_kv_cache_may_have_is_left_to_the_pass(serve: Serve) -> None:
     """A chat sends its pictures again with every turn, and the pass knows that their tokens are there."""
     serve().store(X)

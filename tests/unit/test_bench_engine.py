@@ -69,6 +69,20 @@ def test_of_rounds_with_few_tokens_only_the_time_to_the_first_counts() -> None:
         assert row.requests_per_s == pytest.approx(1 / 0.53, abs=0.001)
 
 
+def test_what_servers_of_one_kind_differ_by_is_in_the_interval_of_a_miss() -> None:
+    pairs, slower = 8, [1.00, 1.02, 1.04, 1.06, 1.08, 1.10, 1.12, 1.14]  # each pair of servers by as much, every time
+    off = timings(*[1.0] * 400)
+    measured = {"off": off, "nothing": off, "miss": timings(*[slower[seed % pairs] for seed in range(400)])}
+    miss = next(row for row in rows(measured, pairs) if row.kind == "miss")
+    assert miss.beside_floor is not None
+    assert miss.by_servers is not None
+    assert miss.beside_floor.half_width < 0.02 < miss.by_servers.half_width
+    assert (miss.by_servers.low, miss.by_servers.high, miss.by_servers.pairs) == (1.0, 1.14, pairs)
+    assert miss.by_servers.median == pytest.approx(1.07)
+    assert miss.beside_nothing == miss.by_servers
+    assert all(row.by_servers is None for row in rows(measured))
+
+
 @pytest.mark.slow  # nine servers, one after another
 @pytest.mark.timeout(1500)
 def test_a_short_run_measures_every_kind_of_request(tmp_path: Path) -> None:
