@@ -3,25 +3,25 @@
 
 Who owns what, and when it may be freed:
 
-1. The scheduler side alone decides what a place is for; the store process and the ranks only ever act on orders.
-2. RESERVED belongs to the scheduling pass: it goes out with a step or is dropped in the same pass.
+1. Only the scheduler side decides what a place is for; the store process and the ranks act on its orders.
+2. RESERVED belongs to the scheduling pass: the place is sent with a step or dropped in the same pass.
 3. WRITING belongs to the saving rank until its report covers the step. *Copied* passes the place to the store process;
-   *absent*, *failed* or not named voids it.
-4. SEALING belongs to the store process until it answers, or its *process* has ended. The rank hands over before it
+   *absent*, *failed* or no outcome at all voids it.
+4. SEALING belongs to the store process until it answers or that process has ended. The rank hands over before it
    reports, so the answer may come while the place is still WRITING: the copy is over by then, and the answer counts.
 5. FILLING belongs to the store process in the same way.
 6. LIVE belongs to the index. Promises, leases, loads under way, a write-through under way and a store process that may
-   still read it are pins; only an unpinned place is evicted. Forgotten while pinned: out of the index now, freed at the
-   last unpin. Forgotten while on its way: out of the index now, finished as it began, never live to anyone, and freed
-   when its write-through is over.
+   still read it are pins; only an unpinned place is evicted. A live place that is forgotten leaves the index at once
+   and is freed at its last unpin. One forgotten during its save or fill leaves the index at once, is finished under
+   its old name, is never found by a look-up, and is freed when its write-through is over.
 7. A load holds its pin until every rank's report has covered its step.
-8. When a store process is lost, what it was filling and sealing is ORPHANED and what it was writing stays pinned, until
-   that process has ended; then the bytes are free, and the writes are owed again.
+8. When a store process is lost, places it was filling or sealing are ORPHANED and those it was writing stay pinned
+   until that process has ended; only then are their bytes free. The writes are owed again.
 9. No abort, preemption, deadline or timeout frees a place.
-10. Identities of places are never reused, so a late answer about a freed place names nothing.
+10. Place ids are never reused, so a late answer about a freed place matches nothing.
 
-It is one state machine: index, pins, budgets and what is owed change together at each transition, so they stay in one
-file. What stands apart from it has its own: `place.py`, `space.py` (which bytes), `rewrites.py` (what tiers lost).
+This is one state machine: index, pins, budgets and owed writes change together at each transition, so they stay in one
+file. Independent parts have their own files: `place.py`, `space.py` (which bytes), `rewrites.py` (what tiers lost).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from lmcache_ec.tiers.base import Landing
 _EVICTION_CANDIDATES = 64
 _WINDOW_STEPS = 1024
 _GOOD_FIT = 1.125
-"""A window that loses no more than this, times what as many bytes of its first entry are worth, is as good as any."""
+"""The search stops at a window whose loss is at most this many times the worth of `size` bytes of its candidate."""
 _EVICTIONS_A_PASS = 16
 _REMEMBERED_SAVES = 4096
 _RETRIES_A_PASS = 8
 
 
 class LifeError(RuntimeError):
-    """An order that the life of a place does not allow: a fault of the caller's."""
+    """A call that the life cycle of a place does not allow: a bug in the caller."""
 
 
 @dataclass(slots=True)
 class _Order:
-    """A place that a step sent to a rank, until that rank's report covers the step."""
+    """A place sent to a rank with a step; kept until that rank's report covers the step."""
 
     step: int
     place: Place
@@ -66,7 +66,7 @@ class _Order:
 
 @dataclass
 class Counts:
-    """What the book has seen since the engine's start; `snapshot()` adds what it holds now."""
+    """Events counted since the engine started; `snapshot()` adds what the book holds now."""
 
     saves: int = 0
     saved_bytes: int = 0
@@ -88,16 +88,16 @@ class Counts:
 class Book:
     """Index, places, pins, budgets and eviction of one arena. Runs on the scheduler side's one thread: no lock, no I/O.
 
-    The arena's `capacity` bytes come into use from its start onwards (`open`), in whole granules of `granule_bytes` but
-    for the last. Places take no notice of granules. Of the capacity, fills and unwritten entries may hold a quarter
-    each and leases a half; one of each is always allowed, however small the arena.
+    The arena's `capacity` bytes are opened from its start onwards (`open`), in whole granules of `granule_bytes` except
+    for the last. Places may cross granule boundaries. Fills and unwritten entries may each hold a quarter of the
+    capacity, and leases a half; one of each is always allowed, however small the arena.
     """
 
     def __init__(
         self, capacity: int, granule_bytes: int, ranks: int, restore_s: Callable[[Place], float] | None = None
     ) -> None:
-        """`restore_s`: seconds that having a live entry back would take. With it, what a miss costs decides what is
-        evicted; without, what was used least recently is."""
+        """`restore_s`: seconds it would take to get a live entry back. If given, eviction is by the cost of a miss;
+        otherwise the least recently used entry is evicted."""
         self.capacity = capacity
         self._granule = granule_bytes
         self.counts = Counts()
@@ -105,9 +105,9 @@ class Book:
         self.unsaved: OrderedDict[str, TensorSpec] = OrderedDict()
         """Saves that found no room or were voided: retried while vLLM still holds the tensor."""
         self.tiers = 0
-        """All tiers, a bit each."""
+        """Bit mask of all tiers."""
         self.changes: Changes | None = None
-        """Where it is noted what becomes live and what is live no longer, for an engine that publishes that."""
+        """Records which entries become live and which stop being live, for an engine that publishes these changes."""
         self._rewrites = Rewrites()
         self._space = Space()
         self._index: dict[str, Place] = {}
@@ -127,7 +127,7 @@ class Book:
         self._held: dict[int, list[Place]] = {}
         self._unwritten: OrderedDict[int, Place] = OrderedDict()
         self._wanted = 0
-        """The longest run that was asked for in vain and that the arena, as it grows, will have."""
+        """The longest run that could not be reserved but will fit once the arena has grown."""
         self._ids = 0
         self._low_water = capacity // 20
         self._bytes = dict.fromkeys(("filling", "dirty", "leased", "live"), 0)
@@ -135,11 +135,11 @@ class Book:
     # ---- growth
 
     def next_segment(self) -> tuple[int, int] | None:
-        """(offset, length) of what to open next; None if nothing is due.
+        """(offset, length) of the next segment to open; None if none is due.
 
-        Something is once half of what is open is used, or as soon as a run was wanted that nothing has: a quarter of
-        what is open, and enough for that run. So what is open follows what is stored, ahead of it and never far ahead.
-        The first segment is one granule.
+        One is due once half of the open bytes are used, or as soon as no free run was long enough for a request: a
+        quarter of the open bytes, and enough for that run. So the open part stays ahead of what is stored, but never
+        far ahead. The first segment is one granule.
         """
         opened = self._space.opened_bytes
         if opened >= self.capacity or (self._space.free_bytes * 2 > opened > 0 and not self._wanted):
@@ -149,7 +149,7 @@ class Book:
         return opened, min(granules * self._granule, self.capacity - opened)
 
     def open(self, offset: int, length: int) -> None:
-        """Take `length` more bytes into use, from `offset`: where what is open ends."""
+        """Open `length` more bytes at `offset`, which is the end of the open part."""
         if offset == self._space.opened_bytes and length:
             self._space.open(length)
             self.revision += 1
@@ -157,11 +157,11 @@ class Book:
                 self._wanted = 0
 
     def open_all(self) -> None:
-        """Take all that is left into use."""
+        """Open the rest of the arena."""
         self.open(self._space.opened_bytes, self.capacity - self._space.opened_bytes)
 
     def end_growth(self) -> None:
-        """No more of the arena can be had: what is open is all of it from now on."""
+        """The arena cannot grow any more: from now on its capacity is what is open."""
         self.capacity = self._space.opened_bytes
         self._low_water = self.capacity // 20
         self._wanted = 0
@@ -169,12 +169,12 @@ class Book:
 
     @property
     def growing(self) -> bool:
-        """Whether something was asked for that finds room once the arena has grown."""
+        """Whether a reservation failed that will find room once the arena has grown."""
         return bool(self._wanted)
 
     @property
     def unused_bytes(self) -> int:
-        """Of what is open: these have yet to be written, as far as anybody knows."""
+        """Free bytes of the open part; as far as is known, they have yet to be written."""
         return self._space.free_bytes
 
     @property
@@ -184,12 +184,12 @@ class Book:
     # ---- look-up and pins
 
     def live(self, identifier: str) -> Place | None:
-        """The entry of `identifier`, if it can be promised now."""
+        """The entry for `identifier`, if it can be promised now."""
         place = self._index.get(identifier)
         return place if place is not None and place.state is State.LIVE else None
 
     def entries(self) -> Iterator[tuple[str, int]]:
-        """All that can be promised now: identifier, length in bytes."""
+        """All entries that can be promised now: identifier, length in bytes."""
         return ((place.identifier, place.length) for place in self._index.values() if place.state is State.LIVE)
 
     def under_way(self, identifier: str) -> bool:
@@ -218,7 +218,7 @@ class Book:
             self._rewrites.check(place)
 
     def lease(self, place: Place) -> bool:
-        """Pin a prefetched entry for a request that waits. False, and no pin, over the budget of half the arena."""
+        """Pin a prefetched entry for a waiting request. False, without a pin, if that exceeds half the arena."""
         if not place.lessees:
             if self._over("leased", place, self.capacity // 2):
                 return False
@@ -236,7 +236,7 @@ class Book:
         self.unpin(place)
 
     def forget(self, place: Place) -> None:
-        """Take a live entry out of the index: now for look-ups, its bytes at the last unpin."""
+        """Take a live entry out of the index now; its bytes are freed at the last unpin."""
         if place.state is State.LIVE and not place.forgotten:
             place.forgotten = True
             del self._index[place.identifier]
@@ -248,9 +248,9 @@ class Book:
                 self._free(place)
 
     def forget_all(self) -> int:
-        """Forget what is live, what is on its way and what is owed: it is of no use to whoever looks from now on.
+        """Forget all live entries, all saves and fills under way, and all owed saves: no later look-up can use them.
 
-        Microseconds an entry, all at once. Returns how many there were.
+        Takes microseconds per entry, in one go. Returns the number of entries forgotten.
         """
         places = list(self._index.values())
         for place in places:
@@ -266,11 +266,11 @@ class Book:
     # ---- saves
 
     def reserve_save(self, identifier: str, spec: TensorSpec, persist: bool, retry: bool = False) -> Place | None:
-        """A place for an item that this pass will encode, or None: under way already, live already, or no room.
+        """A place for an item that this pass will encode, or None: already under way, already live, or no room.
 
-        What found no room, or waits for the outcome of a fill, is owed: see `remember`. A `retry` evicts nothing whose
-        own write is owed, or two of them would take turns while a tier hangs.
-        Over the budget of unwritten entries the entry is kept in memory only and its write is owed.
+        A save that found no room, or waits for the outcome of a fill, is owed: see `remember`. A `retry` evicts no
+        entry whose own write is owed; otherwise two such saves would evict each other in turn while a tier hangs.
+        If the budget of unwritten entries is used up, the entry is kept in memory only and its write is owed.
         """
         present = self._index.get(identifier)
         if present is not None:
@@ -291,18 +291,18 @@ class Book:
         return place
 
     def drop(self, place: Place) -> None:
-        """RESERVED → FREE: the pass ended without sending it, and so without the encode."""
+        """RESERVED → FREE: the pass ended without sending the place, and so without the encode."""
         _expect(place, State.RESERVED)
         self._void(place)
 
     def send_save(self, place: Place, step: int, saver: int) -> None:
-        """RESERVED → WRITING: the place goes out with `step` to the rank `saver`."""
+        """RESERVED → WRITING: the place is sent with `step` to the rank `saver`."""
         _expect(place, State.RESERVED)
         self._move(place, State.WRITING)
         self._orders[saver].append(_Order(step, place, load=False))
 
     def remember(self, identifier: str, spec: TensorSpec) -> None:
-        """A save that was dropped: owed while vLLM's own cache holds the tensor. Bounded; the oldest go first."""
+        """Note a dropped save as owed while vLLM's own cache holds the tensor. Bounded; the oldest are dropped."""
         self.counts.saves_dropped += identifier not in self.unsaved
         self.revision += 1
         self.unsaved[identifier] = spec
@@ -310,8 +310,8 @@ class Book:
             self.unsaved.popitem(last=False)
 
     def retries(self, holds: Callable[[str], bool | None], persists: Callable[[str], bool]) -> list[Place]:
-        """Places for some of the saves that are owed: of tensors that the engine `holds` (None: not before its next
-        step). What it does not hold is owed no longer. Ends where room does."""
+        """Places for some of the owed saves, of tensors that the engine `holds` (None: not before its next step).
+        A save whose tensor it no longer holds is dropped. Stops when there is no room."""
         places = []
         for identifier, spec in list(islice(self.unsaved.items(), _RETRIES_A_PASS)):
             held = holds(identifier)
@@ -363,7 +363,7 @@ class Book:
         self._clear_dirty(place)
 
     def landed(self, place_id: int, identifier: str, tier: int, landing: Landing) -> None:
-        """One tier has answered to the write of an entry. Whether its place may go, `written` says."""
+        """One tier has answered the write of an entry. `written` is what releases the place."""
         place = self._index.get(identifier)
         if place is None or place.id != place_id:
             return
@@ -372,7 +372,7 @@ class Book:
         place.lacks = place.lacks | bit if landing is Landing.FAILED else place.lacks & ~bit
 
     def owed_write(self) -> Place | None:
-        """The entry whose write-through was put off longest, if it fits the budget now."""
+        """The entry whose write-through has been deferred longest, if it fits the budget now."""
         place = next(iter(self._unwritten.values()), None)
         return None if place is None or self._over("dirty", place, self.capacity // 4) else place
 
@@ -387,39 +387,39 @@ class Book:
         self._mark_dirty(place)
         self._dirty[place.id] = place
 
-    # ---- writes of what a tier lost
+    # ---- rewrites of what a tier lost
 
     def tier_emptied(self, tier: int) -> None:
-        """A tier has nothing any more of what it had: give it again what is live."""
+        """A tier has lost everything it held: write all live entries to it again."""
         self._rewrites.emptied(tier, reversed(self._evictable))
         self.revision += 1
 
     def tier_back(self, tier: int) -> None:
-        """A tier that was left alone is there: give it what it could not take meanwhile."""
+        """A tier that was unreachable is back: write to it what it could not take in the meantime."""
         self._rewrites.back(tier, reversed(self._evictable))
         self.revision += 1
 
     def located(self, identifier: str, tiers: int, held: int) -> None:
-        """Of `tiers`, those in `held` have the entry now."""
+        """Of `tiers`, exactly those in `held` have the entry now."""
         if (place := self.live(identifier)) is not None:
             place.tiers = place.tiers & ~tiers | held
 
     def rewrite(self, place: Place, tiers: int) -> None:
-        """Have a live entry written to `tiers` again before all others: somebody waits for it."""
+        """Have a live entry written to `tiers` again before all others: a caller is waiting for it."""
         self._rewrites.owe(place, tiers, first=True)
 
     def is_writing(self, place: Place) -> bool:
-        """Whether it is being written to the tiers, or is due to be written again."""
+        """Whether the entry is being written to the tiers, or is due to be written again."""
         return place.dirty or self._rewrites.due(place)
 
     def owed_rewrite(self) -> Place | None:
-        """The entry to write again next; `Place.owed` says where. These writes take half of the budget at most, and
-        none while one that was never made is owed."""
+        """The entry to write again next; `Place.owed` has the tiers. Rewrites take half of the budget at most, and
+        none of it while a first write is owed."""
         place = self._rewrites.next()
         return None if place is None or self._unwritten or self._over("dirty", place, self.capacity // 8) else place
 
     def owed_rewrites(self) -> list[Place]:
-        """All entries that are to be written again."""
+        """All entries due to be written again."""
         return self._rewrites.all()
 
     def begin_rewrite(self, place: Place, incarnation: int) -> None:
@@ -435,7 +435,7 @@ class Book:
     # ---- fills
 
     def reserve_fill(self, identifier: str, length: int, incarnation: int, certain: bool) -> Place | None:
-        """A place that the store process fills. Only free space for what may not exist; `certain` may evict."""
+        """A place for the store process to fill. Takes free space only, unless `certain`: then it may evict."""
         if identifier in self._index:
             return None
         if self._bytes["filling"] and self._bytes["filling"] + aligned(length) > self.capacity // 4:
@@ -455,7 +455,7 @@ class Book:
     def filled(self, place_id: int, spec: TensorSpec | None, origin: str = "", tier: int = 0) -> Place | None:
         """FILLING → LIVE with the verified entry's `spec`, or FREE (None). Returns the live place.
 
-        `tier`, called `origin`, had it; those before it are being given a copy.
+        It came from `tier`, called `origin`; the tiers before that one are being sent a copy.
         """
         place = self._filling.pop(place_id, None)
         if place is None:
@@ -477,7 +477,7 @@ class Book:
     # ---- loads and reports
 
     def send_load(self, place: Place, step: int) -> None:
-        """The place goes out with `step` to all ranks. Takes over one pin of the caller's."""
+        """Send the place with `step` to all ranks. Takes over one pin from the caller."""
         _expect(place, State.LIVE)
         for orders in self._orders:
             orders.append(_Order(step, place, load=True))
@@ -490,7 +490,7 @@ class Book:
     def report(self, rank: int, step: int, outcomes: Iterable[tuple[int, Outcome, int]], alive: frozenset[int]) -> None:
         """A rank has finished every step up to `step`; `outcomes` are (place, outcome, incarnation handed to).
 
-        Orders of those steps that it does not name are void. `alive` are the store processes that have not ended.
+        Orders of those steps without an outcome are void. `alive` are the store processes that have not ended.
         """
         named = {place: (outcome, incarnation) for place, outcome, incarnation in outcomes}
         orders = self._orders[rank]
@@ -524,10 +524,10 @@ class Book:
             del self._loads[key]
             self.unpin(order.place)
 
-    # ---- a store process that is lost, and one that has ended
+    # ---- lost and ended store processes
 
     def store_lost(self, incarnation: int) -> list[str]:
-        """Void what that process held; its bytes stay untouched until `store_ended`. Returns the fills now missed."""
+        """Void what that process held; the bytes stay reserved until `store_ended`. Returns the fills now missed."""
         self.counts.store_losses += 1
         missed = []
         for place in [p for p in self._filling.values() if p.incarnation == incarnation]:
@@ -556,7 +556,7 @@ class Book:
 
     def store_ended(self, incarnation: int) -> None:
         for place in [p for p in self._saving.values() if p.state is State.SEALING and p.incarnation == incarnation]:
-            self._owe(place)  # handed over by a rank that did not know yet that the process was lost
+            self._owe(place)  # handed over by a rank that did not yet know of the loss
             self._void(place)
         for place in [p for p in self._orphaned.values() if p.incarnation == incarnation]:
             del self._orphaned[place.id]
@@ -582,12 +582,12 @@ class Book:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is on its way: no order, fill, save or write-through."""
+        """Whether nothing is under way: no order, fill, save or write-through."""
         return not (any(self._orders) or self._filling or self._saving or self._dirty)
 
     @property
     def filling(self) -> bool:
-        """Whether a fill is under way, and so a part of their budget taken that will be free again."""
+        """Whether a fill is under way, so that part of the fill budget will become free again."""
         return bool(self._bytes["filling"])
 
     def outstanding(self) -> bool:
@@ -595,7 +595,7 @@ class Book:
         return any(self._orders)
 
     def snapshot(self) -> dict[str, int]:
-        """What the book holds now, and what it has counted; all integers, bytes where the name says so."""
+        """Current state and counters of the book; all integers, in bytes where the name ends in `_bytes`."""
         states = {f"places_{state.value}": self._states[state] for state in State if state is not State.FREE}
         counts = {name: value for name, value in vars(self.counts).items() if isinstance(value, int)}
         loads = {f"loads_{tier}": number for tier, number in self.counts.loads.items()}
@@ -648,8 +648,8 @@ class Book:
         return place in self._evictable and place.id not in self._unwritten
 
     def _clear_window(self, size: int, evictable: Callable[[Place], bool]) -> Extent | None:
-        """Evict at most twice `size` bytes around one of the entries that are evicted first, those whose loss is least,
-        or nothing at all."""
+        """Evict at most twice `size` bytes around one of the first eviction candidates, choosing the window with the
+        least loss; or evict nothing at all."""
 
         def loss(place: Place) -> float | None:
             return place.extent.length * self._evictable.worth(place) if evictable(place) else None
@@ -661,7 +661,7 @@ class Book:
             if window is not None:
                 best, start = window, candidate
                 if window.lost <= _GOOD_FIT * size * self._evictable.worth(candidate):
-                    break  # those that follow are worth no less for each byte
+                    break  # later candidates are worth no less per byte
         if start is None:
             return None
         self._evictable.age(start)
@@ -752,7 +752,7 @@ class Book:
             self._uses.add(place.identifier)
 
     def _value(self, place: Place) -> float:
-        """What keeping a live entry is worth, where that decides: one that was filled ahead counts as used once."""
+        """What keeping a live entry is worth, for `CostOrder`: one that was prefetched counts as used once."""
         restore_s = 0.0 if self._restore_s is None else self._restore_s(place)
         return worth(place.length, restore_s, max(1.0, self._uses.count(place.identifier)))
 

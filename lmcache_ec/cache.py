@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's side of the cache: look up, prefetch, save, and the three parties' links kept going."""
+"""The engine's side of the cache: look-ups, prefetches, saves, and the links to the ranks and the store process."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ from lmcache_ec.weights import Held, Home, Weights
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
-"""Between two looks whether a tier was emptied."""
+"""Interval between two checks whether a tier was emptied."""
 _PLAUSIBLE_BYTES = 256 << 20
-"""An entry of this length is believed to be one, whatever the engine says of its largest."""
+"""Entries up to this length are always accepted, whatever the engine gives as its largest."""
 
 
 class EncoderCache:
-    """The scheduler side's cache of one engine. Runs on the scheduler's thread alone; no lock.
+    """The scheduler side's cache of one engine. Runs on the scheduler's thread only; no lock.
 
-    `drain` once a scheduling pass keeps everything going; no call waits for I/O. The constructor may wait, for at most
-    `start_timeout_s`, until the store process serves and the ranks have the first of the arena in use.
+    Call `drain` once per scheduling pass; no call waits for I/O. The constructor may wait, for at most
+    `start_timeout_s`, until the store process serves and the ranks use the first part of the arena.
     """
 
     def __init__(self, config: EncoderCacheConfig, engine: Engine) -> None:
-        """Raises ConfigError where a tier cannot be opened, OSError where memory or processes cannot be had."""
+        """Raises ConfigError if a tier cannot be opened, OSError if memory or a process cannot be obtained."""
         self.inert = ""
-        """Why the cache does nothing any more; empty while it works."""
+        """Why the cache is switched off; empty while it works."""
         self.weight_changes = 0
         self._signing = config.signing_key()
         engine = engine.signing_with(self._signing)
@@ -81,9 +81,9 @@ class EncoderCache:
             engine.ranks if engine.watched else 0, engine.namespace_at(epoch), config.persist_updated_weights, epoch
         )
         self.held: Held | None = self.weights.held
-        """The weights that everything here is of."""
+        """The weights that produced all entries held here."""
         self.in_doubt = self.held is None
-        """Whether the ranks may have other weights by now: nothing here may be used, and nothing may be added."""
+        """Whether the ranks may have other weights by now: no entry may be used or added."""
         self._home = self.weights.home_of_start
         self._config = config
         self._engine = engine
@@ -99,10 +99,10 @@ class EncoderCache:
             self.book.changes = Changes(self.book.entries)
         largest = max(engine.largest_entry_bytes, min(_PLAUSIBLE_BYTES, capacity))
         self.arena_id = secrets.token_hex(8)
-        """Repeated in every metadata: a rank that is attached to another arena copies nothing."""
+        """Sent with every metadata: a rank attached to another arena copies nothing."""
         self._complaints = Complaints(_logger)
         self.accesses: Accesses | None = None
-        """While somebody records what requests need."""
+        """Set while a client records what requests need."""
         self.tallies = Tallies()
         """What the store processes have counted."""
         self.below = TiersBelow(self.book, self._complaints, config, engine, self._send)
@@ -145,19 +145,19 @@ class EncoderCache:
 
     @property
     def namespace(self) -> str:
-        """Of the entries for the weights that the ranks have."""
+        """The namespace of entries for the ranks' current weights."""
         return self._home.namespace
 
     @property
     def persists(self) -> bool:
-        """Whether these entries leave memory at all."""
+        """Whether these entries are kept in any tier below memory."""
         return self._home.persists and bool(self._config.local_disk or self._config.remotes)
 
     def follow_weights(self) -> bool:
-        """Act on what the ranks have reported of their weights, and on a new epoch. Between passes. True if all that
-        was held is forgotten.
+        """Act on the ranks' reports about their weights, and on a new epoch. Call between passes. True if everything
+        held was forgotten.
 
-        What is on its way is finished under the name that it began with, and is nobody's here (see `Book.forget_all`).
+        Saves and fills under way finish under their old name, and no look-up finds them (see `Book.forget_all`).
         """
         self.weights.moved = False
         held = self.weights.held
@@ -179,7 +179,7 @@ class EncoderCache:
         return True
 
     def _move(self, home: Home) -> int:
-        """Forget all that is held, and use what there is of this home. Returns how many entries are forgotten."""
+        """Forget everything held and switch to this home. Returns the number of entries forgotten."""
         self._home = home
         self.below.enter(home)
         self._fetches.forget(home.namespace)
@@ -196,39 +196,39 @@ class EncoderCache:
         encode_s: Callable[[], float] | None = None,
         early: bool = False,
     ) -> bool:
-        """Start bringing an entry of `length` bytes (0: unknown) into the arena. False if none can come, or if that is
-        expected to take longer than `encode_s` says, asked only if a tier may have the entry (None: it is fetched
-        whatever that takes). An `early` no is not counted.
+        """Start fetching an entry of `length` bytes (0: unknown) into the arena. False if it cannot be fetched, or if
+        that is expected to take longer than `encode_s()`, which is called only if a tier may have the entry (None:
+        fetch it however long it takes). With `early`, a refusal is not counted.
 
-        Single-flight: while one is under way, the answer is True and nothing more is asked. One that was `announced`
-        may be written only now: it is asked for, again and again, until the caller has waited long enough.
+        Single-flight: while a fetch is under way, this returns True and sends nothing. An `announced` entry may not
+        be written yet: it is requested again and again until the caller has waited long enough.
         """
         if self.under_way(identifier, now):
             return True
         return self._asks_tiers(now) and self._fetches.fetch(identifier, length, now, announced, encode_s, early)
 
     def may_come(self, identifier: str, now: float) -> bool:
-        """Whether a tier that can be asked may have an entry, as far as is known without asking."""
+        """Whether any tier that can be asked may have the entry, as far as is known without asking."""
         return self._asks_tiers(now) and bool(self.below.candidates(identifier_digest(identifier)))
 
     def late(self, identifier: str, now: float) -> None:
-        """A request has waited in vain for an entry that is under way."""
+        """Note that a request gave up waiting for an entry that is still under way."""
         self._fetches.late(identifier, now)
 
     def probe(self, identifier: str, spec: TensorSpec | None, now: float) -> Probe:
-        """Start finding out which of the tiers that consumers reach have the entry, recognized by its length (None:
-        it could not be). What is known at once, or cannot be found out, is answered at once."""
+        """Start finding out which of the tiers that consumers reach have the entry, recognized by its length. If
+        `spec` is None, the tiers cannot be asked, or the answer is known already, it is answered at once."""
         if spec is None or not self._asks_tiers(now):
             return self._fetches.in_none(identifier, self.below.reached, now)
         return self._fetches.probe(identifier, entry_length(identifier, spec), self.below.reached, now)
 
     def _asks_tiers(self, now: float) -> bool:
-        """Whether there are tiers to ask, and somebody who does."""
+        """Whether there are tiers to ask, and a store process that can ask them."""
         return self.ready and self.persists and self._responsive(now)
 
     def restore_s(self, names: Sequence[str], length: int, modality: str, rows: int) -> float:
-        """What having an item back costs, in seconds, that has `length` bytes and may be stored under each of `names`:
-        as far as is known without asking. What is not sealed yet may get lost, and so would have to be encoded."""
+        """Seconds it costs to get an item of `length` bytes back, which may be stored under any of `names`, as far as
+        is known without asking. An entry not sealed yet may get lost, so it counts as one to be encoded."""
         encode_s = self.policy.restore_s(0, length, modality, rows)
         if any(self.book.live(name) for name in names):
             return restore_s(Below.MEMORY, length, rows, encode_s)
@@ -238,7 +238,7 @@ class EncoderCache:
         return self.policy.restore_s(held, length, modality, rows)
 
     def check_fits(self, identifier: str, spec: TensorSpec) -> None:
-        """Report an entry that found no room because none can be made for it."""
+        """Warn about an entry that found no room because it is larger than the whole arena."""
         length = entry_length(identifier, spec)
         if length > self.book.capacity:
             self._complaints.warn(
@@ -256,11 +256,11 @@ class EncoderCache:
         return self.book.is_writing(place) and self._responsive(now)
 
     def under_way(self, identifier: str, now: float) -> bool:
-        """Whether an entry is on its way into the arena: from a tier, or from an encode of this engine's."""
+        """Whether an entry is on its way into the arena: from a tier, or from an encode by this engine."""
         return (identifier in self._fetches or self.book.under_way(identifier)) and self._responsive(now)
 
     def drain(self, now: float) -> None:
-        """Take in what ranks and store process have reported. Once a scheduling pass, before anything is decided."""
+        """Process what ranks and store process have reported. Call once per scheduling pass, before any decision."""
         if self.inert:
             return
         self._ranks.drain()
@@ -277,7 +277,7 @@ class EncoderCache:
         self._complaints.report_withheld()
 
     def listen(self, now: float) -> bool:
-        """Take in what the store process has answered since the last `drain`. Whether there was anything."""
+        """Process what the store process has answered since the last `drain`. Returns whether there was anything."""
         if self.inert or not self._store.drain(self._from_store, now):
             return False
         self._fetches.ask_again(now)
@@ -288,9 +288,9 @@ class EncoderCache:
         return self.policy.restore_s(place.tiers, place.length, place.modality, rows)
 
     def hand_ledger(self, counts: Callable[[], dict[str, int]], later: bool = False) -> None:
-        """Hand all counts, with the caller's, to the store process, which answers whoever asks: if the book has
-        changed, and with each ping, since the caller's may have changed without it. `later`: a request waits for the
-        end of this pass, and another pass follows, so what the book has changed goes with that one."""
+        """Send all counts, including the caller's, to the store process, which serves status requests: if the book has
+        changed, and with each ping, since the caller's may change without it. `later`: a request is waiting for the
+        end of this pass and another pass follows, so changes of the book are left to that one."""
         handed = self.book.revision, self._store.ping
         if self._handed == handed or self.inert or (later and self._handed[1] == handed[1]):
             return
@@ -300,13 +300,13 @@ class EncoderCache:
             self._handed = handed
 
     def hand_changes(self) -> None:
-        """Tell the store process what came into LocalCPU and what left it, for it to publish. At the end of a pass."""
+        """Send the store process what was added to LocalCPU and what left it, to publish. At the end of a pass."""
         changes = self.book.changes
         if changes is None:
             return
         if not self.inert:
             changes.hand(self.namespace, self._send)
-        elif self._send(CpuChanges(self.namespace, True, [], [])):  # nothing is promised any more
+        elif self._send(CpuChanges(self.namespace, True, [], [])):  # no entry is available any more
             self.book.changes = None
 
     def _publish_anew(self) -> None:
@@ -314,7 +314,7 @@ class EncoderCache:
             self.book.changes.begin_anew()
 
     def snapshot(self) -> dict[str, int]:
-        """What is held and what has been counted; all integers. Nothing held: every place live, no pin, no order."""
+        """Current state and counters; all integers. At rest every place is live, without pins and orders."""
         return {
             **self.book.snapshot(),
             **self._fetches.counts,
@@ -327,12 +327,12 @@ class EncoderCache:
         }
 
     def close(self) -> None:
-        """Give everything back. The store process finishes by itself what was handed over, and what was put off."""
+        """Release everything. The store process finishes handed-over and deferred writes by itself."""
         if self._closed:
             return
         self._closed = True
         if self._served and not self.inert:
-            self._store.drain(self._from_store, time.monotonic())  # the last news of the tiers
+            self._store.drain(self._from_store, time.monotonic())  # the last messages about the tiers
         for place in self.book.unwritten():
             self._send(self._write(place))
         for place in self.book.owed_rewrites():
@@ -347,7 +347,7 @@ class EncoderCache:
     # ---- starting
 
     def _begin_store(self) -> None:
-        """The first message to a new store process, and its link for the saving rank."""
+        """Send a new store process its first message, and the saving rank its link to it."""
         self._handed = (-1, -1)
         self.below.begin(self.namespace)
         disk = self._config.local_disk
@@ -375,9 +375,9 @@ class EncoderCache:
         self._ranks.introduce_saver()
 
     def _await_start(self) -> None:
-        """Until the store process serves and what the ranks register first is registered: no request waits for that.
+        """Wait until the store process serves and the ranks have registered the first segment: no request waits then.
 
-        Ranks that are late are left to the passes to come; a store process that ended at once is an error.
+        Late ranks are picked up by later passes; a store process that ended at once is an error.
         """
         deadline = time.monotonic() + self._config.start_timeout_s
         while not self._started() and (left := deadline - time.monotonic()) > 0:
@@ -402,7 +402,7 @@ class EncoderCache:
             raise ConfigError(message.problem)
         self._from_store(message, fds, now)
 
-    # ---- what the store process says
+    # ---- messages from the store process
 
     def _from_store(self, message: object, fds: list[int], now: float) -> None:
         match message:
@@ -449,7 +449,7 @@ class EncoderCache:
                     self.tallies.adopt(self._store.number, fds[2], tiers)
 
     def _begin_epoch(self, number: int) -> bool:
-        """Whether the folder's epoch is later than ours; `follow_weights` then acts on it."""
+        """Adopt the folder's epoch if it is later than ours; `follow_weights` then acts on it. True if it is later."""
         later = self._engine.epoch is not None and number > self.weights.epoch
         if later:
             self.weights.begin_epoch(number, self._engine.namespace_at(number))
@@ -469,17 +469,17 @@ class EncoderCache:
         return not self.inert and self._store.responsive(now)
 
     def store_lost(self, number: int, now: float) -> None:
-        """Void what it held. Its places wait until its process has ended."""
+        """Void what that store process held. Its places are kept until the process has ended."""
         self.accesses = None
         self._fetches.lost(self.book.store_lost(number), now)
 
     def store_ended(self, number: int) -> None:
-        """Its process can touch the arena no more."""
+        """That store process can no longer access the arena."""
         self.book.store_ended(number)
         self.tallies.ended(number)
 
     def store_started(self) -> None:
-        """Another one has started."""
+        """A new store process has started."""
         self._begin_store()
         self._ranks.growth.store_replaced()
 

@@ -6,16 +6,16 @@ A valid safetensors blob: 8 bytes of header length (little endian), a JSON heade
     {"__metadata__":{"format":"lmcache-ec/1","digest":…,"identifier":…,"namespace":…,"created":…,"producer":…},
      "ec":{"dtype":…,"shape":[rows,width],"data_offsets":[0,bytes]}}
 
-in one line without spaces, exactly so: the digest lies at a fixed place, and a header that says the same in other
-words is refused. An entry of another `lmcache-ec/<n>`, or with more fields, is no damage: see `OtherVersion`. A payload
-that is more than rows of an encoder's output has a `"layout":…` after the producer: text to this format, which whoever
-wrote it knows how to read. The digest is xxh3_128 over the whole entry with its own 32 hex digits read as zeros, so
-that it covers every byte: length field, header, padding and payload. The payload starts on a 4096-byte boundary that
-depends on the identifier alone, so that the length of an entry is known before it is fetched.
+on one line without spaces, exactly like this: the digest has a fixed position, and an equivalent header in any other
+form is refused. An entry of another `lmcache-ec/<n>`, or with more fields, is not damaged: see `OtherVersion`. A
+payload that is more than rows of an encoder's output has a `"layout":…` after the producer: text that is opaque to this
+format and is interpreted by its writer. The digest is xxh3_128 over the whole entry with its own 32 hex digits read as
+zeros, so that it covers every byte: length field, header, padding and payload. The payload starts on a 4096-byte
+boundary that depends only on the identifier, so that the length of an entry is known before it is fetched.
 
-Where entries are signed, `"signature":…` is the last of the metadata: 32 hex digits of keyed BLAKE3 over the whole
-entry with the digits of digest and signature read as zeros. The digest covers the signature, so damage and forgery are
-distinguished. Where they are not, a signature is text that is not checked.
+If entries are signed, `"signature":…` is the last metadata field: 32 hex digits of keyed BLAKE3 over the whole entry
+with the digits of digest and signature read as zeros. The digest covers the signature, so damage and forgery can be
+told apart. Without a signing key, a signature is not checked.
 
 These functions run in the store process; `room`, `entry_length` and `payload` on any side. They keep no state.
 """
@@ -45,9 +45,9 @@ _LENGTH = struct.Struct("<Q")
 _DIGEST_AT = _LENGTH.size + len('{"__metadata__":{"format":"lmcache-ec/1","digest":"')
 _DIGEST_END = _DIGEST_AT + 32
 _NO_DIGEST = "0" * 32
-_NO_SIGNATURE = "0" * 32  # room for more there is not, and 128 bits are more than can be tried on a store
+_NO_SIGNATURE = "0" * 32  # there is no room for more, and 128 bits cannot be guessed by trying them on a store
 _MAX_COUNT = 2**63 - 1
-_MAX_HEADER = 1 << 20  # of another version's header
+_MAX_HEADER = 1 << 20  # bytes, for the header of another version
 _VERSIONS = re.compile(r"lmcache-ec/[0-9]{1,9}")
 _LAYOUT = re.compile(r"[A-Za-z0-9_.,:=+\[\] -]*")  # nothing that JSON escapes
 
@@ -70,7 +70,7 @@ class _Tensor(msgspec.Struct):
 
 
 class _Header(msgspec.Struct):
-    """The header, its fields in the order in which they are written."""
+    """The header; the fields are in the order in which they are written."""
 
     metadata: _Metadata = msgspec.field(name="__metadata__")
     ec: _Tensor
@@ -83,7 +83,7 @@ _KNOWN = {kind: {field.encode_name for field in msgspec.structs.fields(kind)} fo
 
 
 class Reason(enum.StrEnum):
-    """What did not verify; the label under which it is counted."""
+    """What failed to verify; also the label under which it is counted."""
 
     LENGTH = "length"
     HEADER = "header"
@@ -107,8 +107,8 @@ class EntryError(ValueError):
 class OtherVersion(EntryError):
     """An entry of another version of this format, or with fields that this version does not know.
 
-    It may be damaged or not, only its own version knows. A miss here, and kept: while an update rolls out, two
-    versions of this package run on one store.
+    Only that version can tell whether it is damaged. It counts as a miss here and is kept: during a rolling update, two
+    versions of this package share one store.
     """
 
     def __init__(self, text: str) -> None:
@@ -118,9 +118,9 @@ class OtherVersion(EntryError):
 @positional
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError for what cannot be.
+    """Shape [rows, width] and dtype (by its safetensors name) of one encoder output. ValueError if invalid.
 
-    `layout` is for a payload that is really something else; whoever writes it knows how to read it. At most
+    `layout` is for a payload that is really something else; only its writer interprets it. At most
     MAX_LAYOUT_CHARS letters, digits, spaces and _.,:=+[]-
     """
 
@@ -146,7 +146,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an entry says of itself, whether or not it is true. `length` is that of the whole entry, in bytes."""
+    """An entry's header fields, not verified. `length` is the length of the whole entry, in bytes."""
 
     identifier: str
     namespace: str
@@ -176,10 +176,10 @@ def payload(buffer: memoryview, identifier: str) -> memoryview:
 def seal(
     buffer: memoryview, key: EncoderCacheKey, spec: TensorSpec, producer: str, signing: SigningKey | None = None
 ) -> None:
-    """Write the header in front of the payload that `buffer` holds already; the entry is complete afterwards.
+    """Write the header in front of the payload already in `buffer`; the entry is then complete.
 
-    `buffer` is writable bytes of exactly `entry_length`. `producer` says who wrote it, for people, in at most 64
-    bytes of UTF-8. ValueError otherwise, with nothing written.
+    `buffer` is writable and exactly `entry_length` bytes long. `producer` names the writer, for human readers, in at
+    most 64 bytes of UTF-8. ValueError otherwise, with nothing written.
     """
     if len(buffer) != entry_length(key.identifier, spec):
         raise ValueError(f"buffer of {len(buffer)} bytes for an entry of {entry_length(key.identifier, spec)}")
@@ -196,11 +196,11 @@ def seal(
 
 
 def verify(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | None = None) -> TensorSpec:
-    """What tensor `buffer` holds, if it is the sealed entry of `key` to the last bit, and signed with `signing` if that
-    is given.
+    """The spec of the tensor in `buffer`, if that is exactly the sealed entry of `key`, and signed with `signing` if
+    that is given.
 
-    OtherVersion for an entry that this version cannot judge; EntryError for all else. With `signing` there is no other
-    version: anybody could claim one, and a version that signs other entries derives another id from the key.
+    OtherVersion for an entry that this version cannot judge; EntryError for all else. Never OtherVersion with
+    `signing`: anyone could claim a version, and one that signs entries differently derives another id from the key.
     """
     try:
         return _verified(buffer, key, signing)
@@ -211,7 +211,7 @@ def verify(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | None 
 
 
 def verify_named(buffer: memoryview, name: EntryName, signing: SigningKey | None = None) -> Header:
-    """As `verify`, for one of whose key only the digest is known: the header has to have the identifier to it."""
+    """Like `verify`, if only the digest of the key is known: the header must have the identifier for that digest."""
     try:
         header = _header(buffer)
         try:
@@ -230,7 +230,7 @@ def verify_named(buffer: memoryview, name: EntryName, signing: SigningKey | None
 
 
 def header_bytes(start: memoryview) -> int:
-    """How many bytes of an entry hold its header, as the first eight of them say. EntryError if that cannot be."""
+    """Bytes of an entry's header, its length field included, by its first eight bytes. EntryError if invalid."""
     if len(start) < _LENGTH.size:
         raise EntryError(Reason.LENGTH, f"{len(start)} bytes are not an entry")
     (given,) = _LENGTH.unpack_from(start)
@@ -240,7 +240,7 @@ def header_bytes(start: memoryview) -> int:
 
 
 def read_header(start: memoryview) -> Header:
-    """What the entry that begins with `start` says of itself. `header_bytes` of it are enough.
+    """The header of the entry that begins with `start`. Its first `header_bytes` bytes are enough.
 
     OtherVersion for an entry of another version; EntryError for all else.
     """
@@ -312,7 +312,7 @@ def _verified(buffer: memoryview, key: EncoderCacheKey, signing: SigningKey | No
 
 
 def _other_version(buffer: memoryview) -> str:
-    """What shows that an entry, whole or torn, is of another version; empty if nothing does."""
+    """Evidence that an entry, whole or truncated, is of another version; empty if there is none."""
     if len(buffer) < _LENGTH.size:
         return ""
     (given,) = _LENGTH.unpack_from(buffer)
@@ -339,13 +339,13 @@ def _padded(header: _Header, size: int) -> bytes:
 
 
 def _signature(fields: _Header, buffer: memoryview, size: int, signing: SigningKey) -> str:
-    """Over the entry that these fields and the payload in `buffer` make, whatever digest and signature they have."""
+    """Signature over the entry made of these fields and the payload in `buffer`, ignoring its digest and signature."""
     metadata = msgspec.structs.replace(fields.metadata, digest=_NO_DIGEST, signature=_NO_SIGNATURE)
     return signing.signature(_padded(_Header(metadata, fields.ec), size), buffer[size:])
 
 
 def _digest(buffer: memoryview) -> bytes:
-    """The 32 hex digits over a whole entry, whatever stands where they belong. The payload is not copied."""
+    """The 32 hex digits over a whole entry, ignoring those already in it. The payload is not copied."""
     state = xxhash.xxh3_128(buffer[:_DIGEST_AT])
     state.update(_NO_DIGEST.encode())
     state.update(buffer[_DIGEST_END:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side asks of the tiers: entries to fetch into the arena, and which tiers have one."""
+"""Requests of the scheduler side to the tiers: fetch an entry into the arena, or find out which tiers have one."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from lmcache_ec.recent import Recent
 from lmcache_ec.supervisor import Supervisor
 
 MISFIT_REMEMBERED_S = 60.0
-"""How long nobody asks again for an entry that is there and of no use here."""
+"""How long an entry that exists but cannot be used here is not requested again."""
 
 _MISS_REMEMBERED_S = 2.0
 
 _ASKED_AGAIN_S = 0.05
-"""Between two questions about an entry that a producer has announced."""
+"""Interval between two requests for an entry that a producer has announced."""
 
 _AT_ONCE = 4096
-"""While a tier answers nothing and passes for alive, no more than this waits for it."""
+"""Limit on outstanding requests, for a tier that counts as alive but does not answer."""
 
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """A question which tiers have an entry, asked at a time (monotonic seconds); `held` is the answer, a bit each."""
+    """A query which tiers have an entry, sent at `asked_at` (monotonic seconds); `held` is the answer, a bit each."""
 
     asked_at: float
     held: int | None = None
@@ -36,9 +36,9 @@ class Probe:
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """An entry that the store process was asked for at a time (monotonic seconds), so many times.
+    """An entry requested from the store process, first at `at` (monotonic seconds) and `times` times in all.
 
-    `tiers` are those that it may ask (a bit each, 0: all), `first` is the one of them that is expected to have it.
+    `tiers` are those that it may ask (a bit each, 0: all); `first` is the one expected to have the entry.
     """
 
     length: int
@@ -50,11 +50,11 @@ class Asked:
 
 
 class Fetches:
-    """Runs under the scheduler side's turn alone; no call waits.
+    """Runs only while the caller has the scheduler side's turn; no call waits.
 
-    Single-flight: an identifier is asked for once at a time, in `namespace`. A miss is remembered for two seconds. An
-    entry is believed to be one up to `largest` bytes. `candidates` says of a key's digest which tiers may have it, in
-    the order in which they are asked. `policy` learns from each answer.
+    Single-flight: an identifier is requested once at a time, in `namespace`. A miss is remembered for two seconds.
+    Entries of more than `largest` bytes are not accepted. `candidates` maps a key's digest to the tiers that may have
+    it, in the order in which they are asked. `policy` learns from each answer.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Fetches:
         self._policy = policy
         self._under_way: dict[str, Asked] = {}
         self._waiting: dict[int, int] = {}  # tier -> entries under way that it is expected to have
-        self._put_off: deque[tuple[str, Asked]] = deque()  # there, and waiting for the budget of fills
+        self._put_off: deque[tuple[str, Asked]] = deque()  # known to exist, waiting for the budget of fills
         self._misses: Recent[str] = Recent(_MISS_REMEMBERED_S)
         self._unusable: Recent[str] = Recent(MISFIT_REMEMBERED_S)
         self._probes: dict[int, tuple[str, int, Probe]] = {}  # not yet answered
@@ -115,12 +115,12 @@ class Fetches:
         seconds = encode_s()
         decision = self._policy.decide(tiers, length, seconds, self._waiting)
         if early and not decision.tiers:
-            return False  # the request's first pass decides, and counts
+            return False  # the request's first pass decides and counts
         decision = self._policy.settle(decision, tiers, length, seconds, now)
         if early and not decision.tiers:
             self._misses.add(
                 identifier, now
-            )  # it is to be encoded once: so the request's first pass will not ask again
+            )  # it is going to be encoded: the request's first pass must not ask again
         if decision.measure is not None:
             self._begin(identifier, length, now, [decision.measure], only=1 << decision.measure)
         return bool(decision.tiers) and self._begin(identifier, length, now, tiers, only=decision.tiers)
@@ -132,13 +132,13 @@ class Fetches:
         return self._ask(identifier, Asked(length, only, first, now), certain=False, insist=insist)
 
     def filled(self, identifier: str, tier: int, seconds: float, now: float) -> None:
-        """An entry has come; `tier` took so long for it."""
+        """An entry has arrived; `tier` took `seconds` for it."""
         asked = self._end(identifier)
         if asked is not None and seconds > 0:
             self._policy.delivered(tier, asked.length, seconds, now)
 
     def late(self, identifier: str, now: float) -> None:
-        """Somebody has waited in vain for as long as an encode takes."""
+        """A request has waited in vain for as long as an encode takes."""
         asked = self._under_way.get(identifier)
         if asked is not None and not asked.late and asked.first >= 0:
             asked.late = True
@@ -151,13 +151,13 @@ class Fetches:
         return asked
 
     def not_filled(self, answer: NotFilled, now: float) -> None:
-        """A miss, or an entry of another length than guessed: then it is fetched once more.
+        """A miss, or an entry of another length than guessed: the latter is fetched once more.
 
-        One that has no place here, or is of another version, has the name and keeps it: it may serve others.
+        An entry that is too large here, or is of another version, keeps its name: it may serve other engines.
         """
         self._book.filled(answer.place, None)
         if answer.namespace != self._namespace:
-            return  # nobody waits for it any more
+            return  # no request waits for it any more
         plausible = 0 < answer.length <= self._largest
         asked = self._under_way.get(answer.identifier)
         if plausible and asked is not None and asked.times == 1:
@@ -169,7 +169,7 @@ class Fetches:
         self._miss(answer.identifier, now)
 
     def ask_again(self, now: float) -> None:
-        """Fetch what is there, with its length, as far as the budget of fills goes; the others wait for its turn."""
+        """Fetch entries that are known to exist, by their length, as far as the budget of fills goes; the rest wait."""
         while self._put_off:
             identifier, asked = self._put_off[0]
             if self._book.live(identifier) is not None or self._book.under_way(identifier):
@@ -181,11 +181,11 @@ class Fetches:
             self._put_off.popleft()
 
     def _ask(self, identifier: str, asked: Asked, certain: bool, insist: bool = False) -> bool:
-        """Ask the store process for an entry, with a place for it where its length is known."""
+        """Ask the store process for an entry, with a place for it if its length is known."""
         length = asked.length
         place = self._book.reserve_fill(identifier, length, self._store.number, certain) if length else None
         if place is None and length and certain:
-            return False  # without one it is asked for all the same: once it is known to be there, room may be made
+            return False  # if not `certain`, ask without a place: room may be made once the entry is known to exist
         fill = (place.id, place.offset, place.length) if place else (0, 0, 0)
         sent = self._store.send(Fill(*fill, self._namespace, identifier, insist, asked.tiers))
         if sent:
@@ -206,7 +206,7 @@ class Fetches:
     # ---- which tiers have one
 
     def probe(self, identifier: str, length: int, tiers: int, now: float) -> Probe:
-        """See `EncoderCache.probe`. `tiers` are those that are asked, a bit each."""
+        """See `EncoderCache.probe`. `tiers` are the tiers to ask, a bit each."""
         probe, number = Probe(now), self._probed + 1
         if not self._candidates(identifier_digest(identifier)):
             self.counts["filtered"] += 1
@@ -220,11 +220,11 @@ class Fetches:
         return probe
 
     def in_none(self, identifier: str, tiers: int, now: float) -> Probe:
-        """The answer that none of `tiers` has it, where they cannot be asked."""
+        """A probe answered with "in none of `tiers`", for tiers that cannot be asked."""
         return self._answer(identifier, tiers, Probe(now), 0)
 
     def located(self, number: int, held: int) -> None:
-        """A probe's answer, which nobody may wait for any more."""
+        """A probe's answer; the caller may no longer be waiting for it."""
         if number in self._probes:
             self._answer(*self._probes.pop(number), held)
 
@@ -236,7 +236,7 @@ class Fetches:
     # ---- all of them
 
     def lost(self, identifiers: Iterable[str], now: float) -> None:
-        """The store process was lost, and with it what it was to fill, `identifiers`: all that was asked is a miss."""
+        """The store process was lost, with its unfinished fills, `identifiers`: all open requests count as misses."""
         for identifier in identifiers:
             self._miss(identifier, now)
         self._put_off.clear()
@@ -247,7 +247,7 @@ class Fetches:
             self._miss(identifier, now)
 
     def forget(self, namespace: str) -> None:
-        """Entries are asked for in this namespace from now on."""
+        """From now on request entries in this namespace; forget everything about the previous one."""
         self._namespace = namespace
         for known in (self._under_way, self._waiting, self._put_off, self._misses, self._unusable, self._probes):
             known.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key of an encoder output: a namespace (what model, encoded how) and an identifier (what media).
+"""The key of an encoder output: a namespace (which model, encoded how) and an identifier (which media item).
 
 Nothing here blocks, and every function is safe to call from any thread.
 """
@@ -35,18 +35,18 @@ class EncoderCacheKey:
 
     @property
     def digest(self) -> bytes:
-        """sha256 of the identifier in UTF-8, 32 bytes. UnicodeEncodeError for what is no UTF-8."""
+        """sha256 of the identifier in UTF-8, 32 bytes. UnicodeEncodeError if it cannot be encoded as UTF-8."""
         return identifier_digest(self.identifier)
 
     @property
     def object_name(self) -> str:
-        """`<namespace>/<aa>/<sha256>.safetensors`: no identifier, whatever its text, leaves the root."""
+        """`<namespace>/<aa>/<sha256>.safetensors`: no identifier, whatever its text, can escape the root folder."""
         return object_name(self.namespace, self.digest)
 
 
-@lru_cache(1024)  # asked for several times on the way of an entry
+@lru_cache(1024)  # computed several times per entry
 def identifier_digest(identifier: str) -> bytes:
-    """`EncoderCacheKey.digest`, which is the same in every namespace."""
+    """`EncoderCacheKey.digest`; it does not depend on the namespace."""
     return hashlib.sha256(identifier.encode()).digest()
 
 
@@ -57,7 +57,7 @@ def object_name(namespace: str, digest: bytes) -> str:
 
 
 class EntryName(Protocol):
-    """What a tier finds an entry by: its key, or the name of its object where the identifier is not known."""
+    """What a tier finds an entry by: its key, or its object name if the identifier is not known."""
 
     @property
     def namespace(self) -> str: ...
@@ -70,7 +70,7 @@ class EntryName(Protocol):
 
 
 class ObjectName(NamedTuple):
-    """What the name of an object says: the namespace and the digest of its key."""
+    """The contents of an object name: the namespace and the digest of its key."""
 
     namespace: str
     digest: bytes
@@ -81,16 +81,16 @@ class ObjectName(NamedTuple):
 
 
 def parse_object_name(name: str) -> ObjectName | None:
-    """The reverse of `object_name`; None for anything that it does not make."""
+    """The inverse of `object_name`; None for anything that it does not produce."""
     match = _OBJECT_NAME.fullmatch(name)
     return ObjectName(match[1], bytes.fromhex(match[3])) if match else None
 
 
 def namespace_of(model: str, facts: Mapping[str, object]) -> str:
-    """A readable slug of `model` (its end, where a path is most telling), `-`, and 16 hex digits over `facts`.
+    """A readable slug of `model` (its end, the most telling part of a path), `-`, and 16 hex digits over `facts`.
 
-    `facts` is all that changes an encoder's output and is not in the identifier. TypeError for what JSON cannot
-    say: text like `<object at 0x7f…>` would make a namespace of each process.
+    `facts` is all that changes an encoder's output and is not in the identifier. TypeError for values that JSON cannot
+    represent: text like `<object at 0x7f…>` would give each process its own namespace.
     """
     try:
         canonical = json.dumps(dict(facts), sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -101,8 +101,8 @@ def namespace_of(model: str, facts: Mapping[str, object]) -> str:
 
 
 def at_epoch(namespace: str, epoch: int) -> str:
-    """What a namespace made by `namespace_of` is called in this epoch: the number is appended, but for 0. It never gets
-    longer than the longest of them: of its beginning, the readable part, so much is left out."""
+    """The name in this epoch of a namespace made by `namespace_of`: the number is appended, unless it is 0. The result
+    never exceeds the longest name of `namespace_of`: the readable beginning is cut to fit."""
     if not epoch:
         return namespace
     named = f"{namespace}-e{epoch}"
@@ -110,7 +110,7 @@ def at_epoch(namespace: str, epoch: int) -> str:
 
 
 def check_namespace(text: str) -> str:
-    """Return `text` if it may be a namespace, a single folder name on any store; else ValueError."""
+    """Return `text` if it is a valid namespace, a single folder name on any store; else ValueError."""
     if not is_namespace(text):
         raise ValueError(
             f"namespace {text!r}: must be 1 to {MAX_NAMESPACE_CHARS} characters from a-z 0-9 . _ -, "
@@ -120,5 +120,5 @@ def check_namespace(text: str) -> str:
 
 
 def is_namespace(text: str) -> bool:
-    """Whether `text` may be a namespace."""
+    """Whether `text` is a valid namespace."""
     return _NAMESPACE.fullmatch(text) is not None

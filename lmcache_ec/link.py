@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links, which carry the messages of `channel.py` between processes, and the addresses at which they are made.
+"""Links, which carry the messages of `channel.py` between processes, and the socket addresses they use.
 
 A link is one end of a connected AF_UNIX sequenced-packet socket: a message is sent whole or not at all, in order, and
-a send never waits. File descriptors travel beside a message.
+a send never waits. File descriptors are sent along with a message.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 _libc = ctypes.PyDLL(None, use_errno=True)
-"""Called with the GIL held, as these calls do not wait. What releases the GIL in a scheduler's pass, as the calls of
-`socket` do, hands it to vLLM's thread that serializes the outputs of the pass before, and the workers wait for both."""
+"""Called with the GIL held, as these calls do not wait. A call that releases the GIL during a scheduling pass, as those
+of `socket` do, lets vLLM's output-serializing thread run for the previous pass, and the workers wait for both."""
 _LATER = (errno.EAGAIN, errno.EINTR)
 _SENDING = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _RECEIVING = int(socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC)
-"""Each message would otherwise pay for the making of an `enum.IntFlag`."""
+"""Computed once: otherwise each message would construct an `enum.IntFlag`."""
 
 
 class _Vector(ctypes.Structure):
@@ -67,7 +67,7 @@ _CONTROL = struct.Struct("@Nii")
 
 
 class _Inbox:
-    """The memory into which a link's messages are received."""
+    """A link's receive buffer."""
 
     def __init__(self) -> None:
         self.data = bytearray(_MESSAGE_BYTES)
@@ -78,12 +78,12 @@ class _Inbox:
         self._reference = ctypes.byref(self._header)
 
     def receive(self, fileno: int) -> int:
-        """Bytes received; less than 0 where there is an error, which `ctypes.get_errno` names."""
+        """Bytes received; negative on an error, whose number `ctypes.get_errno` returns."""
         self._header.control_length = len(self._control)
         return int(_recvmsg(fileno, self._reference, _RECEIVING))
 
     def fds(self) -> list[int]:
-        """Those that came with what was received last."""
+        """The descriptors that came with the last message received."""
         if not self._header.control_length:
             return []
         length, level, kind = _CONTROL.unpack_from(self._control)
@@ -93,7 +93,7 @@ class _Inbox:
 
 
 class LinkClosed(ConnectionError):
-    """The other end has closed, or sent what is no message."""
+    """The other end has closed the link, or sent something that is not a valid message."""
 
 
 class Link:
@@ -110,7 +110,7 @@ class Link:
         return self._socket.fileno()
 
     def send(self, message: AnyMessage, fds: Sequence[int] = ()) -> bool:
-        """Send now, or not at all: False when the link is full. Raises LinkClosed when nobody is there."""
+        """Send now or not at all: False when the link is full. Raises LinkClosed when the other end is closed."""
         data = _encoder.encode(message)
         if len(data) > _MESSAGE_BYTES:
             raise ValueError(f"a message of {len(data)} bytes does not fit a link ({_MESSAGE_BYTES} bytes)")
@@ -140,7 +140,7 @@ class Link:
             if number in _LATER:
                 return None
             if number == errno.ECONNRESET:
-                return self.receive()  # it closed with messages unread: reported once, ahead of what it had sent
+                return self.receive()  # the peer closed with unread messages: reported once, before what it had sent
             raise LinkClosed(os.strerror(number))
         fds = self._inbox.fds()
         if not size:
@@ -153,7 +153,7 @@ class Link:
             raise LinkClosed(f"not a message: {error}") from None
 
     def finish(self) -> None:
-        """Send nothing more: the other end finds this one closed once it has read what was sent."""
+        """Shut down sending: the other end sees the link closed once it has read everything sent."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Link:
 
 
 def pair() -> tuple[Link, socket.socket]:
-    """A new link: this process's end, and the other end's socket to hand over."""
+    """A new link: this process's end, and the socket of the other end, to be handed over."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Link(ours), theirs
 
@@ -186,7 +186,7 @@ RECORD_PREFIX = "lmcache-ec-record-"
 
 
 def record_address(pid: int) -> str:
-    """As `status_address`, of the socket at which the store process passes on what requests need."""
+    """Like `status_address`, for the socket at which the store process passes on what requests need."""
     return f"\0{RECORD_PREFIX}{pid}-{secrets.token_hex(4)}"
 
 

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The presence filter: what no tier has is known without asking one.
+"""The presence filter: it rules out entries that no tier has without asking one.
 
 A memfd holds a Bloom filter and a "complete" flag for each tier. The store process writes it, the scheduler side reads
-it, and between the two there is neither a lock nor a message. How that never denies what was added:
+it, with neither a lock nor a message between the two. Why there are no false negatives:
 
 - A tier has two regions of the memory. One is live; the other is empty, except while a listing fills it. The tier's
-  *shape*, one aligned 8-byte word, says which region is live and how much of it is in use; it never repeats.
-- The writer's lock of a tier covers each change: what is added meanwhile goes into both regions, so that at the swap
+  *shape*, one aligned 8-byte word, states which region is live and how much of it is in use; its value never repeats.
+- The writer's lock of a tier covers each change: keys added during a listing go into both regions, so that at the swap
   the new one holds what was listed and what was added since the listing began. The swap is one store to the shape.
-- A live filter grows in place: its upper half becomes a copy of the lower one, then the shape says so. Who still looks
-  by the smaller shape finds in the lower half all that was there before.
-- A reader reads the shape, looks, and before it says no reads the shape again; if that has changed, it starts over. So
-  a no is about a filter that was live all the while, and the region that is given up may be emptied at once.
-- Both words of a key lie at places whose low 8 bits are the first byte of its digest. So the words of all keys that
+- A live filter grows in place: the lower half is copied to the upper half, then the shape is updated. A reader that
+  still uses the smaller shape finds in the lower half all that was there before.
+- A reader reads the shape, looks, and reads the shape again before it returns "no"; if the shape has changed, it starts
+  over. So "no" is about a filter that was live throughout, and the region that is given up may be emptied at once.
+- Both words of a key have indexes whose low 8 bits are the first byte of its digest. So the words of all keys that
   begin with one byte, a *shard*, are every 256th word of a region, whatever its size, and a catalog that holds shards
-  is laid into a region without a look at a key.
+  is copied into a region without looking at single keys.
 
-Memory: between 12.5 and 25 bits a key at a listing, at least 128 KiB a tier; so 16 MiB for 10^7 keys, and both regions
-while a listing runs. Of others 0.4 % pass for present at 12.5 bits a key. A region ends at 128 MiB, 86 million keys;
-beyond, the filter errs more often and takes no more memory.
+Memory: between 12.5 and 25 bits per key at a listing, at least 128 KiB per tier; so 16 MiB for 10^7 keys, and both
+regions while a listing runs. The false positive rate is 0.4 % at 12.5 bits per key. A region ends at 128 MiB, 86
+million keys; beyond that, false positives increase and memory does not.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ from typing import Final, Self
 _REGION_BYTES = 1 << 27
 _SMALLEST_BYTES = 1 << 17
 _FIRST_BYTES = 1 << 24
-"""In use when a tier is listed for the first time and nobody knows its count: enough for 10^7 keys, cut down after."""
+"""Size for a tier's first listing, when its count is unknown: enough for 10^7 keys, cut down afterwards."""
 
 SHARDS = 256
 _SHARD_BITS_A_KEY = 10
@@ -43,34 +43,34 @@ _SMALLEST_SHARD, _LARGEST_SHARD = _SMALLEST_BYTES // 8 // SHARDS, _REGION_BYTES 
 """In words."""
 MAX_SHARD_BYTES = 8 * _LARGEST_SHARD
 UNKNOWN_SHARD = b"\xff" * 8 * _SMALLEST_SHARD
-"""Everything may be in it: its keys are asked for."""
+"""A shard that may contain every key: its keys are always asked for."""
 
 _BITS_A_KEY = 12.5
 """At least, after a listing."""
 _FULL_AT = 10
-"""Bits a key at which a filter doubles: by a tenth it errs then."""
+"""Bits per key at which a filter doubles: by a tenth it errs then."""
 
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIII")  # magic, version, number of tiers, checksum of their names
 _MAGIC, _VERSION = b"LMCECPRE", 3
-_COMPLETE_AT = 64  # in bytes: a flag a tier
-_SHAPES_AT = 128  # in words of 8 bytes: a shape a tier
+_COMPLETE_AT = 64  # in bytes: one flag per tier
+_SHAPES_AT = 128  # in words of 8 bytes: one shape per tier
 _MOST_TIERS = _HEADER_BYTES // 8 - _SHAPES_AT
 
 _PROBES = struct.Struct("<QQ16x")
 _SHARD_PROBES = struct.Struct("<QQ")
 KEY_BYTES = _SHARD_PROBES.size
-"""So much of a digest is what a filter looks at."""
+"""Bytes of a digest that a filter uses."""
 _PATTERNS: Final = tuple(1 << a | 1 << b | 1 << c for a, b, c in islice(combinations(range(64), 3), 0, 40_960, 10))
-"""4096 ways to set three bits of a word. A key sets one such pattern in each of two words: that errs as seldom as six
-bits anywhere, and takes a third of the time."""
+"""4096 ways to set three bits of a word. A key sets one such pattern in each of two words: the false positive rate is
+that of six bits anywhere, in a third of the time."""
 
-_CHUNK_WORDS = 8192  # so much is copied at a time: the other threads of the process get their turn
-_Shape = tuple[int, int, int]  # the word itself; the first word of the live region; a mask for the place in it
+_CHUNK_WORDS = 8192  # copied at a time, so that the other threads of the process can run
+_Shape = tuple[int, int, int]  # the word itself; the first word of the live region; a mask for the index in it
 
 
 class PresenceFilter:
-    """What the tiers hold, as whoever reads it sees it: one process, one thread, no wait.
+    """The reader's view of what the tiers hold: one process, one thread, no wait.
 
     A tier's flag is set when all that the tier held has been added, or when it is not worth waiting for; until then
     "no" means nothing.
@@ -97,9 +97,9 @@ class PresenceFilter:
         return cls(fd, tiers)
 
     def may_contain(self, digest: bytes, tier: str | None = None) -> bool:
-        """Whether a tier, any or the one that is named, may hold the key with this 32-byte digest.
+        """Whether the given tier (None: any) may hold the key with this 32-byte digest.
 
-        False: it was never added. True: it was, or it looks so by chance. KeyError for a tier that was not named at
+        False: it was never added. True: it was, or this is a false positive. KeyError for a tier that was not named at
         creation. 0.3 µs for the first tier and half of that for each other; runs on the scheduler thread.
         """
         one, other = _PROBES.unpack(digest)
@@ -118,7 +118,7 @@ class PresenceFilter:
         return False
 
     def candidates(self, digest: bytes) -> list[int]:
-        """Which tiers, by their numbers, may hold the key: `may_contain` says so, or not all of one is known."""
+        """Which tiers, by number, may hold the key: those not complete, and those for which `may_contain` is true."""
         return [
             number
             for number, tier in enumerate(self._sections)
@@ -131,7 +131,7 @@ class PresenceFilter:
 
     @property
     def all_complete(self) -> bool:
-        """Whether a "no" of `may_contain` can be relied on; true if there are no tiers."""
+        """Whether a False of `may_contain` can be relied on; true if there are no tiers."""
         return all(map(self.complete, self._flags))
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class PresenceFilter:
 
 
 class PresenceWriter(PresenceFilter):
-    """The store process's end, which created the memory. Each method may be called from any of its threads."""
+    """The store process's end, which creates the memory. Each method may be called from any of its threads."""
 
     _protection = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -153,7 +153,7 @@ class PresenceWriter(PresenceFilter):
 
     @classmethod
     def create(cls, tiers: Sequence[str]) -> Self:
-        """An empty filter over `tiers`, none of them complete. OSError if there is no memory to be had."""
+        """An empty filter over `tiers`, none of them complete. OSError if no memory can be allocated."""
         header = _header(tiers)
         fd = os.memfd_create("lmcache-ec-presence", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -166,15 +166,15 @@ class PresenceWriter(PresenceFilter):
             raise
 
     def add(self, tier: str, digest: bytes) -> bool:
-        """`tier` holds the key with this 32-byte digest. Whether that was news to the filter."""
+        """Note that `tier` holds the key with this 32-byte digest. Returns whether that changed the filter."""
         return self._bits[tier].add(digest)
 
     @contextmanager
     def listing(self, tier: str) -> Iterator[Callable[[bytes], object]]:
-        """Replace what is known of `tier` by what it lists: the context is a function that takes each digest.
+        """Replace what is known of `tier` by its listing: the context is a function that takes each digest.
 
-        What is listed counts at once; what is not, and was not added meanwhile, is forgotten when the context is left
-        in the end. If it is left by an exception, nothing is. One listing of a tier at a time.
+        Listed keys count at once; keys neither listed nor added meanwhile are forgotten when the context is left
+        normally. If it is left by an exception, nothing is forgotten. One listing of a tier at a time.
         """
         bits = self._bits[tier]
         bits.begin()
@@ -187,8 +187,8 @@ class PresenceWriter(PresenceFilter):
 
     @contextmanager
     def laying(self, tier: str, longest: int) -> Iterator[Callable[[int, int, bytes | None], None]]:
-        """As `listing`, but of a catalog: the context is a function that takes each of the `SHARDS`, its number, how
-        many keys it has, and its bits (`shard_of`), None for what it was. `longest`: about so many bytes of bits."""
+        """Like `listing`, but from a catalog: the context is a function that takes, for each of the `SHARDS`, its
+        number, its count of keys and its bits (`shard_of`; None: unchanged). `longest`: bytes of all bits, roughly."""
         bits = self._bits[tier]
         bits.begin(max(1, longest // 8) * SHARDS)
         try:
@@ -199,12 +199,12 @@ class PresenceWriter(PresenceFilter):
         bits.finish()
 
     def set_complete(self, tier: str, complete: bool = True) -> None:
-        """All that `tier` holds has been added; or, with False, it is to be asked again."""
+        """Note that all that `tier` holds has been added; with False, that it must be asked again."""
         self._map[self._flags[tier]] = complete
 
 
 def shard_of(keys: bytes | bytearray) -> bytes:
-    """The shard of keys whose digests begin with the same byte, the first `KEY_BYTES` of each one after the other."""
+    """The shard of keys whose digests begin with the same byte: the first `KEY_BYTES` of each, concatenated."""
     size = _SMALLEST_SHARD
     while size < _LARGEST_SHARD and size * 64 < len(keys) // KEY_BYTES * _SHARD_BITS_A_KEY:
         size *= 2
@@ -216,13 +216,13 @@ def shard_of(keys: bytes | bytearray) -> bytes:
 
 
 def is_shard(data: bytes) -> bool:
-    """Whether it has a length that a shard may have."""
+    """Whether `data` has a valid length for a shard."""
     words, rest = divmod(len(data), 8)
     return not rest and _SMALLEST_SHARD <= words <= _LARGEST_SHARD and not words & words - 1
 
 
 class _Section:
-    """A tier's part of the memory, as it was when somebody looked last."""
+    """A tier's part of the memory, as it was at the last look."""
 
     __slots__ = ("_index", "seen", "shape_at")
 
@@ -239,7 +239,7 @@ class _Section:
 
 
 class _Bits:
-    """A tier's part of the memory, to write: the live region, and the one that a listing fills. `_lock` covers both."""
+    """A tier's part of the memory, for writing: the live region and the one a listing fills. `_lock` covers both."""
 
     def __init__(self, memory: mmap.mmap, words: memoryview, index: int) -> None:
         self._words = words
@@ -266,7 +266,7 @@ class _Bits:
             return new
 
     def begin(self, size: int = 0) -> None:
-        """What is listed comes from here on: key by key, or, where a `size` in words is given, in shards."""
+        """Begin a listing: key by key, or in shards if a `size` in words is given."""
         with self._lock:
             filling, live = self._regions[1 - self._live], self._regions[self._live]
             if not size:
@@ -277,7 +277,7 @@ class _Bits:
             self._filling = filling
 
     def lay(self, number: int, keys: int, shard: bytes | None) -> None:
-        """Into what is being filled; None: as it is in what is live."""
+        """Add a shard to the region being filled; None: as it is in the live region."""
         with self._lock:
             if self._filling is not None:
                 self._filling.lay(number, self._regions[self._live].shard(number) if shard is None else shard)
@@ -311,7 +311,7 @@ class _Region:
         self._first = first
         self.size = 0
         self.count = 0
-        """Of keys that it did not hold before."""
+        """Number of distinct keys added."""
 
     def add(self, one: int, other: int) -> bool:
         words, pattern, another = self._words, _PATTERNS[one >> 52], _PATTERNS[other >> 52]
@@ -330,7 +330,7 @@ class _Region:
         return self._words[self._first + number : self._first + self.size : SHARDS].tobytes()
 
     def lay(self, number: int, shard: bytes) -> None:
-        """Add all that a shard holds. One of another size is made longer or shorter, as the filter is."""
+        """Add all that a shard holds. It is first resized to this filter's shard size."""
         length = self.size // SHARDS * 8
         while len(shard) > length:
             half = len(shard) // 2
@@ -342,12 +342,12 @@ class _Region:
         self._words[places] = memoryview(laid.to_bytes(length, "little")).cast("Q")
 
     def clear(self, size: int) -> None:
-        """Forget all, give the memory back, and be `size` words large from here on."""
+        """Forget all keys, give the memory back, and set the size to `size` words."""
         self._give_back(0, self.size)
         self.size, self.count = size, 0
 
     def fold(self, size: int) -> None:
-        """Cut it down to `size` words, where it is larger: each part that is cut off is laid over what stays."""
+        """Shrink the filter to `size` words if it is larger: each part cut off is ORed into what stays."""
         words, first, whole = self._words, self._first, self.size
         while self.size > size:
             self.size //= 2
@@ -368,7 +368,7 @@ class _Region:
         start, length = (self._first + begin) * 8, (end - begin) * 8
         try:
             self._memory.madvise(mmap.MADV_REMOVE, start, length)
-        except OSError:  # sandboxes that know no such thing: the memory stays, what is in it does not
+        except OSError:  # not supported in some sandboxes: the memory stays, but is cleared
             self._memory[start : start + length] = bytes(length)
 
 
@@ -380,7 +380,7 @@ def _chunks(low: int, high: int, size: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _words_for(count: int) -> int:
-    """The size of a filter for so many keys, in words."""
+    """The size in words of a filter for `count` keys."""
     most, size = _REGION_BYTES // 8, _SMALLEST_BYTES // 8
     while size < most and size * 64 < count * _BITS_A_KEY:
         size *= 2

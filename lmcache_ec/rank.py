@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's end of the links: waits for the scheduler side, maps the arena, hands saves over and reports steps.
 
-Who owns the mapping, and when it goes: this end maps the arena once, and unmaps it once, when the device has released
-it. That is at `close`, or a while after the rank has left the engine (its link has ended, or `leave`): until then steps
-that are under way still load what they were promised, whose bytes nobody changes any more. A device that does not
-release it keeps the mapping for as long as the process lives.
+Ownership of the mapping: this end maps the arena once and unmaps it once, when the device has released it. That is at
+`close`, or some time after the rank has left the engine (its link has closed, or `leave`): until then, steps under way
+still load what they were promised, and no process changes those bytes any more. If the device does not release the
+memory, it stays mapped for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from lmcache_ec.link import Link, LinkClosed, rank_address, same_user
 _logger = logging.getLogger(__name__)
 
 LINGER_S = 30.0
-"""How long a rank that has left its engine can still load: longer than any step takes that was under way."""
+"""How long a rank that has left its engine can still load: longer than any step that was under way takes."""
 
 _END_S = 5.0
-"""How long `close` waits for the rank's thread, which a device that hangs may hold."""
+"""How long `close` waits for the rank's thread, which a hanging device may block."""
 
 
 class Device(Protocol):
     """What a rank's device does with the arena's memory. Called on the rank's thread."""
 
     registers: bool
-    """Whether it copies best to and from memory that was registered."""
+    """Whether it copies faster to and from registered memory."""
 
     def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
-        """Register a granule. Returns why it is refused; empty if it is registered."""
+        """Register a granule. Returns why the device refused; empty if it is registered."""
 
     def stage(self, memory: mmap.mmap, order: Stage) -> str:
-        """Copy a payload to the device and keep it there, by its number. Returns why that fails; empty if it is there.
+        """Copy a payload to the device and keep it there under its number. Returns why that failed; empty on success.
 
         May take as long as the copy.
         """
 
     def unstage(self, number: int) -> None:
-        """Release it, if it is still there."""
+        """Release the staged payload, if it is still there."""
 
     def release(self) -> bool:
         """Queue no more copies, wait for those that are queued, then unregister all. Bounded; idempotent.
 
-        False if the device does not finish: then the memory has to stay mapped.
+        False if the device does not finish in time: then the memory must stay mapped.
         """
 
 
 class HostMemory:
-    """A device that copies without registering or staging anything: the host's processor."""
+    """The host CPU as a device: it copies without registering or staging anything."""
 
     registers = False
 
@@ -92,9 +92,9 @@ class HostMemory:
 class Rank:
     """One rank's side of an engine's cache.
 
-    Lives in a worker process. A thread of its own waits at the rank's address, takes what the scheduler side sends and
-    sends what found its link full; the forward pass calls `hand_over`, `report` and `leave`, which never wait: the lock
-    is held for a non-blocking send at most.
+    Lives in a worker process. Its own thread listens at the rank's address, receives the scheduler side's messages and
+    sends those that found the link full. The forward pass calls `hand_over`, `report` and `leave`, which never wait:
+    the lock is held for a non-blocking send at most.
     """
 
     def __init__(self, engine: str, rank: int, device: Device | None = None, linger_s: float = LINGER_S) -> None:
@@ -110,7 +110,7 @@ class Rank:
         self._link: Link | None = None
         self._store: Link | None = None
         self._unsent: deque[Report | WeightsReport | Staged] = deque()
-        self._weights: WeightsReport | None = None  # the last, for a scheduler side that comes later
+        self._weights: WeightsReport | None = None  # the last one, for a scheduler side that connects later
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._leaving = self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -137,8 +137,8 @@ class Rank:
                 return 0
 
     def await_durable(self, places: set[int], deadline: float) -> set[int]:
-        """Wait until the store process has reported for each place whether it is in every tier; at the latest until
-        `deadline` (monotonic). Returns those that are. For a producer's saving rank alone."""
+        """Wait until the store process has reported for each place whether its entry is in every tier, but no longer
+        than `deadline` (monotonic). Returns the places for which it is. Only for a producer's saving rank."""
         waiting, durable = set(places), set[int]()
         while waiting and (left := deadline - time.monotonic()) > 0:
             with self._lock:
@@ -151,7 +151,7 @@ class Rank:
                 if not poller.poll(left * 1000):
                     break
                 received = link.receive()
-            except (LinkClosed, ValueError):  # ValueError: the rank's thread has closed it, for the next store process
+            except (LinkClosed, ValueError):  # ValueError: closed by the rank's thread, for the next store process
                 break
             if received is not None and isinstance(answer := received[0], Durable):
                 waiting.discard(answer.place)
@@ -167,30 +167,30 @@ class Rank:
         save_ns: int = 0,
         encode_s: float = 0.0,
     ) -> None:
-        """Tell the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
+        """Report to the scheduler side that all steps up to `step` are done, now or as soon as the link has room."""
         message = Report(step, outcomes, load_ns, save_ns, encode_s)
         with self._lock:
             self._post(message)
 
     def report_weights(self, calls: int, digest: str) -> None:
-        """Tell the scheduler side what weights the encoder has (see `WeightsReport`), as soon as it is there."""
+        """Report the encoder's weights to the scheduler side (see `WeightsReport`), as soon as it is connected."""
         with self._lock:
             self._weights = WeightsReport(calls, digest)
             self._post(self._weights)
 
     def _post(self, message: Report | WeightsReport | Staged) -> None:
-        """Under the lock: send it, now or as soon as the link has room."""
+        """Send the message, now or as soon as the link has room. The caller holds the lock."""
         if self._unsent or not self._send(message):
             self._unsent.append(message)
             os.eventfd_write(self._wake, 1)
 
     def leave(self) -> None:
-        """Hand over and report nothing more: the scheduler side sees the link end and promises nothing more."""
+        """Hand over and report nothing more: the scheduler side sees the link close and promises nothing more."""
         self._leaving = True
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """End the thread and give back links and memory. Views of the memory may outlive this."""
+        """End the thread and release links and memory. Views of the memory may outlive this."""
         self._leaving = self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(_END_S)
@@ -272,7 +272,7 @@ class Rank:
                 raise LinkClosed(f"unexpected {type(message).__name__}")
 
     def _use(self, memory: mmap.mmap, offset: int, length: int) -> SegmentReady:
-        """Have a segment registered, granule by granule, as far as the device takes it."""
+        """Have the device register a segment, granule by granule, until it refuses one."""
         usable, problem = length if self._pageable else 0, ""
         while usable < length and not (problem or self._leaving):
             granule = min(arena.GRANULE_BYTES, length - usable)
@@ -293,7 +293,7 @@ class Rank:
                 self._unsent.popleft()
 
     def _send(self, message: Report | WeightsReport | Staged | Attached | SegmentReady) -> bool:
-        """Under the lock. Once the scheduler side has ended there is nobody to report to."""
+        """The caller holds the lock. True if the scheduler side is not connected: there is no one to report to."""
         if self._link is None:
             return True
         try:
@@ -319,11 +319,11 @@ class Rank:
                 os.eventfd_read(self._wake)
 
     def _unmap(self) -> None:
-        """From now on no metadata can name this rank's arena."""
+        """Unmap the arena. From now on no metadata can match this rank's arena."""
         self.arena_id = ""
         memory, self.memory = self.memory, None
         if self._device.release() and memory is not None:
             try:
                 memory.close()
             except BufferError:
-                pass  # a tensor still looks into it: unmapped with the last view
+                pass  # a tensor still views it: unmapped with the last view

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One store process serves at a time: it is pinged, killed if it is silent, and replaced if it has ended."""
+"""One store process serves at a time: it is pinged, killed if it does not answer, and replaced if it has ended."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lmcache_ec.store_process import StoreProcess
 
 _PING_INTERVAL_S = 1.0
 _SLOW_PONG_S = 5.0
-"""A store process that has not answered a ping for this long, and for longer than a request would wait for an entry, is
-asked nothing new."""
+"""A store process that has not answered a ping for this long, and for longer than a request would wait for an entry,
+gets no new requests."""
 
 _OPENING_S = 20.0
-"""How much longer one may be silent before its first message: it opens its tiers, for up to eight seconds."""
+"""Extra time for a store process before its first message: opening its tiers may take up to eight seconds."""
 
 _RESTART_PAUSE_S = (0.0, 1.0, 5.0, 30.0)
-"""Before each next start of a store process that keeps ending without ever having served."""
+"""Pause before each restart of a store process that keeps ending without ever having served."""
 
 
 class Follower(Protocol):
-    """Who has to know what became of a store process, by its number: lost, then ended, and another one started.
+    """Is notified of what happens to a store process, by its number: lost, then ended, and a new one started.
 
-    One that is lost is asked nothing more, and may still read and write the arena until it has ended.
+    A lost store process gets no more requests but may still read and write the arena until it has ended.
     """
 
     def store_lost(self, number: int, now: float) -> None: ...
@@ -50,8 +50,8 @@ class Supervisor:
         complaints: Complaints,
         follower: Follower,
     ) -> None:
-        """Start the first one. `timeout_s`: one that is silent for so long is killed; `patience_s`: how long a request
-        waits for an answer of it. `passed_on` as of `StoreProcess`. OSError if it cannot be started."""
+        """Start the first store process. `timeout_s`: one that is silent for this long is killed; `patience_s`: how
+        long a request waits for its answer. `passed_on`: see `StoreProcess`. OSError if it cannot be started."""
         self._arena_fd = arena_fd
         self._passed_on = passed_on
         self._timeout_s = timeout_s
@@ -72,7 +72,7 @@ class Supervisor:
 
     @property
     def process(self) -> StoreProcess:
-        """The one that serves, or did until it ended."""
+        """The store process that serves, or served last if it has ended."""
         return self._process
 
     @property
@@ -90,18 +90,18 @@ class Supervisor:
 
     @property
     def closed(self) -> bool:
-        """Whether its link has ended."""
+        """Whether the link to the store process is closed."""
         return self._process.closed
 
     def send(self, message: ToStore) -> bool:
-        """False if there is no room for it, or nobody to read it."""
+        """False if the link is full or closed."""
         try:
             return not self._process.closed and self._process.link.send(message)
         except LinkClosed:
             return False
 
     def drain(self, take: Callable[[object, list[int], float], None], now: float) -> bool:
-        """Have `take` act on each message that has come: the message, its descriptors, and `now`. Whether one had."""
+        """Call `take` for each message received: the message, its descriptors, and `now`. True if there was one."""
         any_came = False
         try:
             while (received := self._process.link.receive()) is not None:
@@ -112,23 +112,23 @@ class Supervisor:
         return any_came
 
     def introduce(self, pidfd: int, now: float) -> None:
-        """Its first message, or another of that kind, has come with its pidfd."""
+        """The store process has sent a `Hello`, with its pidfd."""
         self._process.own(pidfd)
         if self._ping_answered < self._ping_sent:
-            self._ping_sent = now  # its answer comes next: from here on its silence counts in full
+            self._ping_sent = now  # the answer to the ping comes next: the timeout starts anew here
 
     def answered(self, ping: int, now: float) -> None:
         if ping == self._ping:
             self._ping_answered = now
-            self._failures = 0  # not yet at its first message: one that ends right after that is not replaced at once
+            self._failures = 0  # not at its first message: one that ends right after that must not restart at once
 
     def responsive(self, now: float) -> bool:
-        """Whether it is worth asking it something."""
+        """Whether the store process can be expected to answer requests."""
         silent_s = now - self._ping_sent if self._ping_sent > self._ping_answered else 0.0
         return not self._process.closed and silent_s <= max(_SLOW_PONG_S, self._waited_s)
 
     def alive(self) -> frozenset[int]:
-        """The numbers of those that have not ended. One that was lost is among the old ones until then."""
+        """The numbers of the store processes that have not ended, including lost ones."""
         serving = () if self._process.number == self._lost else (self._process,)
         return frozenset(process.number for process in (*serving, *self._old))
 
@@ -136,13 +136,13 @@ class Supervisor:
         return self._process.last_errors()
 
     def look_after(self, now: float) -> None:
-        """Once a scheduling pass."""
+        """Call once per scheduling pass."""
         for old in [process for process in self._old if process.ended]:
             self._follower.store_ended(old.number)
             old.close()
             self._old.remove(old)
         if self._ping_waits and self.send(Ping(self._ping)):
-            self._ping_waits, self._ping_sent = False, now  # it reads again: its time starts anew
+            self._ping_waits, self._ping_sent = False, now  # it reads again: the timeout starts anew
         if self._process.closed:
             self._replace(now, "ended")
         elif self._ping_answered < self._ping_sent and now - self._ping_sent > self._patience_s:
@@ -151,7 +151,7 @@ class Supervisor:
         elif self._ping_answered >= self._ping_sent and now - self._ping_sent >= _PING_INTERVAL_S:
             self._ping += 1
             self._ping_sent = now
-            self._ping_waits = not self.send(Ping(self._ping))  # a link that is full because nobody reads it counts
+            self._ping_waits = not self.send(Ping(self._ping))  # a full link that is not being read counts as silence
         self._process.reap()
 
     @property
@@ -159,7 +159,7 @@ class Supervisor:
         return self._timeout_s + (0.0 if self._process.introduced else _OPENING_S)
 
     def _replace(self, now: float, why: str) -> None:
-        """Give up the one that served, and start the next one when that is due."""
+        """Give up the current store process, and start the next one when that is due."""
         if self._lost != self._process.number:
             self._lost = self._process.number
             self._follower.store_lost(self._process.number, now)
@@ -181,7 +181,7 @@ class Supervisor:
         self._follower.store_started()
 
     def close(self) -> None:
-        """Close what leads to them. Idempotent. Each drains and ends by itself."""
+        """Close the links to all store processes. Idempotent. Each finishes its work and ends by itself."""
         for process in (self._process, *self._old):
             process.close()
         self._old = []
