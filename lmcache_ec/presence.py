@@ -188,7 +188,7 @@ class PresenceWriter(PresenceFilter):
     @contextmanager
     def laying(self, tier: str, longest: int) -> Iterator[Callable[[int, int, bytes | None], None]]:
         """Like `listing`, but from a catalog: the context is a function that takes, for each of the `SHARDS`, its
-        number, its count of keys and its bits (`shard_of`; None: unchanged). `longest`: bytes of all bits, roughly."""
+        number, its count of keys and its bits (`shard_of`; None: unchanged). `longest`: bytes of the longest shard."""
         bits = self._bits[tier]
         bits.begin(max(1, longest // 8) * SHARDS)
         try:
@@ -204,7 +204,7 @@ class PresenceWriter(PresenceFilter):
 
 
 def shard_of(keys: bytes | bytearray) -> bytes:
-    """The shard of keys whose digests begin with the same byte: the first `KEY_BYTES` of each, concatenated."""
+    """The shard with these keys: the first `KEY_BYTES` of each digest, concatenated; all begin with the same byte."""
     size = _SMALLEST_SHARD
     while size < _LARGEST_SHARD and size * 64 < len(keys) // KEY_BYTES * _SHARD_BITS_A_KEY:
         size *= 2

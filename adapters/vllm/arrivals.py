@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look-ups begin when a request arrives, while the scheduler's thread still runs another step.
 
-vLLM takes requests in on a thread of its own, which hands each to `EngineCore.preprocess_add_request` last
-(vllm/v1/engine/core.py, 0.30 to 0.33). A request's first pass comes when the step under way is over. Who owns what:
+vLLM receives requests on a separate input thread, whose last call for each is `EngineCore.preprocess_add_request`
+(vllm/v1/engine/core.py, 0.30 to 0.33). A request's first pass comes when the step under way is over. Ownership:
 
-1. The scheduler side and all below it (book, fetches, links) belong to whoever has its *turn*, a lock of its own.
-2. The scheduler's thread has it for a whole pass, from the first hook that is called in it to the end of
+1. The scheduler side and all below it (book, fetches, links) belong to the thread that has its *turn*, a lock.
+2. The scheduler's thread has the turn for a whole pass, from the first hook called in it to the end of
    `build_connector_meta`; and for each call between two passes (`request_finished`, `set_weight_version`, `snapshot`,
    `measures`).
-3. The thread that takes requests in never waits for the turn: where it is taken, the request's first pass looks up.
+3. The input thread never waits for the turn: if it is taken, look-ups are left to the request's first pass.
 4. The scheduler's thread waits for the turn no longer than one request's early look-up takes: tens of microseconds of
-   Python and sends that do not block, no I/O, no copy.
-5. An early look-up starts fetches and does nothing else. No memo, lease, promise or count of the request exists before
-   its first pass; so a request that is refused or aborted before that leaves nothing behind.
-6. What it fetches belongs to the index once it has come, is pinned by nobody, and may be evicted at any time.
-7. It takes free space only, as every fetch of what may not exist.
-8. An item that prefill has passed lately may be in vLLM's KV cache, which only a pass knows: it is not looked up early.
-9. An error in it is raised in the next pass, on the scheduler's thread, which gives the cache up.
+   Python and non-blocking sends, no I/O, no copy.
+5. An early look-up only starts fetches. No memo, lease, promise or count of the request exists before its first pass;
+   so a request that is refused or aborted before that leaves nothing behind.
+6. A fetched entry belongs to the index once it has arrived; it is not pinned and may be evicted at any time.
+7. It takes free space only, like every fetch of an entry that may not exist.
+8. An item that prefill passed recently may be in vLLM's KV cache, which only a pass knows: it is not looked up early.
+9. An error in it is raised in the next pass, on the scheduler's thread, and the cache is given up.
 10. `shutdown` takes the turn and keeps it.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 
 def follow() -> None:
-    """Have the scheduler side of every engine in this process hear of requests as they arrive. Idempotent."""
+    """Notify the scheduler side of every engine in this process of requests as they arrive. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     from .connector import ECLMCacheConnector

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ECLMCacheConnector`: vLLM's encoder-cache connector over lmcache_ec. A shell; the work is in its two delegates.
+"""`ECLMCacheConnector`: vLLM's encoder-cache connector over lmcache_ec. A thin shell around its two delegates.
 
-Importing this module imports nothing of the cache: vLLM's front end does so for the class methods alone.
+Importing this module does not import the cache: vLLM's front end imports it only for the class methods.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ logger = init_logger("vllm.lmcache_ec")
 
 
 class ECLMCacheConnector(ECConnectorBase):
-    """One instance a process and role; each runs on its process' main thread.
+    """One instance per process and role; each runs on its process's main thread.
 
-    A wrong configuration ends the engine's start. Later, nothing that goes wrong here reaches vLLM: a hook that fails
-    says so once, and the connector is inert from then on.
+    A wrong configuration aborts the engine's start. After that, no failure here reaches vLLM: a hook that fails is
+    logged once, and the connector is inert from then on.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
@@ -63,7 +63,7 @@ class ECLMCacheConnector(ECConnectorBase):
     # ---- scheduler side
 
     def expect(self, request: Request) -> None:
-        """A request has arrived. On vLLM's thread that takes requests in, see `arrivals`; the hooks come later."""
+        """A request has arrived. Called on vLLM's input thread, see `arrivals`; the hooks are called later."""
         side = self._scheduler
         if side is not None:
             side.expect(request)
@@ -104,8 +104,8 @@ class ECLMCacheConnector(ECConnectorBase):
         return meta if failed is None else self._guarded(lambda: failed.give_up(scheduler_output), meta)
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
-        """Asked by our encoder-cache manager, where vLLM has that one, see `LowerTiers`. Nothing is below a cache that
-        has given up."""
+        """Called by our encoder-cache manager, if vLLM uses it, see `LowerTiers`. A cache that has given up has no
+        tiers below."""
         from lmcache_ec.eviction import Below, restore_s
 
         side, encode_s = self._scheduler, restore_s(Below.NOTHING, 0, rows)
@@ -119,7 +119,7 @@ class ECLMCacheConnector(ECConnectorBase):
         return taken
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """What the answer tells a consumer. True in place of False would keep the request's KV blocks for good."""
+        """What the response tells a consumer. Returning True instead of False would keep the KV blocks for good."""
         side = self._scheduler
         return False, None if side is None else self._guarded(lambda: side.request_finished(request), None)
 
@@ -163,14 +163,14 @@ class ECLMCacheConnector(ECConnectorBase):
             self._guarded(lambda: side.save(encoder_cache, mm_hash), None)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Both runners call this when the step's encoder work is submitted, also after an exception."""
+        """Both runners call this once the step's encoder work is submitted, even after an exception."""
         side = self._worker
         if side is not None:
             self._guarded(side.finish_step, None)
         return None, None
 
     def watch_weights(self, model: Callable[[], torch.nn.Module]) -> None:
-        """The worker's model was loaded: this rank now tells the scheduler side what weights its encoder has."""
+        """The worker's model was loaded: from now on this rank reports its encoder's weights to the scheduler side."""
         side = self._worker
         if side is not None:
             self._guarded(lambda: side.watch_weights(model()), None)
@@ -178,7 +178,7 @@ class ECLMCacheConnector(ECConnectorBase):
     def weights_may_change(
         self, name: str, argument: object, model: Callable[[], torch.nn.Module]
     ) -> AbstractContextManager[None]:
-        """Around a call to the worker, see `EncoderWeights.call`."""
+        """Wraps a call to the worker, see `EncoderWeights.call`."""
         weights = None if self._worker is None else self._worker.weights
         return nullcontext() if weights is None else weights.call(name, argument, model)
 
@@ -223,7 +223,7 @@ class ECLMCacheConnector(ECConnectorBase):
     # ---- both
 
     def snapshot(self) -> dict[str, int]:
-        """The scheduler side's counts; empty where there is none."""
+        """The scheduler side's counts; empty in a process without one."""
         return {} if self._scheduler is None else self._scheduler.snapshot()
 
     def shutdown(self) -> None:
@@ -233,7 +233,7 @@ class ECLMCacheConnector(ECConnectorBase):
         self._worker = self._scheduler = None
 
     def _without_cache(self, request: Request, num_computed_tokens: int) -> bool:
-        """A request that carries nothing to encode fails alone: vLLM would end the engine over it."""
+        """Fail a request that carries nothing to encode: otherwise vLLM would end the engine over it."""
         failed = self._failed
         if failed is not None:
             self._guarded(lambda: failed.note(request), None)
@@ -250,7 +250,7 @@ class ECLMCacheConnector(ECConnectorBase):
             return otherwise
 
     def _give_up(self, where: str) -> None:
-        """Inert from now on. A worker side stays to have vLLM encode what had been promised."""
+        """Become inert. A worker side is kept, so that vLLM encodes what had been promised."""
         if self._gave_up:
             return
         self._gave_up = True

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between the arena and a device, and when a step's copies are done. The only place that knows about streams.
+"""Copies between the arena and a device, and when a step's copies are done. The only module that knows about streams.
 
-Who owns what, and when it may go (`DeviceCopier`):
+Ownership, and when things are released (`DeviceCopier`):
 
 1. The rank maps the arena and unmaps it; this registers it with the device, granule by granule, and unregisters it.
-2. A copy is queued only between `register` and `release`. `release` first stops queueing, then waits for the copies
-   that are queued, then unregisters; the rank unmaps after that. So nothing is ever unmapped that is registered, or
-   copied.
-3. A tensor or place under a copy is held, or recorded on the copies' stream, until the step's event has passed.
-4. The model may overwrite an encoder output in a later step than the one that saved it: that step's work follows the
-   copies of the steps before (`begin_step`). In its own step vLLM itself still reads it.
-5. A device that does not finish its copies in time is given up: nothing of it is unregistered or unmapped.
+2. A copy is queued only between `register` and `release`. `release` first stops queueing, then waits for queued copies,
+   then unregisters; the rank unmaps after that. So memory is never unmapped while it is registered or being copied.
+3. A tensor or place being copied is referenced, or recorded on the copies' stream, until the step's event has passed.
+4. The model may overwrite an encoder output in a later step than the one that saved it: that step's work is ordered
+   after the copies of earlier steps (`begin_step`). In its own step vLLM itself still reads it.
+5. A device that does not finish its copies in time is given up: none of its memory is unregistered or unmapped.
 """
 
 from __future__ import annotations
@@ -36,39 +35,39 @@ Done = Callable[[], None]
 _logger = logging.getLogger(__name__)
 
 _END_S = 3.0
-"""How long a device may take to finish its copies once the engine ends: vLLM gives its workers five seconds."""
+"""How long a device may take to finish its copies when the engine ends: vLLM gives its workers five seconds."""
 
 _POLL_S = 0.001
 _NEEDED = ("Stream", "Event", "current_stream", "stream", "device")
-"""What is needed of a device's module (`torch.cuda`, `torch.xpu`)."""
+"""What the device's module (`torch.cuda`, `torch.xpu`) must provide."""
 
 _given_up: list[object] = []
 """Memory that a hung device may still use: it stays mapped for as long as this process lives."""
 
 
 class Copier(Device, Protocol):
-    """How one rank copies. Called from its forward pass; `register`, `stage`, `unstage`, `release` by its thread."""
+    """Makes one rank's copies. Called in its forward pass; `register`, `stage`, `unstage`, `release` on its thread."""
 
     def begin_step(self) -> None:
-        """Have the step's work wait, on the device, for saves of earlier steps."""
+        """Make the step's work wait, on the device, for saves of earlier steps."""
 
     def load(self, source: torch.Tensor) -> torch.Tensor:
-        """A device tensor with the arena's bytes, good for whatever the forward pass does with it from now on."""
+        """A device tensor with the arena's bytes, safe for any use in the forward pass from now on."""
 
     def load_plainly(self, source: torch.Tensor) -> torch.Tensor:
-        """The same in the model's own order, and the caller waits: for what `load` could not, and must come."""
+        """Like `load`, but on the model's stream, and the caller waits: for an item that must be loaded after all."""
 
     def take(self, number: int) -> torch.Tensor | None:
-        """What was staged under the number, for whatever the forward pass does with it; None if nothing was."""
+        """The tensor staged under the number, safe for any use in the forward pass; None if there is none."""
 
     def save(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy an encoder output into the arena, at the latest by the time the step's `done` is called."""
+        """Copy an encoder output into the arena before the step's `done` is called."""
 
     def finish(self, done: Done) -> None:
         """Call `done` once every copy of the step is done. Steps finish in order."""
 
     def close(self) -> None:
-        """Finish what is under way. Bounded."""
+        """Finish the copies under way. Bounded."""
 
 
 class HostCopier(StagedTensors, HostMemory):
@@ -97,20 +96,20 @@ class HostCopier(StagedTensors, HostMemory):
 
 
 class DeviceCopier(StagedTensors):
-    """Copies on a stream of their own, beside the model's.
+    """Copies on its own stream, concurrently with the model's.
 
-    `accelerator` is the device's module, or what stands in for it. A save waits for the work that produced its source.
-    A thread waits for the copies' events, in step order and asleep, so that the forward pass never does.
+    `accelerator` is the device's module, or a stand-in for it. A save waits for the work that produced its source.
+    A thread waits for the copies' events, in step order and sleeping, so that the forward pass never does.
     """
 
     def __init__(self, device: torch.device, accelerator: Any = None) -> None:
-        """Raises whatever torch does for a device that has no streams, see `why_unsupported`."""
+        """Raises torch's own error for a device without streams, see `why_unsupported`."""
         super().__init__()
         self._accelerator = accelerator or torch.get_device_module(device)
         self.registers = hasattr(self._accelerator, "cudart")
         self._device = device
         self.stream = self._accelerator.Stream(device)
-        """The copies'. `thread` waits for them."""
+        """The stream of the copies. `thread` waits for them."""
         self._queueing = threading.Lock()
         self._released = self._stuck = False
         self._granules: list[tuple[mmap.mmap, int]] = []  # what is registered: memory and address
@@ -129,7 +128,7 @@ class DeviceCopier(StagedTensors):
     def register(self, memory: mmap.mmap, offset: int, length: int) -> str:
         """Pin the granule: a copy from pageable memory is not asynchronous.
 
-        On the device of this rank: a thread starts with the first one, and would make a context of its own there.
+        Done on this rank's device: a thread starts out on the first device and would create a context there.
         """
         address = torch.frombuffer(memory, dtype=torch.uint8, count=length, offset=offset).data_ptr()
         try:
@@ -208,7 +207,7 @@ class DeviceCopier(StagedTensors):
         return tensor
 
     def load_ahead(self, source: torch.Tensor) -> torch.Tensor:
-        """On the rank's thread, which waits; beside the forward pass. RuntimeError once the memory is released."""
+        """On the rank's thread, which waits; the forward pass goes on. RuntimeError once the memory is released."""
         with self._accelerator.device(self._device):
             with self._queueing:
                 self._check_usable()
@@ -240,21 +239,21 @@ class DeviceCopier(StagedTensors):
             raise RuntimeError("the arena's memory was released")
 
     def _empty_like(self, source: torch.Tensor, current: Any) -> torch.Tensor:
-        """Room for a load, on the device. First of the copies' own stream, so that the copy need not wait for the
-        model: vLLM did not count on that room. Where there is none, of what vLLM has for its encoder cache."""
+        """Device memory for a load. First from the copies' own stream, so that the copy need not wait for the model:
+        vLLM did not plan for this memory. If there is none, from what vLLM has for its encoder cache."""
         try:
             with self._accelerator.stream(self.stream):
                 return torch.empty_like(source, device=self._device)
         except torch.OutOfMemoryError:
             tensor = torch.empty_like(source, device=self._device)
-            self.stream.wait_event(current.record_event())  # whoever had this room before may still use it
+            self.stream.wait_event(current.record_event())  # its previous user may still be using it
             tensor.record_stream(self.stream)
             return tensor
 
     def _pieces(self, stored: torch.Tensor) -> list[tuple[int, int]]:
         """The elements of a place, split where two registrations meet: a copy across such a border is an error.
 
-        Borders lie on whole pages of the arena, and so do the beginnings of payloads: none lies within an element.
+        Borders and payload starts are both on page boundaries of the arena: no border lies within an element.
         """
         start, size = stored.data_ptr(), stored.element_size()
         first = bisect_right(self._borders, start)
@@ -285,15 +284,15 @@ class DeviceCopier(StagedTensors):
         self._steps.put((over, held, done))
 
     def _sleeping_event(self) -> Any:
-        """An event that a thread can wait for asleep: on CUDA the default burns a core until it has passed.
+        """An event that a thread can sleep on: on CUDA the default spins on a core until it has passed.
 
-        From the device's own module: `torch.Event` takes `blocking`, too, and ignores it (torch 2.13, its documentation
+        From the device's own module: `torch.Event` also takes `blocking` but ignores it (torch 2.13, its documentation
         and torch/csrc/Event.cpp).
         """
         return self._accelerator.Event(blocking=True) if self._sleeps else self._accelerator.Event()
 
     def _wait(self, event: Any) -> None:
-        """Sleeps on any device: XPU's events have no such option, and are polled."""
+        """Wait for the event, sleeping on any device: XPU's events have no such option and are polled."""
         while not (self._sleeps or event.query()):
             time.sleep(_POLL_S)
         event.synchronize()
@@ -320,7 +319,7 @@ class DeviceCopier(StagedTensors):
 
 
 def why_unsupported(kind: str) -> str:
-    """Why encoder outputs on devices of this type (`torch.device.type`) cannot be copied beside the model; or empty."""
+    """Why outputs on devices of this type (`torch.device.type`) cannot be copied while the model runs; or empty."""
     if kind == "cpu":
         return ""
     try:
@@ -332,5 +331,5 @@ def why_unsupported(kind: str) -> str:
 
 
 def copier_for(device: torch.device) -> Copier:
-    """Raises whatever torch does where the device's streams cannot be had."""
+    """Raises torch's own error if the device has no streams."""
     return HostCopier() if device.type == "cpu" else DeviceCopier(device)

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's front end knows about names: who made an identifier is carried in it, and signed.
+"""Wrappers around vLLM's front end that encode in each identifier who made it, and sign it.
 
 `install` wraps seven functions of vLLM, in every process that loads the plugin. They act only for an engine whose
-connector is ours; others see no difference. In the order in which a request meets them:
+connector is ours; others see no difference. In the order in which a request passes through them:
 
     renderers/base.py     _process_tokens(_async)   a uuid becomes a client's name; `cache_salt` is visible here
                           _process_multimodal       what is hashed within it, and carries no mark, is content
-                          _process_mm_uuids         what vLLM counted is marked, and any uuid that came another way
+                          _process_mm_uuids         vLLM's counters are marked, and any uuid that came another way
     multimodal/hasher.py  hash_kwargs               a hash over a marked name carries the mark
-                          serialize_item            an ImageID in place of pixels is a name, too
-    v1/engine/input_processor.py  process_inputs    what is known by its origin is signed; all else is a client's name
+                          serialize_item            an ImageID in place of pixels is also a name
+    v1/engine/input_processor.py  process_inputs    identifiers of known origin are signed; others are clients' names
 
 Content is recognised by origin, not by spelling: `_Content` and `_Named` are types that only these wrappers make, and
 that no client can send. An identifier that reaches `process_inputs` as plain text (features that a client rendered,
-sent to `/inference/v1/generate`) is spelled as a client's name in all that leaves this process. The processor cache is
-keyed by it, too: nobody can put other pixels under the digest of somebody's picture.
+sent to `/inference/v1/generate`) is spelled as a client's name in all output of this process. The processor cache is
+also keyed by it: no client can store other pixels under the digest of another client's picture.
 
-A thread that renders owns what it collects (`_Rendering`, thread-local); nothing else is kept.
+A rendering thread owns what it collects (`_Rendering`, thread-local); there is no other state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _Function = Callable[..., Any]
 
 _NEVER_CACHED = "prompt_embeds"
-"""A modality of vLLM's that is no encoder output; its hash never reaches the cache."""
+"""A vLLM modality that is not an encoder output; its hash never reaches the cache."""
 
 
 class _Content(str):
@@ -57,7 +57,7 @@ class _Named(str):
 
 
 class PlaceMoved(RuntimeError):
-    """vLLM's front end is not as it was when this was written: nothing is signed, so nothing leaves memory."""
+    """vLLM's front end differs from what this module expects: nothing is signed, so no entry leaves memory."""
 
 
 _problems: list[str] = []
@@ -79,12 +79,12 @@ _EXPECTED: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "_get_mm_identifier": ("self", "mm_hash", "lora_request"),
     },
 }
-"""Parameters of what is wrapped or called, in vLLM 0.30 to 0.33. Of `process_inputs` any are passed on."""
+"""Parameters of the functions wrapped or called, in vLLM 0.30 to 0.33. `process_inputs` may take any: all are passed on."""
 
 
 def differs_in(sources: Path) -> str:
-    """How vLLM's front end, whose sources lie in this folder, differs from what `install` expects; empty if it does
-    not. Reads three files and imports nothing."""
+    """How the sources of vLLM's front end in this folder differ from what `install` expects; empty if they do not.
+    Reads three files and imports nothing."""
     for (module, owner), functions in _EXPECTED.items():
         file = sources.joinpath(*module.split(".")[1:]).with_suffix(".py")
         try:
@@ -119,7 +119,7 @@ def install() -> None:
 
 
 def problem() -> str:
-    """Why this process signs nothing; empty if it does. EngineCore runs the vLLM that its front end runs."""
+    """Why this process signs nothing; empty if it does sign. EngineCore runs the same vLLM as its front end."""
     return _problems[0] if _problems else ""
 
 
@@ -155,7 +155,7 @@ def _plain(function: Any) -> _Function:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Have `wrapper(original, self, ...)` called in place of a method."""
+    """Replace a method with `wrapper(original, self, ...)`."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -180,7 +180,7 @@ def _wrap_class_method(owner: type, name: str, wrapper: Callable[..., Any]) -> N
 
 
 def _name_uuids(original: _Function, self: Any, prompt: Any, **kwargs: Any) -> Any:
-    """Of `_process_tokens` and its asynchronous twin: spell what the client named, with its salt."""
+    """Wraps `_process_tokens` and its asynchronous twin: spell the client's names, with its salt."""
     uuids = prompt.get("multi_modal_uuids")
     if uuids and is_ours(self.config):
         salt = prompt.get("cache_salt")
@@ -189,7 +189,7 @@ def _name_uuids(original: _Function, self: Any, prompt: Any, **kwargs: Any) -> A
 
 
 def _named(given: Any, salt: str | None) -> Any:
-    """One uuid or several; what is neither is for vLLM to refuse."""
+    """Spell one uuid or several; anything else is left for vLLM to refuse."""
     if isinstance(given, str):
         return _Named(client_name(given, salt))
     if isinstance(given, list | tuple):
@@ -200,7 +200,7 @@ def _named(given: Any, salt: str | None) -> Any:
 def _mark_counters(
     original: _Function, self: Any, mm_data: Any, mm_data_items: Any, mm_uuid_items: Any, mm_req_id: str
 ) -> Any:
-    """Of `_process_mm_uuids`: mark what vLLM makes up where it finds no uuid."""
+    """Wraps `_process_mm_uuids`: mark the counters that vLLM makes up if it finds no uuid."""
     if not is_ours(self.config):
         return original(self, mm_data, mm_data_items, mm_uuid_items, mm_req_id)
     given = {
@@ -220,7 +220,7 @@ def _mark_counters(
 
 
 class _Rendering(threading.local):
-    """What this thread hashes while it renders one prompt: digests of content. None while it renders nothing."""
+    """Digests of content that this thread computes while it renders one prompt. None while it renders nothing."""
 
     digests: set[str] | None = None
     named_by_exif = False
@@ -239,7 +239,7 @@ def _collecting() -> Iterator[set[str]]:
 
 
 def _recognise_content(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of `_process_multimodal`: give each hash a type that says where it comes from."""
+    """Wraps `_process_multimodal`: give each hash a type that shows its origin."""
     if not is_ours(self.config):
         return original(self, *args, **kwargs)
     with _collecting() as digests:
@@ -251,14 +251,14 @@ def _recognise_content(original: _Function, self: Any, *args: Any, **kwargs: Any
 
 def _typed(one: Any, digests: set[str]) -> Any:
     if not isinstance(one, str):
-        return one  # for vLLM to refuse
+        return one  # left for vLLM to refuse
     if mark_of(one):
         return _Named(one)
     return _Content(one) if one in digests else one
 
 
 def _carry_mark(original: _Function, algorithm: Any, /, **kwargs: Any) -> str:
-    """Of `hash_kwargs`: a hash over a name is no digest of content. Models hash a second time (`qwen3_vl.py`)."""
+    """Wraps `hash_kwargs`: a hash over a name is no content digest. Some models hash twice (`qwen3_vl.py`)."""
     if _rendering.digests is None:
         return str(original(algorithm, **kwargs))
     _rendering.named_by_exif = False
@@ -271,7 +271,7 @@ def _carry_mark(original: _Function, algorithm: Any, /, **kwargs: Any) -> str:
 
 
 def _mark_within(value: object) -> str:
-    """The mark of a name anywhere in what is hashed: a model may wrap or prefix it."""
+    """The mark of any name within the hashed value: a model may wrap or prefix it."""
     if isinstance(value, str):
         return next((mark for mark in (COUNTER, CLIENT) if mark in value), "")
     if isinstance(value, Mapping):
@@ -282,7 +282,7 @@ def _mark_within(value: object) -> str:
 
 
 def _notice_exif_name(original: _Function, obj: Any) -> Any:
-    """Of `serialize_item`: vLLM hashes an ImageID in place of the pixels, and only a program can have put a UUID
+    """Wraps `serialize_item`: vLLM hashes an ImageID instead of the pixels, and only a program can have put a UUID
     there, as a name."""
     image = getattr(obj, "media", obj)
     if _rendering.digests is not None and hasattr(image, "getexif"):
@@ -300,7 +300,7 @@ def _notice_exif_name(original: _Function, obj: Any) -> Any:
 
 
 def _sign(original: _Function, self: Any, *args: Any, **kwargs: Any) -> EngineCoreRequest:
-    """Of `process_inputs`: plain text again in all that leaves this process, and a signature over what is ours."""
+    """Wraps `process_inputs`: turn names back into plain text for other processes, and sign those that are ours."""
     request: EngineCoreRequest = original(self, *args, **kwargs)
     if not is_ours(self.vllm_config):
         return request

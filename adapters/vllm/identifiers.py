@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who named an item: how the front end spells it, how it vouches for the spelling, and what may be kept for how long.
+"""Who named an item: how the front end spells and signs the name, and what may be kept for how long.
 
 vLLM's `identifier` of an item is a digest of its content and processing arguments, unless a client named the item (a
-`uuid`) or vLLM counted it (prefix caching and processor cache both off). All three can be 64 hex digits: a uuid may be
-any digest, and vLLM hashes uuids and counters together with processing arguments. So the front end, which knows, spells
-them apart (`front_end.py`):
+`uuid`) or vLLM numbered it (prefix caching and processor cache both off). All three can be 64 hex digits: a uuid may be
+any digest, and vLLM hashes uuids and counters together with processing arguments. So the front end, which knows the
+origin, spells them differently (`front_end.py`):
 
     5f2c…                                   the digest of content, as vLLM spells it
     lmcache-ec/client:<salt>:<uuid>         a client's name; <salt> is a digest of the request's `cache_salt`, or `-`
@@ -12,11 +12,11 @@ them apart (`front_end.py`):
     lmcache-ec/counter:…, lmcache-ec/counter#<digest>
 
 It signs what it spelled with a key that only processes of this engine have (`signed`). EngineCore cannot see which
-front end made a request, and one without this package passes on what a client wrote: without a signature an identifier
-says nothing about who made it, whatever it looks like.
+front end made a request, and one without this package passes on what a client wrote: without a signature, an
+identifier's spelling does not show who made it.
 
-Who owns what: a front end makes names and signatures, EngineCore only reads them; nothing here keeps state but the key,
-which is made once by the first process of an engine and inherited by the others through the environment.
+Ownership: a front end makes names and signatures, EngineCore only reads them. The only state here is the key, which is
+made once by the first process of an engine and inherited by the others through the environment.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _UNSIGNED = "lmcache-ec/unsigned:"
 _NO_SALT = "-"
 
 KEY_VARIABLE = "LMCACHE_EC_FRONT_END_KEY"
-"""Names the environment variable with the key of signatures: 64 hex digits. To be set by hand only where the front end
-runs on another host than EngineCore."""
+"""Name of the environment variable with the signing key: 64 hex digits. Set it by hand only if the front end runs on a
+different host from EngineCore."""
 
 SIGNATURE = "lmcache-ec-signature"
-"""Names the signature in a request's `trace_headers`, the one map of text that vLLM carries from a front end to the
-scheduler for every kind of request. A client's own are `traceparent` and `tracestate` alone (vllm/tracing/utils.py)."""
+"""Key of the signature in a request's `trace_headers`, the only text map that vLLM carries from a front end to the
+scheduler for every kind of request. Clients can set only `traceparent` and `tracestate` (vllm/tracing/utils.py)."""
 
 _CONTENT_DIGEST = re.compile(r"[0-9a-f]{64}(?:[0-9a-f]{64})?")
 _CODE_BYTES = 16
 
 
 class Durability(enum.Enum):
-    """How far an entry may travel, judged by who named it."""
+    """How far an entry may travel, depending on who named it."""
 
     PERSISTENT = "any tier"
     LOCAL = "LocalCPU only: the name does not identify the content, or not beyond this engine's life"
@@ -58,29 +58,29 @@ class Durability(enum.Enum):
 
 
 def client_name(uuid: str, cache_salt: str | None = None) -> str:
-    """How a client's `uuid` is spelled. Requests of different `cache_salt` never share a name."""
+    """The spelling of a client's `uuid`. Requests with different `cache_salt` never share a name."""
     return f"{CLIENT}:{_salt_digest(cache_salt) if cache_salt else _NO_SALT}:{uuid}"
 
 
 def counter_name(counter: str) -> str:
-    """How vLLM's own counter of a request is spelled."""
+    """The spelling of vLLM's own counter of a request."""
     return f"{COUNTER}:{counter}"
 
 
 def hashed_name(mark: str, digest: str) -> str:
-    """How vLLM's `digest` over a name that carries `mark` is spelled. Never equal to a name that was not hashed."""
+    """The spelling of vLLM's `digest` over a name that carries `mark`. Never equal to a name that was not hashed."""
     return f"{mark}#{digest}"
 
 
 def mark_of(text: str) -> str:
-    """The mark that a name carries: CLIENT, COUNTER, or nothing for a digest of content."""
+    """The mark that a name carries: CLIENT, COUNTER, or empty for a digest of content."""
     return next((mark for mark in (COUNTER, CLIENT) if text.startswith(mark)), "")
 
 
 def client_uuid(identifier: str) -> str:
-    """The name as the client wrote it, where it can be had from the identifier; otherwise the identifier itself.
+    """The name as the client wrote it, if the identifier contains it; otherwise the identifier itself.
 
-    This is how a producer's answer names an item, and how the request of a consumer finds it there.
+    A producer's response names items this way, and a consumer's request finds them there by it.
     """
     mark, _, rest = identifier.partition(":")
     return rest.partition(":")[2] if mark == CLIENT else identifier
@@ -96,9 +96,9 @@ def _salt_digest(cache_salt: str) -> str:
 def signed(
     trace_headers: Mapping[str, str] | None, identifiers: Sequence[str], ours: Sequence[bool]
 ) -> dict[str, str] | None:
-    """`trace_headers` with a signature in place of any that was there; None if nothing is left.
+    """`trace_headers` with a new signature replacing any old one; None if nothing is left.
 
-    `ours` says of each identifier of the request, in the order of its items, whether this front end spelled it.
+    `ours` states for each identifier of the request, in the order of its items, whether this front end spelled it.
     """
     headers = {name: value for name, value in (trace_headers or {}).items() if name != SIGNATURE}
     if any(ours):
@@ -109,7 +109,7 @@ def signed(
 
 
 def signed_identifiers(trace_headers: Mapping[str, str] | None, identifiers: Sequence[str]) -> frozenset[str]:
-    """Which of a request's `identifiers` a front end with this engine's key spelled; none for any other signature.
+    """Those of a request's `identifiers` that a front end with this engine's key spelled; none for another signature.
 
     One hash over all of them: three microseconds for a few, 0.3 ms for a thousand.
     """
@@ -121,18 +121,18 @@ def signed_identifiers(trace_headers: Mapping[str, str] | None, identifiers: Seq
 
 
 def without_signature(trace_headers: Mapping[str, str] | None) -> dict[str, str] | None:
-    """vLLM sends these headers back with every token: what has been read need not go with them."""
+    """Drop the signature once read: vLLM sends these headers back with every token."""
     return signed(trace_headers, (), ())
 
 
 def ensure_key() -> None:
-    """Give this process, and those that it starts, a key if it has inherited none. Runs when vLLM loads the plugin."""
+    """Give this process and its children a key, unless one was inherited. Runs when vLLM loads the plugin."""
     if not os.environ.get(KEY_VARIABLE):
         os.environ[KEY_VARIABLE] = secrets.token_hex(32)
 
 
 def _code(which: str, identifiers: Sequence[str]) -> str:
-    """Empty without a key: nothing is signed then, and nothing covered."""
+    """The signature's code; empty without a key: then nothing is signed and no signature is valid."""
     key = os.environ.get(KEY_VARIABLE, "").encode(errors="surrogateescape")[:64]
     if not key:
         return ""
@@ -144,7 +144,7 @@ def _code(which: str, identifiers: Sequence[str]) -> str:
     return state.hexdigest()
 
 
-# ---- what follows from it
+# ---- what follows from a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +157,18 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How this engine treats names. `persist_client_ids`: the operator vouches that a client's name means one content
-    for ever. `counts`: vLLM may name items by counters, because prefix caching and processor cache are both off."""
+    """How this engine treats names. `persist_client_ids`: the operator guarantees that a client's name always means the
+    same content. `counts`: vLLM may name items by counters, as prefix caching and processor cache are both off."""
 
     persist_client_ids: bool = False
     counts: bool = False
 
     def names(self, identifier: str, is_signed: bool, carries_media: bool) -> tuple[Name, ...]:
-        """What the cache may hold an item under, the name that it is saved under first; nothing if it is never cached.
+        """Names that the cache may hold an item under, the one it is saved under first; empty if it is never cached.
 
-        What nobody vouches for has a name of its own, so that it never meets what a front end of ours named. An item
-        without media asks for what is stored, and its client may name that by the digest of its content, as a
-        producer's answer does. Nothing is ever saved for such an item. Three microseconds, once for each item.
+        An unsigned identifier gets a separate name, so that it never collides with what a front end of ours named. An
+        item without media asks for a stored entry, which its client may name by the digest of its content, as a
+        producer's response does. Nothing is ever saved for such an item. Three microseconds, once per item.
         """
         own = Name(identifier if is_signed else f"{_UNSIGNED}{identifier}", self._durability(identifier, is_signed))
         literal = client_uuid(identifier)
@@ -178,13 +178,13 @@ class Naming:
         return tuple(name for name in found if name.durability is not Durability.REFUSED)
 
     def durability_of(self, name: str) -> Durability:
-        """Of a name that `names` gave once."""
+        """The durability of a name that `names` returned earlier."""
         identifier = identifier_of(name)
         return self._durability(identifier, is_signed=identifier == name)
 
     def _durability(self, identifier: str, is_signed: bool) -> Durability:
-        """With tower LoRA vLLM puts the adapter's name in front (`v1/engine/input_processor.py`, `_get_mm_identifier`).
-        That does not identify its weights, so such an identifier is never signed."""
+        """With tower LoRA vLLM prepends the adapter's name (`v1/engine/input_processor.py`, `_get_mm_identifier`).
+        That name does not identify the adapter's weights, so such an identifier is never signed."""
         mark = mark_of(identifier)
         if mark == COUNTER or not storable(identifier):
             return Durability.REFUSED
@@ -196,22 +196,22 @@ class Naming:
 
 
 def identifier_of(name: str) -> str:
-    """vLLM's identifier of what was saved under `name`."""
+    """vLLM's identifier of the item saved under `name`."""
     return name.removeprefix(_UNSIGNED)
 
 
 def names_of(identifier: str) -> tuple[str, str]:
-    """All names that an item of this identifier may have been saved under."""
+    """All names that an item with this identifier may have been saved under."""
     return identifier, f"{_UNSIGNED}{identifier}"
 
 
 def stored_names(identifier: str) -> set[str]:
-    """All names that a tier may have an item of this identifier under: what is not signed stays in memory."""
+    """All names that a tier may have an item with this identifier under: unsigned items stay in memory."""
     return set(filter(storable, (identifier, client_uuid(identifier))))
 
 
 def storable(identifier: str) -> bool:
-    """Whether an entry can be named by it at all: by its length, and as UTF-8."""
+    """Whether the identifier can name an entry at all: not empty, not too long, and valid as UTF-8."""
     try:
         size = len(identifier) if identifier.isascii() else len(identifier.encode())
     except UnicodeEncodeError:

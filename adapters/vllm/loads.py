@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loads that vLLM counts on, from the pass that gave them room until a step carries them out.
+"""The loads that vLLM counts on, from the pass that allocated room for them until a step executes them.
 
-Between the two a load holds the pin of its promise. It is dropped if vLLM no longer wants the item, and it waits while
-no request of the step could have the item encoded, should the load fail.
+In between, a load holds the pin of its promise. It is dropped if vLLM no longer wants the item, and it waits while the
+step has no request that could have the item encoded if the load fails.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NOTHING = TensorSpec(0, 0, "U8")
 class Promised(NamedTuple):
     """A load that vLLM counts on: of the pinned place, for (request, index).
 
-    One of `outdated` weights is loaded only for a request that carries nothing to encode: vLLM dies of an item that
-    never comes. `staged` is the number under which every rank's device has it already; 0: none has.
+    If its weights are `outdated`, it is loaded only for a request that carries nothing to encode: vLLM would die of a
+    missing item. `staged` is the number under which every rank's device already has it; 0: not staged.
     """
 
     place: Place
@@ -38,45 +38,44 @@ class Promised(NamedTuple):
 
 
 class Loads:
-    """One engine's, on its scheduler side, on the scheduler's thread alone; no lock, no I/O.
+    """One per engine, on its scheduler side. Runs on the scheduler's thread only; no lock, no I/O.
 
-    `memos` are the requests that the scheduler side remembers, `decisions` counts what goes out.
+    `memos` are the requests that the scheduler side remembers, `decisions` counts the loads sent.
     """
 
     def __init__(self, cache: EncoderCache, memos: Mapping[str, Memo], decisions: Decisions) -> None:
         self.waiting: dict[str, Promised] = {}
-        """By identifier."""
+        """Waiting loads, by identifier."""
         self._cache = cache
         self._memos = memos
         self._decisions = decisions
 
     def add(self, identifier: str, place: Place, item: tuple[str, int]) -> None:
-        """vLLM has given a promised item room. Takes over the promise's pin."""
+        """vLLM has allocated room for a promised item. Takes over the promise's pin."""
         self.waiting[identifier] = Promised(place, item, staged=self._cache.staging.take(place, item[0]))
 
     def drop(self, identifier: str) -> None:
-        """No step will carry it out."""
+        """No step will execute this load."""
         promised = self.waiting.pop(identifier, None)
         if promised is not None:
             self._cache.book.unpin(promised.place)
             self._cache.staging.unspent(promised.staged)
 
     def outdate(self) -> None:
-        """The ranks have other weights: what waits is encoded, if it can be."""
+        """The ranks have other weights: waiting items are encoded if they can be."""
         self.waiting = {identifier: promised._replace(outdated=True) for identifier, promised in self.waiting.items()}
 
     def bearers(self, scheduled: Container[str]) -> dict[str, tuple[str, int]]:
-        """The loads that can go out with this step, and who has each encoded if it fails: an item of a request that the
-        step schedules. A load that fails without a bearer could not be made up for, since vLLM takes the item for
-        cached; so it waits for the step of one who bears it (its own request was preempted, or the step had no
-        tokens)."""
+        """The loads that can be sent with this step, each with its bearer: an item of a scheduled request, which is
+        encoded if the load fails. Without a bearer nothing could replace a failed load, since vLLM counts the item as
+        cached; so the load waits for a step that has one (its own request was preempted, or the step had no tokens)."""
         bearers = (
             (identifier, self._bearer(identifier, load.item, scheduled)) for identifier, load in self.waiting.items()
         )
         return {identifier: bearer for identifier, bearer in bearers if bearer is not None}
 
     def _bearer(self, identifier: str, own: tuple[str, int], scheduled: Container[str]) -> tuple[str, int] | None:
-        """Preferably one that carries something to encode."""
+        """The bearer of a load, preferably one that carries something to encode."""
         if own[0] in scheduled and self._encodes(own):
             return own
         others = [
@@ -93,7 +92,7 @@ class Loads:
         return index >= len(items) or (items[index].encodable and not items[index].dropped)
 
     def send(self, step: int, bearers: Mapping[str, tuple[str, int]]) -> list[Load]:
-        """The orders of `step`, which the book knows from now on. The loads stay until they are `sent`."""
+        """The load orders of `step`, recorded in the book. The loads stay here until they are `sent`."""
         orders = []
         for identifier, bearer in bearers.items():
             promised = self.waiting[identifier]
@@ -106,7 +105,7 @@ class Loads:
         return orders
 
     def order(self, identifier: str, bearer: tuple[str, int], void: bool) -> Load:
-        """The order to load what was promised. One that is void has it encoded, if the bearer can."""
+        """The order to load a promised item. If `void`, the item is encoded instead, if the bearer can."""
         promised, encodes = self.waiting[identifier], self._encodes(bearer)
         place = promised.place
         if place.spec is None or (void and encodes):
@@ -116,7 +115,7 @@ class Loads:
         return Load(place.id, offset, identifier, place.spec, bearer, encodes, promised.staged)
 
     def sent(self, orders: Orders) -> None:
-        """The step is vLLM's: its loads wait no longer."""
+        """The step has been handed to vLLM: its loads no longer wait."""
         for load in orders.loads:
             self.waiting.pop(load.identifier, None)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries may stand for an item, which of them the arena holds, and which can still come."""
+"""Which entries match an item, which of them the arena holds, and which can still arrive."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .policy import Policy
 
 
 class LookUps:
-    """The scheduler side's look-ups of single items. Whoever has its turn (see `arrivals`) runs them; no call waits."""
+    """The scheduler side's look-ups of single items. The caller has its turn (see `arrivals`); no call waits."""
 
     def __init__(self, cache: EncoderCache, policy: Policy) -> None:
         self.misfits = 0
-        """Live entries that do not fit the item that has their name, each counted once a minute."""
+        """Live entries that do not fit an item of the same name, each counted once a minute."""
         self._cache = cache
         self._policy = policy
         self._widths = dict(policy.widths)
@@ -31,17 +31,17 @@ class LookUps:
         self._in_use = False
 
     def begin(self, now: float) -> None:
-        """All that follows, up to the next call, is of this moment (monotonic seconds)."""
+        """Set the time (monotonic seconds) for all calls up to the next `begin`."""
         self._now = now
         self._in_use = self.in_use
 
     @property
     def in_use(self) -> bool:
-        """Whether entries may be used, and outputs of a step that goes out now may be kept."""
+        """Whether entries may be used, and outputs of a step sent now may be kept."""
         return self._cache.ready and not self._cache.inert and not self._cache.in_doubt
 
     def usable(self, item: Item) -> bool:
-        """Whether an entry may stand for the item at all."""
+        """Whether the item can have an entry at all."""
         return self._in_use and bool(item.names)
 
     def serves(self, item: Item) -> bool:
@@ -49,8 +49,8 @@ class LookUps:
         return self._policy.consumer and self.usable(item) and not item.dropped
 
     def find(self, item: Item) -> Place | None:
-        """The live entry of an item. One that another item of that name needs is left to it, and remembered: this
-        item waits for no fetch of it."""
+        """The live entry of an item. An entry that fits only another item of that name is left alone and remembered:
+        this item does not wait for a fetch of it."""
         for name in item.names if self.usable(item) else ():
             place = self._cache.book.live(name.text)
             if place is not None and self.fits(place, item):
@@ -62,20 +62,20 @@ class LookUps:
         return None
 
     def held(self, item: Item) -> Place | None:
-        """The same, without counting or remembering anything."""
+        """Like `find`, without counting or remembering anything."""
         places = (self._cache.book.live(name.text) for name in item.names)
         return next((place for place in places if place is not None and self.fits(place, item)), None)
 
     def fits(self, place: Place, item: Item) -> bool:
-        """Whether an entry is what the request needs. An unknown width is learned from the first that fits."""
+        """Whether an entry is what the request needs. An unknown width is learned from the first entry that fits."""
         spec = place.spec
         if spec is None or spec.rows != item.rows or spec.dtype != self._policy.dtype:
             return False
         return self._widths.setdefault(item.modality, spec.width) == spec.width
 
     def can_come(self, item: Item, among: Sequence[Item], early: bool = False) -> bool:
-        """Whether the item is under way into the arena, after starting that if a tier may have it and is expected to
-        deliver before what the request lacks `among` its items would be encoded. An `early` no is not the last word."""
+        """Whether the item is on its way into the arena. Starts a fetch if a tier may have it and is expected to
+        deliver before the missing items `among` the request's would be encoded. An `early` no is not final."""
         coming = [self._name_can_come(name, item, among, early) for name in item.names] if self.serves(item) else []
         return any(coming)
 
@@ -94,14 +94,14 @@ class LookUps:
         return coming
 
     def _weighs(self, item: Item) -> bool:
-        """Whether it may be encoded instead, and nobody has stored it for just this request."""
+        """Whether the item may be encoded instead, and no producer has stored it for this very request."""
         return not self._cache.policy.always and item.encodable and not item.announced
 
     def _encode_s(self, items: Sequence[Item]) -> float:
         return self._cache.policy.encode_s((item.modality, item.rows) for item in items)
 
     def patience_s(self, longest_s: float, pending: Sequence[Item]) -> float:
-        """How long a request waits for what can still come: no longer than an encode would take."""
+        """How long a request waits for items that can still arrive: no longer than an encode would take."""
         return min(longest_s, self._encode_s(pending)) if all(map(self._weighs, pending)) else longest_s
 
     def late(self, item: Item) -> None:
@@ -114,7 +114,7 @@ class LookUps:
         return entry_length(name, spec) if spec is not None else 0
 
     def spec(self, item: Item) -> TensorSpec | None:
-        """What an entry of the item looks like; None as long as its width is unknown."""
+        """The spec of an entry for the item; None as long as its width is unknown."""
         return self._spec(item.modality, item.rows)
 
     def _spec(self, modality: str, rows: int) -> TensorSpec | None:
@@ -122,19 +122,19 @@ class LookUps:
         return None if width is None else TensorSpec(rows, width, self._policy.dtype)
 
     def sought(self, item: Item) -> TensorSpec | None:
-        """The same, for who saves it or looks for it by its length; None also where another item's entry is known to
+        """Like `spec`, for saving the item or probing for it by length; also None if another item's entry is known to
         have the name."""
         return None if self.misfit(item) else self.spec(item)
 
     def record(self, items: Sequence[Item], accesses: Accesses) -> None:
-        """A request needs these items: each is recorded once. What is never cached is no output that could be."""
+        """A request needs these items: record each once. Items that are never cached are left out."""
         for item in items:
             if item.names and not item.recorded:
                 item.recorded = True
                 accesses.add(self._now, item.name, self._length(item.name, item), self._encode_s([item]), item.rows)
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
-        """Seconds that having back what vLLM's own cache gives up would cost, as far as is known without asking."""
+        """Seconds it would cost to get back an item that vLLM's own cache evicts, as far as is known without asking."""
         names: tuple[str, ...] = ()
         if self.in_use and self._policy.consumer and storable(identifier):
             names = names_of(identifier)
@@ -143,7 +143,7 @@ class LookUps:
         return self._cache.restore_s(names, length, modality, rows)
 
     def misfit(self, item: Item) -> bool:
-        """Whether what has its name is another item's entry, as was found lately."""
+        """Whether the entry with the item's name was recently found to be another item's."""
         return bool(item.names) and self._misfits.holds(item.shape_of(item.names[0]), self._now)
 
     def why_encoded(self, item: Item) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of an engine names its namespace: all that changes an encoder's output and is not in vLLM's identifier.
+"""The facts of an engine that make its namespace: all that changes an encoder's output and is not in vLLM's identifier.
 
-Engines that encode alike must meet in one namespace: whatever their role, tensor parallel size, limits and cache
-sizes, and wherever the checkpoint lies. Engines that may not must not meet: a field that a later vLLM adds counts
-until it is listed here as one that cannot matter. Runs once, in the process that builds the scheduler.
+Engines that encode alike must share one namespace, regardless of role, tensor parallel size, limits and cache sizes,
+and of where the checkpoint is stored. Engines that may encode differently must not share one: a field that a later vLLM
+adds counts until it is listed here as one that cannot matter. Runs once, in the process that builds the scheduler.
 """
 
 import dataclasses
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 CANNOT_MATTER = frozenset(
     {
-        # Which role an engine plays and how much it takes on: an encoder and its consumers differ here.
+        # An engine's role and its limits: an encoder and its consumers differ here.
         "language_model_only",  # no encoder runs, so nothing wrong is stored; what others stored still fits
         "mm_encoder_only",
         "enable_mm_embeds",
         "allow_missing_mm_embeddings",
         "limit_per_prompt",
         "skip_mm_profiling",
-        # How the processor's results travel and are kept, not what they are.
+        # How the processor's results are transported and stored, not what they are.
         "mm_processor_cache_gb",
         "mm_processor_cache_type",
         "mm_shm_cache_max_object_size_mb",
         "mm_tensor_ipc",
         "mm_ipc_gpu_memory_gb",
-        # Identifiers of another hash are other identifiers already.
+        # Another hash already gives other identifiers.
         "mm_hasher_algorithm",
         # Where placeholders stand in the text.
         "interleave_mm_strings",
@@ -57,7 +57,7 @@ PROCESSOR_LIBRARIES = (
     *("numpy", "scipy", "pillow", "torch", "torchvision", "torchaudio"),
     *("opencv-python-headless", "opencv-python", "av", "torchcodec", "soundfile", "soxr", "librosa"),
 )
-"""They decode media and turn them into the encoder's input, and identifiers name the media before that."""
+"""They decode media and turn them into the encoder's input; identifiers are made from the media before that."""
 
 DECODER_VARIABLES = ("VLLM_VIDEO_LOADER_BACKEND", "VLLM_MEDIA_CONNECTOR")
 
@@ -67,7 +67,7 @@ FOLDER_LOADERS = frozenset(
         *("fastsafetensors", "instanttensor", "runai_streamer", "runai_streamer_sharded"),
     }
 )
-"""Load formats that read the weights in the checkpoint's folder, whichever way."""
+"""Load formats that read the weights in the checkpoint's folder, in any way."""
 
 UNSEEN_LOADERS = frozenset({"ipc_cache", "modelexpress", "tensorizer"})
 """Load formats whose weights come from somewhere else: another process, a server, a URI."""
@@ -77,7 +77,7 @@ _MEMORY_ADDRESS = re.compile(r"\bat 0x[0-9a-f]", re.IGNORECASE)
 
 
 class NamespaceUnknown(ValueError):
-    """What the engine encodes with is unknown, so nothing may outlive it: keep the cache in memory only."""
+    """The engine's weights or settings are unknown, so no entry may outlive it: keep the cache in memory only."""
 
     def __init__(self, reason: object) -> None:
         text = str(reason)
@@ -88,10 +88,10 @@ class NamespaceUnknown(ValueError):
 def engine_namespace(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> str:
     """The namespace of the engine's entries, the same in every process and on every host that encodes alike.
 
-    That is the one of epoch 0, see `at_epoch`. `ec.namespace` replaces all of it, salt and epoch included. Otherwise
-    the readable part is the model's type, not its path, so that copies of a checkpoint share wherever they lie. Build
-    the multimodal processor before this: a model from the hub may still be missing files that it fetches.
-    NamespaceUnknown where the weights cannot be seen.
+    This is the one of epoch 0, see `at_epoch`. `ec.namespace` replaces all of it, salt and epoch included. Otherwise
+    the readable part is the model's type, not its path, so that copies of a checkpoint share entries wherever they are.
+    Build the multimodal processor first: it may fetch files that a model from the hub still lacks.
+    NamespaceUnknown if the weights cannot be seen.
     """
     if config.namespace is not None:
         return check_namespace(config.namespace)
@@ -106,12 +106,12 @@ def engine_namespace(vllm_config: "VllmConfig", config: "EncoderCacheConfig") ->
 
 
 def note_checkpoint(vllm_config: "VllmConfig") -> None:
-    """Before its weights are loaded: see `checkpoint_files`."""
+    """Call before the checkpoint's weights are loaded: see `checkpoint_files`."""
     note(vllm_config.model_config.model, _checkpoint_folders(vllm_config))
 
 
 def engine_facts(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> dict[str, object]:
-    """All that the namespace is made of, in plain JSON. FingerprintError, TypeError or NamespaceUnknown if unknown."""
+    """All facts that make the namespace, as plain JSON. FingerprintError, TypeError or NamespaceUnknown if unknown."""
     import vllm.envs as envs
     from vllm.version import __version__ as engine_version
 
@@ -137,7 +137,7 @@ def engine_facts(vllm_config: "VllmConfig", config: "EncoderCacheConfig") -> dic
 
 
 def canonical(value: object, field: str) -> object:
-    """`value` in plain JSON, alike in every process. TypeError naming the `field` if it has no such text."""
+    """`value` as plain JSON, the same in every process. TypeError naming the `field` if there is no such form."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
     if value is None or isinstance(value, bool):
@@ -173,7 +173,7 @@ def _text(key: object, field: str) -> str:
 
 
 def _stable(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """The model's resolved configuration without what a copy in another folder or a new library would rewrite."""
+    """The model's resolved configuration without keys that a copy in another folder or a new library would change."""
     return {
         key: _stable(value) if isinstance(value, Mapping) else value
         for key, value in hf_config.items()
@@ -189,7 +189,7 @@ def _multimodal(config: "MultiModalConfig | None") -> dict[str, object]:
         for field in dataclasses.fields(config)
         if field.name not in CANNOT_MATTER
     }
-    # On a GPU vLLM moves a dedicated encoder's processor there, its consumers keep theirs: a place, not a method.
+    # vLLM moves a dedicated encoder's processor to its GPU but not its consumers': this changes where, not how.
     kept["mm_processor_kwargs"] = _without_device(config.mm_processor_kwargs or {})
     media_io = {modality: _without_device(kwargs) for modality, kwargs in config.media_io_kwargs.items()}
     kept["media_io_kwargs"] = {modality: kwargs for modality, kwargs in media_io.items() if kwargs}
@@ -203,7 +203,7 @@ def _without_device(kwargs: Mapping[str, object]) -> dict[str, object]:
 
 
 def _library_versions() -> dict[str, str | None]:
-    """Without the local part, which says for what hardware a library was built."""
+    """Versions without the local part, which names the hardware a library was built for."""
     found: dict[str, str | None] = {}
     for name in PROCESSOR_LIBRARIES:
         try:
@@ -214,7 +214,7 @@ def _library_versions() -> dict[str, str | None]:
 
 
 def _checkpoint(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
-    """The weights and what configures them. How they are read is left out where it is a matter of speed."""
+    """The weights and their configuration. How they are read is left out where it affects only speed."""
     load_format = str(load.load_format)
     if getattr(model, "model_weights", "") or load_format in UNSEEN_LOADERS:
         source = getattr(model, "model_weights", "") or f"load_format={load_format}"
@@ -227,7 +227,7 @@ def _checkpoint(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
 
 
 def _tokenizer(model: "ModelConfig", load: "LoadConfig") -> dict[str, object] | None:
-    """None where it comes with the checkpoint; the processor is built from it otherwise."""
+    """The tokenizer, from which the processor is built; None if it comes with the checkpoint."""
     if model.tokenizer is None or (model.tokenizer, model.tokenizer_revision) == (model.model, model.revision):
         return None
     return _repository(model.tokenizer, model.tokenizer_revision, load.download_dir, weights_required=False)
@@ -236,11 +236,11 @@ def _tokenizer(model: "ModelConfig", load: "LoadConfig") -> dict[str, object] | 
 def _repository(
     name: str, revision: str | None, download_dir: str | None, *, weights_required: bool
 ) -> dict[str, object]:
-    """The content behind a folder, a single file in one (GGUF), or a hub name that was fetched before."""
+    """The content behind a folder, a single file in one (GGUF), or a hub name that has been fetched."""
     path = Path(name)
     if path.is_dir():
         return {"content": [checkpoint_fingerprint(path, weights_required=weights_required)], "revision": revision}
-    if path.is_file():  # what belongs to it, such as a projector, lies beside it
+    if path.is_file():  # related files, such as a projector, are in the same folder
         return {"content": [checkpoint_fingerprint(path.parent)], "file": path.name, "revision": revision}
     found = _snapshots(name, revision, download_dir)
     prints = [
@@ -251,7 +251,7 @@ def _repository(
 
 
 def _checkpoint_folders(vllm_config: "VllmConfig") -> list[Path]:
-    """Where the weights are, or nothing if they are not there yet."""
+    """The folders with the weights; empty if they are not there yet."""
     model = vllm_config.model_config
     path = Path(model.model)
     if path.exists():
@@ -264,7 +264,7 @@ def _checkpoint_folders(vllm_config: "VllmConfig") -> list[Path]:
 
 def _snapshots(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
     """The folders, named after the commit, that hold a hub repository: with `download_dir` vLLM puts the weights there
-    and leaves the small files in the hub's own cache. The one with the weights comes first."""
+    and the small files in the hub's own cache. The one with the weights comes first."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     from vllm.envs import VLLM_USE_MODELSCOPE

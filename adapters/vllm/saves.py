@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The saves of a pass: places for what the step encodes, and for earlier saves that are owed."""
+"""The saves of a pass: places for outputs that the step encodes, and for earlier saves that are owed."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Reserved(NamedTuple):
 
 
 class Saves:
-    """One engine's, on its scheduler side, on the scheduler's thread alone; no lock, no I/O.
+    """One per engine, on its scheduler side. Runs on the scheduler's thread only; no lock, no I/O.
 
-    What is reserved goes out with the step of the same pass, or is dropped. `producer` is None in other roles.
+    Reserved places are sent with the step of the same pass, or dropped. `producer` is None in other roles.
     """
 
     def __init__(self, cache: EncoderCache, policy: Policy, look_ups: LookUps, producer: Producer | None) -> None:
         self.reserved: dict[str, Reserved] = {}
-        """By identifier, since the pass began."""
+        """Places reserved in this pass, by identifier."""
         self._cache = cache
         self._policy = policy
         self._look_ups = look_ups
         self._producer = producer
 
     def reserve(self, item: Item, request_id: str, index: int) -> None:
-        """vLLM has given an item room that it will encode."""
+        """vLLM has allocated room for an item that it will encode."""
         spec = self._look_ups.sought(item)
         if spec is None or not item.names:
             return
@@ -59,7 +59,7 @@ class Saves:
             self._cache.check_fits(name.text, spec)
 
     def reserve_again(self, scheduler_output: SchedulerOutput, memos: Mapping[str, Memo]) -> set[str]:
-        """Places for what the ranks encode though vLLM counts it as cached, as far as the encoder's budget goes."""
+        """Places for items that the ranks encode though vLLM counts them as cached, within the encoder's budget."""
         if self._producer is None or not self._producer.again or not self._look_ups.in_use:
             return set()
         encodes = scheduler_output.scheduled_encoder_inputs
@@ -80,8 +80,8 @@ class Saves:
         return reserved
 
     def retries(self, cached: Container[str], allocated: Container[str]) -> list[Place]:
-        """Places for saves that were dropped once, of tensors that vLLM still has `cached`. What it has `allocated` in
-        this pass is not in the runner's cache before this step."""
+        """Places for saves that were dropped earlier, of tensors that vLLM still has `cached`. What it `allocated` in
+        this pass is not in the runner's cache until this step has run."""
 
         def holds(name: str) -> bool | None:
             identifier = identifier_of(name)
@@ -91,35 +91,35 @@ class Saves:
         return self._cache.book.retries(holds, lambda name: self._persists(durability_of(name)))
 
     def send(self, orders: Orders, again: Container[str], retries: Sequence[Place]) -> None:
-        """Put all of the pass into a step's orders. `again` are those of `reserve_again`."""
+        """Add all saves of the pass to a step's orders. `again` are those of `reserve_again`."""
         encodes = orders.encoder_inputs or {}
         for identifier, (place, (request_id, index)) in self.reserved.items():
             if identifier in again and self._producer is not None:
                 self._producer.encoded_again(identifier)
                 orders.encodes.append((request_id, index))
             elif index not in encodes.get(request_id, ()):
-                self._drop(place)  # preempted in the step that had scheduled it: no encode follows
+                self._drop(place)  # preempted within the step that scheduled it: no encode follows
                 continue
             orders.saves[identifier] = self._send(place, orders.step)
         orders.retries = [self._send(place, orders.step) for place in retries]
         self.reserved.clear()
 
     def _send(self, place: Place, step: int) -> Save:
-        """Only a dirty place is written as soon as it is sealed: nothing keeps the bytes of others, whose write is
-        owed, in place until the store process gets to it."""
+        """Only a dirty place is written as soon as it is sealed. The write of others is owed, and nothing pins their
+        bytes until the store process gets to it."""
         self._cache.book.send_save(place, step, SAVING_RANK)
         spec = place.spec or TensorSpec(0, 0, self._policy.dtype)
         identifier = identifier_of(place.identifier)
         return Save(place.id, place.offset, place.length, identifier, place.identifier, spec, place.dirty)
 
     def drop_all(self) -> None:
-        """No step goes out."""
+        """No step is sent: drop all reserved places."""
         for reserved in self.reserved.values():
             self._drop(reserved.place)
         self.reserved.clear()
 
     def _drop(self, place: Place) -> None:
-        """No encode follows, and vLLM counts the item as cached all the same."""
+        """No encode follows, although vLLM counts the item as cached."""
         self._cache.book.drop(place)
         if self._producer is not None:
             self._producer.not_encoded(identifier_of(place.identifier))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of the connector: what may be promised, what is waited for, what goes out with a step."""
+"""The scheduler side of the connector: which items to promise, which to wait for, what to send with a step."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from .media import EncodableMedia
 
 _LOOK_AGAIN_S = 1.0
-"""Between two looks at weights that stay in doubt."""
+"""Interval between two checks of weights that stay in doubt."""
 
 _KV_REMEMBERED_S = 600.0
-"""How long the KV cache is believed to have what a request has left there."""
+"""How long the KV cache is assumed to hold what a request has left there."""
 
 _NAMES_STAY = (
     "a client or a proxy has named its media; entries with such names stay in the memory of this producer, so "
@@ -48,12 +48,12 @@ _NAMES_STAY = (
 
 
 class SchedulerSide:
-    """Answers vLLM's scheduler. Runs in the EngineCore, on the scheduler's thread; `expect` alone is called on the one
-    that takes requests in. Whoever has the turn owns all below (see `arrivals`), and nobody does I/O with it.
+    """Answers vLLM's scheduler. Runs in the EngineCore, on the scheduler's thread; only `expect` is called on vLLM's
+    input thread. The thread that has the turn owns all state below (see `arrivals`) and does no I/O meanwhile.
 
-    vLLM asks `ensure_cache_available`, `has_cache_item`, `update_state_after_alloc` and `build_connector_meta` within
+    vLLM calls `ensure_cache_available`, `has_cache_item`, `update_state_after_alloc` and `build_connector_meta` within
     one scheduling pass (vllm/v1/core/sched/scheduler.py). A promise lives for that pass: `has_cache_item` pins,
-    `update_state_after_alloc` makes it a load, `build_connector_meta` sends it or drops it.
+    `update_state_after_alloc` turns it into a load, `build_connector_meta` sends or drops it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SchedulerSide:
         logger: logging.Logger,
         announcer: Announcer | None = None,
     ) -> None:
-        """`announcer` is a producer's."""
+        """`announcer` is given for a producer only."""
         self.cache = cache
         self._announcer = announcer
         self._producer = None if policy.consumer else Producer(cache)
@@ -83,25 +83,25 @@ class SchedulerSide:
         self._drained = False
         self._now = 0.0
         self._start_deadline: float | None = None
-        self._looked = time.monotonic()  # when a step was last asked to look at the weights
+        self._looked = time.monotonic()  # when a step was last asked to check the weights
         self._step = 0
-        self._mirror: set[str] = set()  # what vLLM's own cache holds, of the ranks' weights; `Waits` shares it
-        self._allocated: set[str] = set()  # ... of it, since this pass
-        self._missing: set[str] = set()  # asked about as the first in this pass, though the mirror has it
-        self._questioned = False  # in this pass: vLLM may have evicted an item for what it asked about, without telling
+        self._mirror: set[str] = set()  # what vLLM's own cache holds, for the ranks' weights; `Waits` shares it
+        self._allocated: set[str] = set()  # the part of it allocated in this pass
+        self._missing: set[str] = set()  # in the mirror, yet the first item asked about in this pass
+        self._questioned = False  # asked about an item in this pass: vLLM may have evicted others for it unseen
         self._promises: dict[str, Place] = {}
         self._loads = Loads(cache, self._memos, self.decisions)
         self._saves = Saves(cache, policy, self._look_ups, self._producer)
         self._waits = Waits(cache, self._look_ups, self._producer, self._mirror, self.decisions)
         self._unavailable: set[str] = set()
-        if cache.weights.moved:  # the ranks have reported during the start
+        if cache.weights.moved:  # the ranks reported during startup
             self._follow_weights()
 
     # ---- before a request is scheduled for the first time
 
     def expect(self, request: Request) -> None:
-        """A request has arrived: begin its look-ups, if nobody has the turn. On vLLM's thread that takes requests in,
-        see `arrivals`. Never raises."""
+        """A request has arrived: begin its look-ups, if the turn is free. Called on vLLM's input thread, see
+        `arrivals`. Never raises."""
         if not request.mm_features or self._producer is not None or not self._turn.acquire(blocking=False):
             return
         try:
@@ -116,7 +116,7 @@ class SchedulerSide:
         now = time.monotonic()
         self.cache.listen(now)
         self._look_ups.begin(now)
-        if self.cache.weights.moved:  # a pass follows them
+        if self.cache.weights.moved:  # left to the next pass
             return
         if not self._intake.may_come(request, now):
             return
@@ -129,11 +129,11 @@ class SchedulerSide:
     # ---- before an item is scheduled
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether the request can be scheduled now. False while an item of its can still arrive before its deadline."""
+        """Whether the request can be scheduled now. False while any of its items can still arrive by its deadline."""
         if not self._drained:
             self._begin_pass()
         memo = self._memos.get(request.request_id)
-        if memo is None or memo.count != len(request.mm_features):  # a streaming session adds media as it goes
+        if memo is None or memo.count != len(request.mm_features):  # a streaming session adds media over time
             memo = self._remember(request)
         self._asked = memo
         if num_computed_tokens >= memo.end:
@@ -144,7 +144,7 @@ class SchedulerSide:
         return self._prepare(memo)
 
     def take_unavailable_requests(self) -> set[str]:
-        """Requests with an item that carries nothing to encode and that the cache does not hold. Each once."""
+        """Requests with an item that carries nothing to encode and is not in the cache. Each is returned once."""
         taken, self._unavailable = self._unavailable, set()
         return taken
 
@@ -157,7 +157,7 @@ class SchedulerSide:
         self.cache.drain(self._now)
         if self.cache.weights.moved:
             self._follow_weights()
-        self._look_ups.begin(self._now)  # until the next drain nothing changes whether entries are in use
+        self._look_ups.begin(self._now)  # whether entries may be used cannot change before the next drain
 
     def _follow_weights(self) -> None:
         if self.cache.follow_weights():
@@ -166,9 +166,9 @@ class SchedulerSide:
             self._looked = 0.0  # the next step looks
 
     def _start_over(self) -> None:
-        """The ranks have other weights, or an epoch has begun: nothing from before is promised any more. What vLLM
-        takes for loaded already, though no step has loaded it, is encoded. What its own cache holds is of before:
-        nothing of it is saved later, and whether it resets that cache or not, it may find these items in the tiers."""
+        """The ranks have other weights, or an epoch has begun: no earlier entry is promised any more. Items that vLLM
+        counts as loaded, though no step has loaded them, are encoded. vLLM's own cache now holds old outputs: none of
+        them is saved later, and whether vLLM resets that cache or not, it may find these items in the tiers."""
         self._mirror.clear()
         for memo in self._memos.values():
             self._waits.release(memo)
@@ -194,7 +194,7 @@ class SchedulerSide:
         return memo
 
     def _prepare(self, memo: Memo) -> bool:
-        """Lease what is there, start what can come; wait, fail the request, or let vLLM encode."""
+        """Lease items in the arena, start fetching those that can come; wait, fail the request, or let vLLM encode."""
         if self._starting():
             return False
         end = memo.computed + self._policy.window
@@ -202,7 +202,7 @@ class SchedulerSide:
         if self.cache.accesses is not None:
             self._look_ups.record(wanted, self.cache.accesses)
         standings = [self._waits.standing(memo, item, wanted, self._now) for item in wanted]
-        if Standing.PENDING in standings and self.cache.listen(self._now):  # a pass that is given up costs milliseconds
+        if Standing.PENDING in standings and self.cache.listen(self._now):  # deferring the request costs milliseconds
             standings = [self._waits.standing(memo, item, wanted, self._now) for item in wanted]
         hopeless = any(s is Standing.MISSED and not item.encodable for item, s in zip(wanted, standings, strict=True))
         if Standing.PENDING in standings and not hopeless:
@@ -235,7 +235,7 @@ class SchedulerSide:
     # ---- within a pass
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Promise the item for this pass, if its bytes are in the arena, verified, and fit the request asked about."""
+        """Promise the item for this pass, if its entry is in the arena, verified, and fits the current request."""
         if not self._drained:
             self._begin_pass()
         if identifier in self._mirror and identifier not in self._allocated and not self._questioned:
@@ -260,7 +260,7 @@ class SchedulerSide:
         return True
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """vLLM has given the item room: to load if it was promised in this pass, to encode otherwise."""
+        """vLLM has allocated room for the item: it is loaded if it was promised in this pass, otherwise encoded."""
         identifier = request.mm_features[index].identifier
         self._mirror.add(identifier)
         self._allocated.add(identifier)
@@ -269,7 +269,7 @@ class SchedulerSide:
             memo.items[index].held_at = (memo.computed, memo.preemptions)
         place = self._promises.pop(identifier, None)
         if place is not None:
-            self._loads.drop(identifier)  # put off, and vLLM has emptied its cache since
+            self._loads.drop(identifier)  # deferred, and vLLM has emptied its cache since
             self._loads.add(identifier, place, (request.request_id, index))
             if memo is not None and identifier in memo.leases:
                 self._waits.end_lease(memo, identifier)
@@ -286,8 +286,8 @@ class SchedulerSide:
     # ---- the end of a pass
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """What this step's ranks have to do. Places go out only with steps that schedule tokens: on the V1 runner the
-        metadata of others is lost."""
+        """The orders of this step for the ranks. Places are sent only with steps that schedule tokens: the V1 runner
+        loses the metadata of others."""
         if not self._drained:
             self._begin_pass()
         for identifier in list(self._promises):
@@ -326,16 +326,16 @@ class SchedulerSide:
         self._missing.clear()
         for identifier in freed:
             if identifier in self._allocated:
-                continue  # evicted early in this pass, and given room again later
+                continue  # evicted early in this pass, and allocated again later
             self._mirror.discard(identifier)
             for name in names_of(identifier):
                 self.cache.book.unsaved.pop(name, None)
-            self._loads.drop(identifier)  # put off by a step without tokens, now unwanted
+            self._loads.drop(identifier)  # deferred by a step without tokens, now unwanted
         if self._producer is not None and freed:
             self._producer.follow(self._mirror)
 
     def _follow_reset(self) -> None:
-        """vLLM has emptied its own cache; what it has given room in this pass came later."""
+        """vLLM has emptied its own cache; its allocations of this pass came later."""
         self.counts["mirror_resets"] += 1
         self._mirror &= self._allocated
         if self._producer is not None:
@@ -344,9 +344,9 @@ class SchedulerSide:
             self._loads.drop(identifier)
 
     def _follow_payloads(self, scheduler_output: SchedulerOutput) -> None:
-        """0.33's V2 runner lets go of what an item is encoded from once it is computed, and gets it again with the
-        request, or with an encode that vLLM schedules (`encoder_input_updates`). After a rollback a load of such an
-        item could not be made up for: it is not promised."""
+        """0.33's V2 runner drops the payload of an item once the item is computed, and gets it again with the
+        request, or with an encode that vLLM schedules (`encoder_input_updates`). If a load of such an item failed
+        after a rollback, it could not be encoded instead: so the item is not promised."""
         updates = payload_updates(scheduler_output)
         if updates is None:
             return
@@ -386,8 +386,8 @@ class SchedulerSide:
         return meta
 
     def _looks(self, copies: bool) -> bool:
-        """Whether a step's ranks look at their weights before all else: while those are in doubt, and now and then in a
-        step that copies, for writers that bypass all calls."""
+        """Whether the ranks check their weights at the start of this step: while those are in doubt, and now and then
+        in a step that copies, for writers that bypass all calls."""
         due_s = _LOOK_AGAIN_S if self.cache.in_doubt else self._policy.weights_check_s if copies else 0.0
         if not due_s or not self.cache.weights.started or self.cache.inert or self._now - self._looked < due_s:
             return False
@@ -395,21 +395,21 @@ class SchedulerSide:
         return True
 
     def note(self, request: Request) -> None:
-        """In place of `ensure_cache_available`, once the cache is closed: the request may bear a load that waits."""
+        """Replaces `ensure_cache_available` once the cache is closed: the request may bear a waiting load."""
         if self._loads.waiting and request.request_id not in self._memos:
             self._remember(request)
 
     def give_up_item(self, request: Request, index: int) -> None:
-        """In place of `update_state_after_alloc`, once the cache is closed: a promise of this pass stays one."""
+        """Replaces `update_state_after_alloc` once the cache is closed: a promise made in this pass is kept."""
         identifier = request.mm_features[index].identifier
         place = self._promises.pop(identifier, None)
         if place is not None:
             self._loads.add(identifier, place, (request.request_id, index))
 
     def give_up(self, scheduler_output: SchedulerOutput) -> StepMetadata:
-        """In place of `build_connector_meta`, once the cache is closed: loads that fail on every rank, so that vLLM
-        encodes what it was promised. What carries nothing to encode is loaded after all: its bytes are still mapped,
-        and nobody changes them any more."""
+        """Replaces `build_connector_meta` once the cache is closed: sends loads that fail on every rank, so that vLLM
+        encodes what it was promised. Items that carry nothing to encode are loaded after all: their bytes are still
+        mapped, and no process changes them any more."""
         self._promises.clear()
         bearers = self._loads.bearers(scheduler_output.num_scheduled_tokens)
         if not bearers or not scheduler_output.total_num_scheduled_tokens:
@@ -422,7 +422,7 @@ class SchedulerSide:
     # ---- the end of a request
 
     def request_finished(self, request: Request) -> dict[str, object] | None:
-        """Forget the request. Returns what its answer tells a consumer, if this is a producer."""
+        """Forget the request. For a producer, returns what its response tells a consumer."""
         with self._turn:
             memo = self._memos.get(request.request_id)
             if memo is not None and self._policy.reuses_kv:
@@ -431,7 +431,7 @@ class SchedulerSide:
             self._forget(request.request_id)
             if self._announcer is None or not request.mm_features:
                 return None
-            self.cache.drain(time.monotonic())  # no pass may follow in which its entries' writes would be taken in
+            self.cache.drain(time.monotonic())  # there may be no later pass to process its entries' writes
             self._look_ups.begin(self._now)
             return self._announcer.announce(request, partial(self._is_stored, memo), self.cache.namespace)
 
@@ -444,7 +444,7 @@ class SchedulerSide:
     def _forget(self, request_id: str) -> None:
         memo = self._memos.pop(request_id, None)
         if memo is not None:
-            self.cache.book.revision += 1  # the next pass hands on what was counted for it
+            self.cache.book.revision += 1  # so that the next pass hands over what was counted for it
             self._waits.release(memo)
             self._waits.end(memo, self._now)
             self.decisions.ended |= not self._memos
@@ -458,7 +458,7 @@ class SchedulerSide:
         return self._policy.follows_weight_versions
 
     def set_weight_version(self, version: str) -> None:
-        """vLLM was given the version of the weights that its workers have. Between passes, after a look at these."""
+        """vLLM was given the version of its workers' weights. Called between passes, after a check of the weights."""
         with self._turn:
             self.cache.drain(time.monotonic())
             problem = self.cache.weights.set_version(version)
@@ -468,7 +468,7 @@ class SchedulerSide:
     # ---- vLLM's own cache
 
     def forget_vllm_cache(self) -> None:
-        """`EngineCore.reset_encoder_cache` was called, between passes. The next one fetches what it lacks at once."""
+        """`EngineCore.reset_encoder_cache` was called, between passes. The next pass fetches what vLLM now lacks."""
         with self._turn:
             self._follow_reset()
 
@@ -478,12 +478,12 @@ class SchedulerSide:
             return self._look_ups.restore_s(identifier, modality, rows)
 
     def snapshot(self) -> dict[str, int]:
-        """All counts; `requests` is how many are remembered."""
+        """All counts; `requests` is the number of requests remembered."""
         with self._turn:
             return {**self.cache.snapshot(), **self._ledger()}
 
     def measures(self) -> dict[str, int]:
-        """All that `metric_table` is made of: counts, gauges and the counts of histograms."""
+        """All values for `metric_table`: counts, gauges and the counts of histograms."""
         with self._turn:
             cache, counts = self.cache, self.snapshot()
             evicted = {"cpu_evictions": counts["evictions"], "cpu_evicted_bytes": counts["evicted_bytes"]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request waits for before it is scheduled: where each of its items stands, leases, and for how long."""
+"""What a request waits for before it is scheduled, and for how long: the standing of its items, and leases."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Waits:
-    """One engine's, on its scheduler side, on the scheduler's thread alone; no lock, no I/O.
+    """One per engine, on its scheduler side. Runs on the scheduler's thread only; no lock, no I/O.
 
-    `producer` is None in other roles. `cached` is what vLLM's own encoder cache holds, kept by the scheduler side.
+    `producer` is None in other roles. `cached` is what vLLM's own encoder cache holds, updated by the scheduler side.
     Times are monotonic seconds.
     """
 
@@ -40,7 +40,7 @@ class Waits:
         self._decisions = decisions
 
     def end(self, memo: Memo, now: float) -> None:
-        """The request waits no longer."""
+        """The request no longer waits."""
         if memo.waiting_since is not None:
             waited_s = now - memo.waiting_since
             memo.waited_s += waited_s
@@ -48,7 +48,7 @@ class Waits:
             self._decisions.waited(waited_s)
 
     def waited(self, memo: Memo, pending: Sequence[Item], now: float) -> bool:
-        """Whether the request has waited for as long as it may, all its waits together."""
+        """Whether the request has waited as long as it may, all its waits together."""
         if memo.waiting_since is None:
             memo.waiting_since = now
         longest_s = (
@@ -57,10 +57,10 @@ class Waits:
         return memo.waited_s + now - memo.waiting_since >= longest_s
 
     def standing(self, memo: Memo, item: Item, among: Sequence[Item], now: float) -> Standing:
-        """Where an item of a request stands, after leasing it, or starting what can come.
+        """The standing of an item, after leasing it or starting to fetch it.
 
-        One that carries nothing to encode is in nobody's hands but ours until the request holds it: vLLM may
-        evict its own copy before that, so only a lease will do."""
+        An item that carries nothing to encode needs a lease until the request holds it: vLLM may evict its own copy
+        before that."""
         identifier = item.identifier
         if item.held_at is not None and memo.computed > item.held_at[0] and memo.preemptions == item.held_at[1]:
             if self._producer is not None:
@@ -77,15 +77,15 @@ class Waits:
             memo.leases[identifier] = place
             item.missed = False
             return self._staged(memo, item, now)
-        if place is not None:  # over the budget of leases: promised if it is still there when it is asked for
+        if place is not None:  # over the budget of leases: promised if it is still there when vLLM asks for it
             return Standing.SETTLED if item.encodable else Standing.PENDING
         item.missed = item.missed or not self._look_ups.can_come(item, among)
         item.awaited |= not item.missed
         return Standing.MISSED if item.missed else Standing.PENDING
 
     def _staged(self, memo: Memo, item: Item, now: float) -> Standing:
-        """Whether an item that is leased can be scheduled. One that carries nothing to encode has first to be where its
-        load cannot fail any more: if it does not get there its request fails, and not the engine."""
+        """Whether a leased item can be scheduled. One that carries nothing to encode must first be staged, after which
+        its load cannot fail: if staging fails, its request fails and not the engine."""
         if item.encodable:
             return Standing.SETTLED
         match self._cache.staging.ask(memo.leases[item.identifier], memo.request_id):
@@ -94,7 +94,7 @@ class Waits:
                 return Standing.MISSED
             case Readiness.PENDING:
                 return Standing.PENDING
-            case Readiness.NO_ROOM:  # a healthy device is no reason to fail: at last the step loads it
+            case Readiness.NO_ROOM:  # no failure of the device: in the end the step loads it
                 return Standing.SETTLED if self.waited(memo, [item], now) else Standing.PENDING
         return Standing.SETTLED
 

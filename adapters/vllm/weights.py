@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What weights the encoder of one rank has, looked at whenever they may have changed.
+"""The weights of one rank's encoder, checked whenever they may have changed.
 
-When they are looked at, on the worker's main thread, between steps or at a step's start:
+When they are checked, on the worker's main thread, between steps or at the start of a step:
 
-- once the model is loaded: these are the weights that the engine's namespace is about;
-- after every call to the worker that may have changed them (see `worker_calls`), whatever came of it;
+- once the model is loaded: these are the weights that the engine's namespace stands for;
+- after every call to the worker that may have changed them (see `worker_calls`), successful or not;
 - at a step that asks for it (`StepMetadata.look`): once in a while for writers that make no call, and while the weights
-  are in doubt. The model's own `load_weights`, which trainers in this process call, puts them there.
+  are in doubt. The model's own `load_weights`, which trainers in this process call, puts them in doubt.
 
-When they are not: from `sleep` to the `wake_up` that maps their memory again, and while some lie on the meta device, as
-between `start_weight_update` and `finish_weight_update` of vLLM's layerwise reload. Then they are in doubt. Sleep of
-level 2 gives them back with random content: in doubt, too, until something is written or a step runs.
+When they are not checked: from `sleep` to the `wake_up` that maps their memory again, and while some are on the meta
+device, as between `start_weight_update` and `finish_weight_update` of vLLM's layerwise reload. Then they are in doubt.
+Sleep of level 2 returns them with random content: also in doubt, until something is written or a step runs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .encoder_tensors import Tensors, encoder_tensors
 from .tensor_digest import tensor_digest
 
 Report = Callable[[int, str], None]
-"""Tells the scheduler side how many calls there were, and the digest; "" for weights in doubt."""
+"""Reports to the scheduler side the number of calls and the digest; "" for weights in doubt."""
 
 _OWNERS = (
     ("vllm.device_allocator.cumem", "CuMemAllocator"),
     ("vllm.device_allocator.xpumem", "XpuMemAllocator"),
 )
-"""Of the memory of weights that can sleep: vLLM 0.30 to 0.33, one object a process."""
+"""Allocators of the memory of weights that can sleep: vLLM 0.30 to 0.33, one object per process."""
 
 
 class EncoderWeights:
@@ -52,7 +52,7 @@ class EncoderWeights:
         self._digest = ""
         self._known = ""  # the last one that was reported
         self._asleep = False
-        self._rubbish = False  # back from sleep of level 2, and nothing was written since
+        self._rubbish = False  # back from sleep of level 2, and nothing has been written since
         self._never_loaded: frozenset[str] = frozenset()  # on the meta device from the start
         self._buffers = ""  # stands for what calls have made of the buffers
         self._stand_for: dict[str, str] = {}  # digest of buffers -> what it stands for
@@ -63,8 +63,8 @@ class EncoderWeights:
 
     @contextmanager
     def call(self, name: str, argument: object, model: Callable[[], torch.nn.Module]) -> Iterator[None]:
-        """Around a call to the worker that may change weights. `name` is that of a method, or empty; `argument` is its
-        first, if it has any; `model` tells the worker's model afterwards."""
+        """Wraps a call to the worker that may change weights. `name` is a method's name, or empty; `argument` is its
+        first argument, if any; `model` returns the worker's model afterwards."""
         self._calls += 1
         self._send("")
         self._guarded(self._note_buffers)
@@ -79,7 +79,7 @@ class EncoderWeights:
             self.look(rubbish=name != "wake_up")
 
     def look(self, rubbish: bool = True) -> None:
-        """Take the digest and report it; in doubt where there is none. `rubbish`: treat what there is as weights."""
+        """Compute the digest and report it, or doubt if there is none. `rubbish`: accept whatever content is there."""
         digest = self._guarded(self._read) or ""
         if self._rubbish and not rubbish and digest != self._known:
             digest = ""
@@ -88,13 +88,13 @@ class EncoderWeights:
         self._send(digest)
 
     def are(self, held: Held | None, rank: int) -> bool:
-        """Whether they are those that a step was prepared for, of which this rank's part is `held.digests[rank]`."""
+        """Whether these are the weights a step was prepared for; this rank's part of those is `held.digests[rank]`."""
         return (
             held is not None and bool(self._digest) and (held.calls, held.digests[rank]) == (self._calls, self._digest)
         )
 
     def _send(self, digest: str) -> None:
-        """Report what is news: in doubt it makes no difference how many calls there were."""
+        """Report changes only: in doubt, the number of calls makes no difference."""
         if digest or self._digest:
             self._report(self._calls, digest)
         self._digest = digest
@@ -109,8 +109,7 @@ class EncoderWeights:
         self._doubt_after_loading()
 
     def _after(self, model: torch.nn.Module) -> None:
-        """A call is over: what it has made of the buffers counts, what the model itself does to them between two calls
-        does not."""
+        """A call is over: its changes to the buffers count; those that the model itself makes between calls do not."""
         if model is not self._model:
             self._model = model
             self._doubt_after_loading()
@@ -123,7 +122,7 @@ class EncoderWeights:
             self._stand_for.setdefault(self._digest_of_buffers(self._tensors()), self._buffers)
 
     def _read(self) -> str:
-        """The digest now, "" while there is nothing to be read."""
+        """The current digest; "" while the weights cannot be read."""
         if self._unmapped():
             return ""
         found = self._tensors()
@@ -141,8 +140,8 @@ class EncoderWeights:
         return tensor_digest((name, buffer) for name, buffer in found.buffers if not buffer.is_meta)
 
     def _doubt_after_loading(self) -> None:
-        """Trainers in the same process (TRL) load into the model without such a call, a tensor at a time: too often for
-        a look at each."""
+        """Trainers in the same process (TRL) load into the model without such a call, one tensor at a time: too often
+        for a check of each."""
         model = self._model
         load = getattr(model, "load_weights", None)
         if load is None:
@@ -154,7 +153,7 @@ class EncoderWeights:
             try:
                 return load(*args, **kwargs)
             finally:
-                self._send("")  # a look may have come in between, from another thread
+                self._send("")  # another thread may have made a check in between
 
         model.load_weights = load_in_doubt
 
@@ -172,7 +171,7 @@ class EncoderWeights:
                 self._asleep = self._rubbish = True
 
     def _unmapped(self) -> bool:
-        """Whether their memory is unmapped. Its allocator knows, whoever put it to sleep; where there is none, the
+        """Whether the weights' memory is unmapped. Its allocator knows, however it was put to sleep; without one, the
         names of the calls decide."""
         allocators = [
             getattr(getattr(sys.modules.get(module), name, None), "instance", None) for module, name in _OWNERS

@@ -24,7 +24,7 @@ from .topology import SAVING_RANK
 from .weights import EncoderWeights
 
 EncoderTensors = MutableMapping[str, torch.Tensor]
-"""vLLM's own encoder cache: a dictionary, or whatever takes a tensor by item assignment."""
+"""vLLM's own encoder cache: a dictionary, or any object that takes a tensor by item assignment."""
 
 Agree = Callable[[list[bool]], list[bool]]
 """For each value, whether it is true on any rank. Every rank calls it with the same number of values."""
@@ -34,11 +34,11 @@ _OUTDATED = "the encoder's weights have changed since this was decided"
 
 
 class WorkerSide:
-    """One rank of the first pipeline stage. Runs in the worker process, in its forward pass: no I/O, and no wait but a
-    producer's (`producer_flush_s`).
+    """One rank of the first pipeline stage. Runs in the worker process, in its forward pass: no I/O, and no wait other
+    than a producer's (`producer_flush_s`).
 
-    The one thing that ranks do together is to agree: on loads that failed, in steps that load, since the encoder's
-    collectives would hang if only one rank encoded an item; and on having other weights, in steps that look at them.
+    The only thing ranks do together is agree: on failed loads, in steps that load, since the encoder's collectives
+    would hang if only one rank encoded an item; and on having other weights, in steps that check them.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class WorkerSide:
         producer_flush_s: float = 0.0,
         clock: EncodeClock | None = None,
     ) -> None:
-        """`producer_flush_s` is 0 for all but a producer: how long a step that saves may wait until its entries are
-        durable, because vLLM's answer tells consumers that they can fetch them."""
+        """`producer_flush_s`, 0 except for a producer: how long a step that saves may wait until its entries are
+        durable, because vLLM's response announces to consumers that they can fetch them."""
         self._flush_s = producer_flush_s
         self._number = rank
         self._copier = copier
@@ -61,7 +61,7 @@ class WorkerSide:
         self._clock = clock or EncodeClock()
         self._planned = 0  # items to encode in this step
         self.weights: EncoderWeights | None = None
-        """Of this rank's encoder, where they are watched."""
+        """The weights of this rank's encoder, if they are watched."""
         self._outdated = False  # whether this step was prepared for other weights
         self._rank: Rank | None = None
         self._meta: Orders | None = None
@@ -70,16 +70,16 @@ class WorkerSide:
         self._load_ns = self._save_ns = 0
 
     def start(self, engine: str, linger_s: float = LINGER_S) -> None:
-        """Wait for the scheduler side from now on. Raises OSError if another process holds this rank's address."""
+        """Start listening for the scheduler side. Raises OSError if another process holds this rank's address."""
         self._rank = Rank(engine, self._number, self._copier, linger_s)
 
     def watch_weights(self, model: torch.nn.Module) -> None:
-        """From now on report to the scheduler side which weights the encoder of `model`, just loaded, has."""
+        """From now on report the weights of the encoder of `model`, which was just loaded, to the scheduler side."""
         if self._rank is not None:
             self.weights = EncoderWeights(model, self._rank.report_weights, self._logger)
 
     def bind(self, meta: Orders) -> None:
-        """Begin a step: the first hook of each that vLLM runs, before anything is loaded, encoded or saved."""
+        """Begin a step: the first hook of each step, before anything is loaded, encoded or saved."""
         self._meta = meta if meta.step else None
         self._copier.begin_step()
         if self._meta is None:
@@ -92,7 +92,7 @@ class WorkerSide:
             [self._outdated] = self._agree([self._outdated])
 
     def load(self, cache: EncoderTensors) -> None:
-        """Copy this step's loads into vLLM's cache. What cannot be loaded, vLLM encodes after all."""
+        """Copy this step's loads into vLLM's cache. vLLM encodes items that could not be loaded."""
         meta = self._meta
         if meta is None or not meta.loads:
             return
@@ -119,7 +119,7 @@ class WorkerSide:
         return True
 
     def _copied_from(self, payload: torch.Tensor, encodable: bool) -> torch.Tensor:
-        """A copy that failed is made up for by an encode, or, where there is nothing to encode, by a plainer copy."""
+        """A failed copy is replaced by an encode or, if there is nothing to encode, by a plain synchronous copy."""
         try:
             return self._copier.load(payload)
         except Exception as error:
@@ -135,24 +135,24 @@ class WorkerSide:
 
     @staticmethod
     def _encode_after_all(meta: Orders, load: Load, cache: EncoderTensors) -> None:
-        """Add the item to what the encoder, which runs right after the loads, has to encode in this step.
+        """Add the item to those that the encoder, which runs right after the loads, encodes in this step.
 
-        A rank that could load it drops its copy: vLLM's V2 runner encodes only what its cache lacks, and one rank that
-        stays out of the encoder's collectives would hang the others.
+        A rank that could load it drops its copy: vLLM's V2 runner encodes only what its cache lacks, and a rank that
+        skipped the encoder's collectives would hang the others.
         """
         if load.item is not None and meta.encoder_inputs is not None:
             cache.pop(load.identifier, None)
             _encode(meta.encoder_inputs, load.item)
 
     def begin_encodes(self) -> None:
-        """All is loaded, and vLLM's encoder runs next: timed if it encodes what the scheduler side knows of."""
+        """The loads are done and vLLM's encoder runs next: time it if it encodes just what was planned."""
         if self._meta is not None and self._planned and _count(self._meta) == self._planned:
             self._clock.begin()
 
     def encode_again(self) -> None:
-        """Add a producer's items that vLLM counts as cached, and no rank has, to what the encoder is about to encode.
+        """Add a producer's items that vLLM counts as cached but no rank has to those about to be encoded.
 
-        Every rank does, whether it saves or not.
+        Every rank does so, whether it saves or not.
         """
         meta = self._meta
         if meta is not None and meta.encoder_inputs is not None:
@@ -160,7 +160,7 @@ class WorkerSide:
                 _encode(meta.encoder_inputs, item)
 
     def save(self, cache: EncoderTensors, identifier: str) -> None:
-        """Copy a new encoder output into the place that the scheduler side reserved for it, if it did."""
+        """Copy a new encoder output into the place that the scheduler side reserved for it, if any."""
         self._clock.end()
         if self._number == SAVING_RANK and self._meta is not None:
             order = self._meta.saves.get(identifier)
@@ -168,7 +168,7 @@ class WorkerSide:
                 self._save(self._meta, order, cache)
 
     def retry_saves(self, cache: EncoderTensors) -> None:
-        """Copy tensors of earlier steps whose save was dropped then."""
+        """Copy tensors of earlier steps whose saves were dropped."""
         if self._number == SAVING_RANK and self._meta is not None:
             for order in self._meta.retries:
                 if order.identifier in cache:
@@ -193,7 +193,7 @@ class WorkerSide:
         self._copied.append(save)
 
     def _payload(self, meta: Orders, order: Load | Save) -> torch.Tensor:
-        """The arena's bytes that an order names. Raises ValueError unless they are this engine's and within bounds."""
+        """The arena's bytes for an order. Raises ValueError unless they are this engine's and within bounds."""
         if not order.place:
             raise ValueError("what was promised is void")
         rank = self._rank
@@ -209,7 +209,7 @@ class WorkerSide:
     def finish_step(self) -> None:
         """Report the step once its copies are done; hand finished saves to the store process first.
 
-        Raises the device's error if copies failed: then nothing more can be reported, see `abandon`.
+        Raises the device's error if copies failed: nothing more can be reported then, see `abandon`.
         """
         meta, rank, encode_s = self._meta, self._rank, self._clock.take()
         outcomes, copied = self._outcomes, self._copied
@@ -236,7 +236,7 @@ class WorkerSide:
             self._flush(rank, flushed, handed_over)
 
     def _flush(self, rank: Rank, places: set[int], handed_over: threading.Event) -> None:
-        """The only wait in a forward pass: a producer's, which runs no decode that it could hold up."""
+        """The only wait in a forward pass. Only a producer waits; it runs no decode that this could delay."""
         deadline = time.monotonic() + self._flush_s
         if handed_over.wait(self._flush_s):
             late = len(places) - len(rank.await_durable(places, deadline))
@@ -247,15 +247,15 @@ class WorkerSide:
                 )
 
     def abandon(self) -> None:
-        """Leave the engine for good: the scheduler side sees the link end and promises nothing more.
+        """Leave the engine for good: the scheduler side sees the link close and promises nothing more.
 
-        What it has promised to steps that are under way is still loaded: its bytes are mapped, and stay as they are.
+        Promises to steps under way are still loaded: their bytes stay mapped and unchanged.
         """
         if self._rank is not None:
             self._rank.leave()
 
     def shutdown(self) -> None:
-        """Finish the copies, then give the memory back. Bounded, whatever the device does."""
+        """Finish the copies, then release the memory. Bounded, whatever the device does."""
         self._copier.close()
         rank, self._rank = self._rank, None
         self.weights = None
