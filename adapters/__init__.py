@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How others plug in: one folder a host. Installed as ``lmcache_ec.adapters``."""
+"""Adapters to host systems: one folder per host. Installed as ``lmcache_ec.adapters``."""

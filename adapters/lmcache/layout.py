@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an LMCache memory object is, as an entry describes it: any number of tensors, of any shape and dtype.
+"""How an entry describes an LMCache memory object: any number of tensors, of any shape and dtype.
 
     KV_2LTD bfloat16[2,32,256,1024]
     KV_2LTD bfloat16[2,30,256,1024] float8_e4m3fn[2,2,256,1024]
 
 The memory format, then dtype and shape of each tensor; their bytes follow each other in the payload. A single tensor of
-a dtype that the entry format knows is its rows there, too (all dimensions but the last, multiplied); everything else is
+a dtype that the entry format knows is stored as rows (the product of all dimensions but the last); everything else is
 one row of bytes.
 """
 
@@ -31,7 +31,7 @@ _ENTRY_DTYPES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A memory object without its bytes. ValueError, of `of` and `read`, for what cannot be stored or restored."""
+    """A memory object without its bytes. `of` and `read` raise ValueError for what cannot be stored or restored."""
 
     memory_format: MemoryFormat
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -44,7 +44,7 @@ class Layout:
         shapes, dtypes = meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]
         nbytes = memory_object.get_size()
         tensors = tuple((dtype, tuple(shape)) for dtype, shape in zip(dtypes, shapes, strict=True))
-        # Bytes without a dtype, and a buffer that was narrowed to what was written into it.
+        # Bytes without a dtype, or a buffer narrowed to what was written into it.
         if None in dtypes or _nbytes(tensors) != nbytes:
             tensors = ((torch.uint8, (nbytes,)),)
         return cls(meta.fmt, tensors)
@@ -71,7 +71,7 @@ class Layout:
 
     @property
     def spec(self) -> TensorSpec:
-        """How an entry holds it. ValueError for a layout that is too long for an entry's header."""
+        """The spec of an entry that holds it. ValueError for a layout that is too long for an entry's header."""
         first, shape = self.tensors[0]
         name = _ENTRY_DTYPES.get(first)
         if len(self.tensors) > 1 or name is None or not shape:

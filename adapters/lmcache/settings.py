@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of the storage plugin: the keys `lmcache_ec.<name>` of LMCache's `extra_config`.
 
-Names and units are those of the map `ec:`, which configures the encoder cache under vLLM and not this. LMCache writes
-its whole configuration into the log, so a password is given here as `${NAME}`, which names an environment variable.
+Names and units are those of the map `ec:`, which configures the encoder cache under vLLM but not this plugin. LMCache
+logs its whole configuration, so a password is given as `${NAME}`, which names an environment variable.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class PluginSettings(BaseModel):
 
 
 def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
-    """Of LMCache's `extra_config`, what is ours. ValueError names every problem, and quotes no value."""
+    """Our part of LMCache's `extra_config`. The ValueError names every problem and quotes no value."""
     values = {key.removeprefix(PREFIX): value for key, value in extra_config.items() if key.startswith(PREFIX)}
-    if "remote_url" in values:  # LMCache's own name, for one
+    if "remote_url" in values:  # LMCache's own name for a single remote
         values["remotes"] = values.pop("remote_url")
     problems = []
     for name in values.keys() - PluginSettings.model_fields.keys():
@@ -96,7 +96,7 @@ def read_settings(extra_config: Mapping[str, object]) -> PluginSettings:
 
 
 def remote_tiers(settings: PluginSettings, extra_config: Mapping[str, object]) -> list[Remote]:
-    """The remotes as they are opened, in order. They hold credentials."""
+    """The remotes to open, in order. They hold credentials."""
     return [
         configured(
             url,
@@ -112,7 +112,7 @@ def remote_tiers(settings: PluginSettings, extra_config: Mapping[str, object]) -
 
 
 def _with_password(url: str) -> str:
-    """The URL with its variables filled in. ValueError for a password that stands there, where LMCache logs it."""
+    """The URL with its variables filled in. ValueError for a literal password, which LMCache would log."""
     parts = urlsplit(url)
     plain = without_variables(parts.netloc.rpartition("@")[0].partition(":")[2])
     if plain or re.search(r"passw(?:or)?d=(?!\$\{)", parts.query):

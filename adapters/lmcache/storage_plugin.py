@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk and remote tiers as one storage backend of LMCache, for memory objects of any shape and dtype.
 
-LMCache's CPU backend stays above it: it allocates what is read here, and LMCache's storage manager puts into it what
-it got from here. Each object is an entry (`lmcache_ec.entry`), named by the whole text of LMCache's key in a namespace
-of the model's own, and verified whenever it is read. configs/lmcache-plugin.yaml switches it on.
+LMCache's CPU backend stays above it: it allocates memory for what is read here, and LMCache's storage manager puts into
+it what it read from here. Each object is an entry (`lmcache_ec.entry`), named by the whole text of LMCache's key in the
+model's own namespace, and verified on every read. configs/lmcache-plugin.yaml enables it.
 
-*Puts.* The caller's thread copies the object, and no more: LMCache frees the memory of its CPU backend before it closes
-this one, so no thread may be left with a reference into it. What does not fit into `max_pending_size` until it has been
-written is not stored, and counted.
+*Puts.* The caller's thread only copies the object: LMCache frees the memory of its CPU backend before it closes this
+one, so no thread may keep a reference into it. An object whose copy does not fit into `max_pending_size` is not stored,
+and is counted.
 
-*Gets.* In the caller's thread, or for several keys in `_readers`: the tiers in order; what verifies is copied into an
-object of LMCache's, and written to the tiers before the one that had it. What does not is deleted, and the next tier
-is asked. A tier that failed is left alone for a while (`lmcache_ec.tiers.lane`).
+*Gets.* In the caller's thread, or for several keys in `_readers`: the tiers are asked in order. An entry that verifies
+is copied into an LMCache object, and written to the tiers before the one that had it. One that does not is deleted, and
+the next tier is asked. A tier that failed is left alone for a while (`lmcache_ec.tiers.lane`).
 
-*Pins* are counted, and keep this process from removing an entry unless it is forced. They hold off neither eviction by
-others on the same store nor the end of its time to live: a get then finds nothing, which LMCache takes as a miss.
+*Pins* are counted, and keep this process from removing an entry unless forced. They prevent neither eviction by other
+users of the store nor expiry: a get then finds nothing, which LMCache treats as a miss.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OnComplete = Callable[[CacheEngineKey], None]
 
 _READERS = 16
 _WINDOW = 32
-"""The most keys that are asked about at once: one the first time, then twice as many each time."""
+"""Maximum number of keys looked up at once: one at first, then twice as many each time."""
 
 _PRODUCER = f"lmcache-ec {__version__}, lmcache plugin"
 _logger = init_logger(__name__)
@@ -67,8 +67,8 @@ _logger = init_logger(__name__)
 class ShapeAgnosticBackend(StoragePluginInterface):
     """LMCache's storage backend over our tiers. ValueError for settings or tiers that cannot be used.
 
-    Lives in each process that has a storage manager of LMCache's; any thread may call its methods. None of them raises
-    because of what a store does. `_lock` guards the pins.
+    Lives in each process that has an LMCache storage manager; any thread may call its methods. None of them raises on a
+    fault of a store. `_lock` guards the pins.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     ) -> None:
         if config is None or metadata is None:
             raise ValueError("storage plugin: LMCache's configuration and metadata are needed")
-        if local_cpu_backend is None and metadata.role != "scheduler":  # which only looks up
+        if local_cpu_backend is None and metadata.role != "scheduler":  # the scheduler only looks up
             raise ValueError("storage plugin: reads need LMCache's CPU memory: set max_local_cpu_size above 0")
         super().__init__(dst_device, config, metadata, local_cpu_backend, loop)
         settings = read_settings(config.extra_config or {})
@@ -110,7 +110,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
 
     @property
     def counts(self) -> Counter[str]:
-        """Hits, writes, drops and faults of each tier so far."""
+        """Hits, writes, drops and failures of each tier so far."""
         return self._tiers.journal.counts
 
     def get_allocator_backend(self) -> LocalCPUBackend:
@@ -135,7 +135,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        """How many of `keys`, from the first on, are there."""
+        """How many leading `keys` are stored, up to the first that is not."""
         names = [self._name(key) for key in keys]
         found, window = 0, 1
         while found < len(names) and not self._closed:
@@ -169,7 +169,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return pinned > 0
 
     def remove(self, key: CacheEngineKey, force: bool = True) -> bool:
-        """Remove an entry from every tier, and one that is still being written as soon as it is there."""
+        """Remove an entry from every tier; one still being written is removed once it has been written."""
         name = self._name(key)
         if self._closed or (name in self._pins and not force):
             return False
@@ -186,7 +186,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         transfer_spec: object = None,
         on_complete_callback: OnComplete | None = None,
     ) -> list[Future[None]] | None:
-        """Copy what there is room for. A future ends when every tier has the entry, or will not have it."""
+        """Copy the objects that there is room for. A future ends when every tier has the entry, or will not have it."""
         writes = [self.submit_put_task(key, obj, on_complete_callback) for key, obj in zip(keys, objs, strict=False)]
         return [write for write in writes if write] or None
 
@@ -202,7 +202,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     def submit_put_task(
         self, key: CacheEngineKey, memory_obj: MemoryObj, on_complete_callback: OnComplete | None = None
     ) -> Future[None] | None:
-        """Copy one object; None if it is not going to be stored. The callback is called if a tier has it in the end."""
+        """Copy one object; None if it will not be stored. The callback is called in the end if any tier has it."""
         name = self._name(key)
         try:
             spec = Layout.of(memory_obj).spec
@@ -211,14 +211,14 @@ class ShapeAgnosticBackend(StoragePluginInterface):
                 entry.entry_length(name.identifier, spec),
                 lambda data: _copy(entry.payload(data, name.identifier), memory_obj.byte_array),
             )
-        except Exception as error:  # of another kind of object than those that hold bytes in memory
+        except Exception as error:  # a kind of object that does not hold bytes in memory
             self._tiers.complain("put_errors", f"an object cannot be stored: {type(error).__name__}: {error}")
             return None
         if write is None:
             return None
         if on_complete_callback is not None:
             complete = on_complete_callback
-            write.done.add_done_callback(lambda _: complete(key) if write.stored else None)  # it logs what that raises
+            write.done.add_done_callback(lambda _: complete(key) if write.stored else None)  # exceptions are logged
         self._writes.seal(write, spec)
         return write.done
 
@@ -237,9 +237,9 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: object = None
     ) -> list[MemoryObj]:
-        """As many of `keys`, from the first on, as could be read: LMCache pairs keys and answers in order.
+        """The objects of the leading `keys`, up to the first that could not be read: LMCache pairs both in order.
 
-        Nothing else releases the pins of the look-up before it.
+        Only this releases the pins of the preceding look-up.
         """
         objects = await asyncio.to_thread(self.batched_get_blocking, keys)
         for key in keys:
@@ -251,7 +251,7 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return [memory_object for memory_object in objects[:there] if memory_object is not None]
 
     def _get(self, key: EncoderCacheKey) -> MemoryObj | None:
-        """An object of LMCache's that is the caller's to release, or None."""
+        """An LMCache object, which the caller must release, or None."""
         if self._closed or self.local_cpu_backend is None:
             return None
         try:
@@ -268,8 +268,8 @@ class ShapeAgnosticBackend(StoragePluginInterface):
     def _handed_over(
         self, key: EncoderCacheKey, number: int, data: memoryview, spec: entry.TensorSpec
     ) -> MemoryObj | None:
-        """What a verified entry holds as an object of LMCache's; None if it is not what its layout says, and deleted.
-        Never waits for room: LMCache would wait without end."""
+        """A verified entry's payload as an LMCache object; None if its layout does not match, and the entry is deleted.
+        Never waits for room: LMCache would wait forever."""
         stack, layout = self._tiers.stack, Layout.read(spec.layout)
         if layout.nbytes != spec.nbytes:
             error = entry.EntryError(entry.Reason.SHAPE, "its layout does not match the length of its tensor")
@@ -285,12 +285,12 @@ class ShapeAgnosticBackend(StoragePluginInterface):
         return memory_object
 
     def _name(self, key: CacheEngineKey) -> EncoderCacheKey:
-        """A tag may hold text that UTF-8 cannot encode."""
+        """The entry's key. A tag may hold text that UTF-8 cannot encode."""
         return EncoderCacheKey(self.namespace, key.to_string().encode(errors="backslashreplace").decode())
 
 
 def _namespace(model: str, settings: PluginSettings) -> str:
-    """Of a model that LMCache names by a folder its content counts: the next checkpoint may lie in the same place."""
+    """If LMCache names the model by a folder, the folder's content counts: another checkpoint may replace it there."""
     try:
         checkpoint = checkpoint_fingerprint(Path(model)) if Path(model).is_dir() else ""
     except FingerprintError as error:
@@ -309,5 +309,5 @@ def _openings(settings: PluginSettings, extra_config: Mapping[str, object]) -> l
 
 
 def _copy(target: memoryview | bytearray, source: memoryview | bytes) -> None:
-    """Bytes of the same length, while other threads go on; LMCache's buffers are not of one kind."""
+    """Copy bytes of the same length, while other threads can run; LMCache's buffers are of several kinds."""
     numpy.copyto(numpy.frombuffer(target, numpy.uint8), numpy.frombuffer(source, numpy.uint8))

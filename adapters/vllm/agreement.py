@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of all ranks of the first pipeline stage on the loads that failed."""
+"""Agreement of all ranks of the first pipeline stage on which loads failed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 
 def agree(failed: list[bool]) -> list[bool]:
-    """True where it is true on any rank. A collective over host memory; all ranks call it in the same step."""
+    """Whether each value is true on any rank. A collective over host memory; all ranks call it in the same step."""
     from vllm.distributed import parallel_state
 
     votes = torch.tensor(failed, dtype=torch.int32)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer's answer says of its entries, and what a consumer's request brings of that.
+"""What a producer's response announces about its entries, and how a consumer's request carries that.
 
-`ec_transfer_params` maps an identifier to what is known of the item. vLLM's own connectors put in `metadata`, with
+`ec_transfer_params` maps an identifier to what is known of the item. vLLM's own connectors add `metadata`, with
 which a proxy can leave the media out of the consumer's request (vllm/distributed/ec_transfer/ec_connector/utils.py);
 ours adds `namespace`, so that engines that encode differently are distinguished at once and not by a miss each time.
 
-Both name an item as client and proxy do: by its uuid where it has one, not as the front end spells that.
+Both name an item as client and proxy do: by its uuid if it has one, not in the front end's spelling.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Announcer:
         self._resolver = PlaceholderMetadataResolver(model_config)
 
     def announce(self, request: Request, stored: Callable[[str], bool], namespace: str) -> dict[str, Any] | None:
-        """What the answer to `request` says of entries in `namespace`. An item that is not `stored` is announced
-        without metadata: its media has to stay with the request, or the consumer had nothing to encode."""
+        """What the response to `request` announces about entries in `namespace`. An item that is not `stored` is
+        announced without metadata: its media must stay with the request, or the consumer has nothing to encode."""
         from vllm.distributed.ec_transfer.ec_connector.utils import collect_ec_item_metadata
 
         items = {}
@@ -40,7 +40,7 @@ class Announcer:
         for identifier, item in collect_ec_item_metadata(request.mm_features, self._resolver).items():
             if not stored(identifier):
                 item["metadata"] = {}
-            elif not mixed:  # vLLM's proxy recognises the sound of a video by maps that hold what vLLM puts in alone
+            elif not mixed:  # vLLM's proxy recognises a video's audio track by maps that hold vLLM's own keys only
                 item[NAMESPACE] = namespace
             items[client_uuid(identifier)] = item
         return items or None
@@ -49,7 +49,7 @@ class Announcer:
 def announced(request: Request) -> dict[str, str]:
     """Name of an item (`identifiers.client_uuid`) to namespace: what a producer of ours has announced for this request.
 
-    The parameters come from a client, so nothing about their shape is taken for granted.
+    The parameters come from a client, so nothing is assumed about their shape.
     """
     params = getattr(request, "ec_transfer_params", None)
     if not isinstance(params, dict):

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 _PLAUSIBLE_ROWS = 32768
 _PLAUSIBLE_WIDTH_FACTOR = 16
-"""A consumer does not know widths: DeepStack packs several layers into a row, four in the models at hand."""
+"""A consumer does not know widths: DeepStack packs several layers into a row, four in the models known so far."""
 
 
 def build_scheduler_side(
     vllm_config: VllmConfig, logger: logging.Logger
 ) -> tuple[SchedulerSide | None, Callable[[Request, int], bool]]:
-    """The scheduler side, or None where this engine is served without; and a function that says whether every item of a
+    """The scheduler side, or None if this engine is served without; and a function that returns whether every item of a
     request that its computed tokens do not cover can be encoded.
 
-    Raises ConfigError for a configuration that cannot be meant.
+    Raises ConfigError for an invalid configuration.
     """
     from .media import EncodableMedia
 
@@ -147,7 +147,7 @@ def _scheduler_side(
 
 
 def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> WorkerSide | None:
-    """This rank's side, or None where the engine is served without, or the rank is of a later pipeline stage."""
+    """This rank's side, or None if the engine is served without, or the rank is in a later pipeline stage."""
     rank = vllm_config.parallel_config.rank
     config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
     if not config.enabled or why_inert(vllm_config) or rank >= loading_ranks(vllm_config):
@@ -175,7 +175,7 @@ def build_worker_side(vllm_config: VllmConfig, logger: logging.Logger) -> Worker
 
 
 def _copier(kind: str) -> Copier:
-    """Of the device that vLLM has made this process' current one. Raises whatever torch does where there is none."""
+    """The copier for this process's current device, set by vLLM. Raises torch's own error if there is none."""
     import torch
 
     from .copier import copier_for

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the files of a checkpoint stayed the same from before an engine loaded its weights until they were
-fingerprinted: what was read in between is otherwise not what the fingerprint is of.
+fingerprinted: otherwise the fingerprint may not match the weights that were loaded.
 
-Both checks run in EngineCore's process, on its main thread. What is fetched from a hub meanwhile is no change.
+Both checks run in EngineCore's process, on its main thread. Files fetched from a hub meanwhile do not count as changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _before: dict[str, dict[Path, _State]] = {}
 
 
 def note(model: str, folders: Sequence[Path]) -> None:
-    """Before the weights of `model` are loaded from these folders."""
+    """Call before the weights of `model` are loaded from these folders."""
     _before[model] = dict(_states(folders))
 
 
@@ -35,4 +35,4 @@ def _states(folders: Sequence[Path]) -> Iterator[tuple[Path, _State]]:
                 status = os.stat(path := folder / name)
                 yield path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     except (OSError, FingerprintError):
-        pass  # the fingerprint says what is wrong
+        pass  # the fingerprint reports what is wrong

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side has counted, handed to vLLM after a step, at most once a second.
+"""The scheduler side's counts, handed to vLLM after a step, at most once a second.
 
-vLLM (v1/core/sched/scheduler.py, `update_from_output`) asks after each step and sends the answer to one of its front
-ends, whichever has an answer to a request due. So what is handed over are differences: each is added once, wherever it
-arrives, and Prometheus' client adds up the front ends. Gauges are whole, and the last one counts.
+vLLM (v1/core/sched/scheduler.py, `update_from_output`) asks after each step and sends the result to one of its front
+ends, any that is due a response to a request. So counts are handed over as differences: each is added once, wherever it
+arrives, and Prometheus' client sums over the front ends. Gauges are absolute values; the last one wins.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Payload = dict[str, dict[str, int] | dict[str, list[int]]]
 
 
 class _Source(NamedTuple):
-    """A series, and the counts that it is made of."""
+    """A series, and the counts that make it up."""
 
     key: str
     counts: list[str]
 
 
 class Collector:
-    """One scheduler side's. Runs on the scheduler's thread: no I/O, no lock, no JSON, and nothing but a look at the
-    clock, unless a second has passed or the last request has ended."""
+    """One per scheduler side. Runs on the scheduler's thread: no I/O, no lock, no JSON; it only reads the clock unless
+    a second has passed or the last request has ended."""
 
     def __init__(self, side: SchedulerSide, logger: logging.Logger) -> None:
         self._side = side
@@ -42,12 +42,12 @@ class Collector:
         self._due_at = 0.0
         self._known: tuple[tuple[str, ...], int] | None = None  # tiers, number of modalities
         self._sources: dict[Kind, list[_Source]] = {}
-        self._states: list[tuple[str, str, int]] = []  # series, count, the value of it that is this state
+        self._states: list[tuple[str, str, int]] = []  # series, count, the count's value for this state
         self._handed: dict[str, int] = {}
         self._gauges: dict[str, int] = {}
 
     def collect(self) -> Payload | None:
-        """What is new since the last one; None: it is too early, or nothing is. Never raises."""
+        """What is new since the last payload; None: too early, or nothing is new. Never raises."""
         now, decisions = time.monotonic(), self._side.decisions
         if now < self._due_at and not decisions.ended:
             return None
@@ -93,7 +93,7 @@ class Collector:
         return max(0, counts.get(name, 0) - self._handed.get(name, 0))
 
     def _resolve(self, tiers: tuple[str, ...], modalities: list[str]) -> None:
-        """Which series there are, now that the tiers and the modalities are known."""
+        """Determine the series, now that the tiers and the modalities are known."""
         self._sources = {kind: [] for kind in Kind}
         self._states = []
         for metric in METRICS:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a container: what was handed to a store process is still written, though the end of PID 1 would kill it.
+"""The end of a container: entries handed to a store process are still written, though the end of PID 1 would kill it.
 
 vLLM's front end kills its processes without waiting for them (`shutdown_timeout` is 0), so no connector can wait in its
-`shutdown`. The front end itself can, after all else: `atexit` runs what was registered first last, and this is
-registered before vLLM starts anything. Where the front end is PID 1, orphans become its children: it also collects the
-store processes that were killed and replaced, which would otherwise stay as zombies.
+`shutdown`. The front end itself can, at the very end: `atexit` runs handlers in reverse order, and this one is
+registered before vLLM starts anything. If the front end is PID 1, orphans become its children: it also reaps the store
+processes that were killed and replaced, which would otherwise stay as zombies.
 
-Runs in the process that builds vLLM's configuration. Nothing here touches a process that is no store process.
+Runs in the process that builds vLLM's configuration. Nothing here touches processes other than store processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from lmcache_ec.store_process import PROCESS_NAME
 
 _INITS = frozenset({"tini", "docker-init", "dumb-init", "catatonit"})
-"""Programs that run as PID 1 of a container for one child, and end with it."""
+"""Init programs that run as PID 1 of a container for one child, and end with that child."""
 
 _COLLECT_EVERY_S = 10.0
 _PATIENCE_S = 5.0
-"""For a store process to notice that its engine has ended."""
+"""Time for a store process to notice that its engine has ended."""
 
 _lock = threading.Lock()
 _registered = False
@@ -34,16 +34,16 @@ _drain_s = 0.0
 
 
 def ends_with_this_process(proc: Path = Path("/proc")) -> bool:
-    """Whether the end of this process is that of its container, or of its process namespace: it is PID 1, or the child
-    of an init that ends with it, or was put into the namespace from outside, as the first process of a container in a
-    pod that shares one."""
+    """Whether its container or process namespace ends with this process: it is PID 1, or the child of an init that ends
+    with it, or was put into the namespace from outside, like the first process of a container in a pod that shares
+    one."""
     if os.getpid() == 1 or os.getppid() == 0:
         return True
     return os.getppid() == 1 and _name_and_state(proc / "1")[0] in _INITS
 
 
 def finish_before_exit(drain_s: float) -> None:
-    """At the end of this process wait until the store processes are done, for `drain_s` and a little more at most."""
+    """When this process exits, wait until the store processes are done, for at most `drain_s` and a few seconds."""
     global _registered, _drain_s
     with _lock:
         _drain_s = max(_drain_s, drain_s)
@@ -56,7 +56,7 @@ def finish_before_exit(drain_s: float) -> None:
 
 
 def wait_for_stores(timeout_s: float) -> None:
-    """Until no store process runs in this process namespace, or the time is over."""
+    """Wait until no store process runs in this process namespace, or the timeout has passed."""
     deadline = time.monotonic() + timeout_s
     for pid in list(_stores()):
         try:
@@ -73,12 +73,12 @@ def wait_for_stores(timeout_s: float) -> None:
 
 
 def collect() -> None:
-    """Collect the store processes that have ended as children of this one. Other children are left to vLLM."""
+    """Reap the store processes that have ended as children of this one. Other children are left to vLLM."""
     for pid in list(_stores(state="Z", parent=os.getpid())):
         try:
             os.waitpid(pid, os.WNOHANG)
         except ChildProcessError:
-            continue  # another thread did
+            continue  # another thread reaped it
 
 
 def _collect_for_ever() -> None:
@@ -88,7 +88,7 @@ def _collect_for_ever() -> None:
 
 
 def _stores(state: str = "", parent: int = 0) -> Iterator[int]:
-    """Store processes, zombies only if asked for."""
+    """The pids of store processes; zombies only if asked for."""
     for folder in Path("/proc").glob("[0-9]*"):
         name, found, of = _name_and_state(folder)
         wanted = found == state if state else found not in ("Z", "X", "")
@@ -97,7 +97,7 @@ def _stores(state: str = "", parent: int = 0) -> Iterator[int]:
 
 
 def _name_and_state(folder: Path) -> tuple[str, str, int]:
-    """Name, state and parent of a process; empty if it has ended meanwhile."""
+    """Name, state and parent of a process; empty if it has ended in the meantime."""
     try:
         before, _, after = (folder / "stat").read_text().rpartition(")")
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of the items that vLLM needed: loaded or encoded, and why; how long requests waited for that."""
+"""What happened to the items that vLLM needed: loaded or encoded, and why; how long requests waited for that."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MISS_REASONS = ("new", "not_found", "deadline", "policy", "misfit", "not_cacheab
 
 
 class Decisions:
-    """Runs on the scheduler's thread alone. Counts what goes out with a step, which is what happens: nothing of a pass
-    that vLLM takes back."""
+    """Runs on the scheduler's thread only. Counts what is sent with a step, which does happen; decisions of a pass
+    that vLLM takes back are not counted."""
 
     def __init__(self) -> None:
         self.modalities: list[str] = []
-        """Those that were seen: as many as the model has."""
+        """The modalities seen so far: at most those of the model."""
         self.ended = False
-        """Whether the last request that was known has ended since this was set to False."""
+        """Whether the last known request has ended since this was set to False."""
         self._counts: Counter[str] = Counter()
         self._sizes = Histogram("load_bytes", SIZE_BYTES)
         self._waits = Histogram("deferred_ns", LATENCY_NS)
 
     def loaded(self, place: Place, modality: str, encode_s: float) -> None:
-        """An item goes out to be loaded, in place of an encode of `encode_s`, infinite if nobody knows that yet. Before
-        the book forgets which tier had it."""
+        """An item is sent to be loaded instead of an encode of `encode_s` (infinite: not known yet). Call before the
+        book forgets which tier had it."""
         self._looked_up(modality, "hit")
         self._counts[f"loaded_bytes_{place.origin or 'cpu'}"] += place.length
         self._sizes.add(place.length)
@@ -39,12 +39,12 @@ class Decisions:
             self._counts["encode_saved_ns"] += int(encode_s * NS)
 
     def encoded(self, modality: str, reason: str) -> None:
-        """An item goes out to be encoded."""
+        """An item is sent to be encoded."""
         self._looked_up(modality, "miss")
         self._counts[f"misses_{reason}"] += 1
 
     def waited(self, seconds: float) -> None:
-        """A request was deferred for so long."""
+        """A request was deferred for this long."""
         self._waits.add(int(seconds * NS))
 
     def counts(self) -> dict[str, int]:

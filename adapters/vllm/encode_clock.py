@@ -15,15 +15,15 @@ def _unknown() -> float:
 
 
 class EncodeClock:
-    """Runs in the forward pass and waits for nothing. On a device by two events in the model's own order of work, on a
-    host, where the encoder is done when it returns, by its clock.
+    """Runs in the forward pass and never waits. On a device it uses two events on the model's stream; on a host, where
+    the encoder is done when it returns, the host's clock.
 
     vLLM's V1 runner hands over the first output when all are computed (`_execute_mm_encoder`), the V2 runner after it
-    has put them among the text's embeddings, too, which takes little.
+    has also merged them into the text's embeddings, which takes little time.
     """
 
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        """`event` makes a device event that records the time; without it, the host's clock is used."""
+        """`event` creates a device event that records the time; without it, the host's clock is used."""
         self._event = event
         self._began: Any = None
         self._ended: Any = None
@@ -32,13 +32,13 @@ class EncodeClock:
         self._began, self._ended = self._now(), None
 
     def end(self) -> None:
-        """The first time after `begin` counts."""
+        """Only the first call after `begin` counts."""
         if self._began is not None and self._ended is None:
             self._ended = self._now()
 
     def take(self) -> _Reading:
-        """How many seconds it took, to be asked when the step's copies are done; 0 if nothing was encoded. It may wait
-        for the device."""
+        """Returns a function for the seconds it took, to be called when the step's copies are done; 0 if nothing was
+        encoded. That call may wait for the device."""
         self.end()
         began, ended = self._began, self._ended
         self._began = self._ended = None
@@ -62,7 +62,7 @@ def _between(began: Any, ended: Any) -> float:
 
 
 def clock_for(kind: str) -> EncodeClock:
-    """For the type of device that this process uses (`torch.device.type`)."""
+    """The clock for the type of device that this process uses (`torch.device.type`)."""
     if kind == "cpu":
         return EncodeClock()
     import torch

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which vLLM's own encoder cache, on the device, gives entries up.
+"""The order in which vLLM's own encoder cache, on the device, evicts entries.
 
-vLLM's manager evicts in the order of last release (`freeable`, 0.11 to 0.33). This one is vLLM's but for that order,
-which it sets right before vLLM evicts: accounts, references, the limit and what workers are told stay vLLM's code.
+vLLM's manager evicts in the order of last release (`freeable`, 0.11 to 0.33). This one differs only in that order,
+which it sets right before vLLM evicts: accounting, references, the limit and messages to workers stay vLLM's code.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MOST_ASKED = 32
-"""Of so many entries the cost is asked to make room for one item, ten microseconds each: three, as a rule."""
+"""Maximum entries whose cost is looked up to make room for one item, ten microseconds each: usually three."""
 
 _ROW_BYTES = 4096
-"""A guess: what an entry is thought to cost before anybody is asked may be too little, and not too much."""
+"""A guess: the cost assumed for an entry before it is looked up may be too low, but not too high."""
 
 _POLICIES = ("cost", "lru")
 
@@ -39,19 +39,19 @@ class _Cached:
 
 
 class TierAwareEncoderCacheManager(EncoderCacheManager):
-    """vLLM's encoder-cache manager that evicts what is cheapest to have back. Runs on the scheduler's thread.
+    """vLLM's encoder-cache manager, but evicting what is cheapest to get back. Runs on the scheduler's thread.
 
     Named in `--ec-manager-config`; its `manager_config` has one key, `policy`: `cost` (the default), or `lru`, the
     least recently accessed first. Without a connector of ours `cost` is `lru`.
 
-    An entry that is accessed is taken for one that memory holds below: its save is over by the time that it may go.
-    What having it back really costs is asked once it is about to go. If that is more, it moves up, and others go first.
+    An accessed entry is assumed to be in LocalCPU: its save is over by the time that it may be evicted. The real cost
+    of getting it back is looked up when it is about to be evicted. If that is higher, it moves up, and others go first.
     """
 
     @classmethod
     def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> EncoderCacheManager:
-        """ValueError for a `manager_config` that cannot be meant. Encoder-decoder models get vLLM's manager of theirs:
-        it keeps nothing that could be evicted."""
+        """ValueError for an invalid `manager_config`. Encoder-decoder models get vLLM's own manager for them: it keeps
+        nothing that could be evicted."""
         policy = policy_of(getattr(vllm_config.ec_manager_config, "manager_config", {}))
         if vllm_config.model_config.is_encoder_decoder:
             return EncoderDecoderCacheManager(cache_size=cache_size)
@@ -66,7 +66,7 @@ class TierAwareEncoderCacheManager(EncoderCacheManager):
     def _begin(self) -> None:
         self._uses = Uses(USES_HALF_LIFE)
         self._known: dict[str, _Cached] = {}
-        """All that is cached."""
+        """All entries cached."""
         self._order: Order[str] = LruOrder() if self._lower_tiers is None else CostOrder(self._worth)
 
     def reset(self) -> None:
@@ -94,7 +94,7 @@ class TierAwareEncoderCacheManager(EncoderCacheManager):
         return bool(super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule))
 
     def _access(self, request: Request, input_id: int) -> None:
-        """One request that asks in several passes, or has an item twice, has used it once."""
+        """A request that asks in several passes, or has an item twice, counts as one use."""
         feature, rows = request.mm_features[input_id], request.get_num_encoder_embeds(input_id)
         identifier = feature.identifier
         known = self._known.get(identifier)
@@ -110,7 +110,7 @@ class TierAwareEncoderCacheManager(EncoderCacheManager):
         return worth(known.rows, known.restore_s, self._uses.count(identifier))
 
     def _take_out(self, rows: int) -> list[str]:
-        """What is evicted to have so many rows, the first to go in front. There has to be as much that nobody uses."""
+        """The entries to evict to free `rows` rows, in order of eviction. That many rows must be unused."""
         victims: list[str] = []
         asked: set[str] = set()
         while rows > 0:
@@ -128,14 +128,14 @@ class TierAwareEncoderCacheManager(EncoderCacheManager):
         return victims
 
     def _costs_more(self, identifier: str, lower_tiers: LowerTiers) -> bool:
-        """Whether having it back costs more now than was thought."""
+        """Look up the cost of getting it back. Whether that is more than was assumed."""
         known = self._known[identifier]
         thought_s, known.restore_s = known.restore_s, lower_tiers.restore_s(identifier, known.modality, known.rows)
         return known.restore_s > thought_s
 
 
 def policy_of(manager_config: dict[str, Any]) -> str:
-    """What a `manager_config` says. ValueError, which says what must be."""
+    """The policy in a `manager_config`. ValueError if it is invalid, stating what is allowed."""
     unknown = sorted(manager_config.keys() - {"policy"})
     if unknown:
         raise ValueError(f"manager_config: unknown key {unknown[0]!r}; TierAwareEncoderCacheManager knows 'policy'")

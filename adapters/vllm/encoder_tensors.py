@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a model its encoder's output depends on: of tower, projector, and whatever stands beside them."""
+"""The tensors of a model that its encoder's output depends on: those of tower, projector and related modules."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from .packed_weights import packed_digest
 
 _READS = frozenset({"get_language_model", "embed_input_ids"})
-"""Attributes by which the code of an encoder reaches into the language model: for its embeddings, in vLLM 0.32's molmo2
-and moondream3."""
+"""Attributes through which an encoder's code accesses the language model: for its embeddings, in vLLM 0.32's molmo2 and
+moondream3."""
 
 _PRUNING = frozenset({"_create_final_video_embeddings"})
-"""Methods that do so, but are called only where videos are pruned: `is_multimodal_pruning_enabled` of qwen3_vl."""
+"""Methods that do so, but are called only if videos are pruned: `is_multimodal_pruning_enabled` of qwen3_vl."""
 
 
 class Tensors(NamedTuple):
-    """Parameters, which nothing but a writer changes; buffers, some of which change as the model runs (rotary tables
-    that grow or take another dtype, scales that follow the data); digests of weights that are packed out of sight, ""
-    where they were not seen before (see `packed_weights`). Each by name, in the order of the modules."""
+    """Parameters, which only a writer changes; buffers, some of which change as the model runs (rotary tables that grow
+    or change dtype, scales that follow the data); digests of packed weights, which cannot be read, "" if they were not
+    seen before packing (see `packed_weights`). Each by name, in the order of the modules."""
 
     parameters: list[tuple[str, torch.Tensor]]
     buffers: list[tuple[str, torch.Tensor]]
@@ -32,8 +32,8 @@ class Tensors(NamedTuple):
 
 
 def encoder_tensors(model: torch.nn.Module) -> Tensors:
-    """All but the language model's, each once. Where the model does not say which those are, or its encoder uses them,
-    or there are no others, all of the model's."""
+    """All tensors but the language model's, each once. All of the model's if it does not state which those are, if its
+    encoder uses them, or if there are no others."""
     language = frozenset[str](getattr(model, "_language_model_names", ()))
     unused = frozenset[str]() if getattr(model, "is_multimodal_pruning_enabled", True) else _PRUNING
     kind: object = type(model)
@@ -55,7 +55,7 @@ def _without(model: torch.nn.Module, left_out: frozenset[str]) -> Tensors:
 
 
 def _modules(module: torch.nn.Module, prefix: str, left_out: frozenset[str]) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Each module with its name and a dot."""
+    """Each module with its name followed by a dot."""
     yield prefix, module
     for name, child in module.named_children():
         if prefix + name not in left_out:
@@ -64,10 +64,10 @@ def _modules(module: torch.nn.Module, prefix: str, left_out: frozenset[str]) -> 
 
 @functools.cache
 def reads_language_model(kind: object, language: frozenset[str], unused: frozenset[str] = frozenset()) -> bool:
-    """Whether, in a class, the code behind `embed_multimodal` names the language model, whose modules are `language`.
+    """Whether a class's code behind `embed_multimodal` refers to the language model, whose modules are `language`.
 
-    As far as methods of the model's own class lead, but for those `unused`. A name that means something else costs
-    needless caution, no more.
+    Follows methods of the model's own class, except `unused` ones. A name that means something else only costs needless
+    caution.
     """
     forbidden = _READS | {name.rpartition(".")[2] for name in language}
     waiting, seen = ["embed_multimodal"], set(unused)
@@ -83,7 +83,7 @@ def reads_language_model(kind: object, language: frozenset[str], unused: frozens
 
 
 def _names(code: CodeType | None) -> Iterator[str]:
-    """Every attribute and global that a function's code names, that of its inner functions included."""
+    """Every attribute and global named in a function's code, inner functions included."""
     if code is not None:
         yield from code.co_names
         for constant in code.co_consts:

@@ -79,7 +79,7 @@ _EXPECTED: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
         "_get_mm_identifier": ("self", "mm_hash", "lora_request"),
     },
 }
-"""Parameters of the functions wrapped or called, in vLLM 0.30 to 0.33. `process_inputs` may take any: all are passed on."""
+"""Parameters of the functions wrapped or called, in vLLM 0.30 to 0.33. Any of `process_inputs` are passed on."""
 
 
 def differs_in(sources: Path) -> str:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a request carries media that the encoder could run on.
 
-Where embeddings may come from outside, vLLM lets a client send only what sizes an item's place in the prompt (for
-Qwen3-VL `image_grid_thw`) and a uuid. If nothing is stored under that identifier, there is nothing to encode either,
-and vLLM 0.30 to 0.33 dies in the attempt: such a request has to be recognized before it is scheduled.
+If embeddings may come from outside, vLLM lets a client send only a uuid and the fields that size an item's
+placeholders (for Qwen3-VL `image_grid_thw`). If nothing is stored under that identifier, there is nothing to encode,
+and vLLM 0.30 to 0.33 dies in the attempt: such a request must be recognized before it is scheduled.
 """
 
 import logging
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class EncodableMedia:
-    """Built once with the scheduler, because it may build the model's processor (seconds); asked on its thread."""
+    """Built once with the scheduler, because it may build the model's processor (seconds); used on its thread."""
 
     def __init__(self, model_config: "ModelConfig") -> None:
         self._metadata: Mapping[str, frozenset[str]] = _metadata_fields(model_config)
 
     def encodable(self, feature: "MultiModalFeatureSpec") -> bool:
-        """Whether the item holds more than metadata: pixels, samples, embeddings, or where they lie in shared memory.
+        """Whether the item holds more than metadata: pixels, samples, embeddings, or where they are in shared memory.
 
-        Three microseconds. It never raises: what it cannot read is nothing to encode.
+        Three microseconds. Never raises: an item that it cannot read counts as nothing to encode.
         """
         try:
             metadata = self._metadata.get(feature.modality, frozenset())
@@ -36,7 +36,7 @@ class EncodableMedia:
 
 
 def _metadata_fields(model_config: "ModelConfig") -> dict[str, frozenset[str]]:
-    """For each modality the fields that only size its placeholders. Empty, with a warning, if vLLM does not say."""
+    """For each modality the fields that only size its placeholders. Empty, with a warning, if vLLM lists none."""
     if not model_config.is_multimodal_model:
         return {}
     try:

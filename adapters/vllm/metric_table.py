@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric: its name, what it says, its labels, and the counts that it is made of.
+"""Every metric: its name, help text, labels, and the counts that make it up.
 
-Imports nothing of vLLM: the table in `docs/metrics.md` is made from it.
+Imports nothing from vLLM: the table in `docs/metrics.md` is generated from it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric, without the prefix. `of` is the count that it is: a name with its labels in braces, or, for the one
-    label that is left, a count for each of its values. Counts are divided by `unit`."""
+    """A metric, without the prefix. `of` is the count it shows: a name with its labels in braces, or, for a single
+    other label, one count per value of that label. Counts are divided by `unit`."""
 
     name: str
     kind: Kind
@@ -39,7 +39,7 @@ class Metric:
     unit: int = 1
     bounds: tuple[int, ...] = ()
     state: str = ""
-    """What a gauge of states compares its count with: 1 where that is this state's number, else 0."""
+    """The label of a gauge of states: 1 for the state whose number is the count, else 0."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class Metric:
         return (*named, self.state) if self.state else tuple(named)
 
     def sources(self, tiers: Sequence[str], modalities: Sequence[str]) -> Iterator[tuple[tuple[str, ...], str]]:
-        """The labels' values, and the count that is meant; without the label of a state."""
+        """The values of the labels, without that of a state, and the count for each combination."""
         in_memory = () if self.name.startswith("tier_") else ("cpu",)
         values = {**FIXED, "tier": (*in_memory, *tiers), "modality": modalities}
         if isinstance(self.of, dict):
@@ -211,7 +211,7 @@ METRICS = (
 )
 
 FIXED: Mapping[str, Sequence[str]] = {"reason": MISS_REASONS, "result": ("hit", "miss"), "state": STATES}
-"""The values of those labels that do not depend on the engine."""
+"""The values of labels that do not depend on the engine."""
 
 
 def markdown() -> str:

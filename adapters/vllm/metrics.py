@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics in vLLM's front ends: what engines hand over (`collector.py`) goes into vLLM's /metrics and its log."""
+"""The metrics in vLLM's front ends: payloads from engines (`collector.py`) go into vLLM's /metrics and its log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_ec")
 
 _registered: list[Any] = []
-"""By this process, for its last engine: a second one would find the names taken (vLLM unregisters only its own)."""
+"""This process's, for its last engine: a second one would find the names taken (vLLM unregisters only its own)."""
 
 
 class Stats(ECConnectorStats):
-    """What one engine, or several, have handed over since the last line in the log."""
+    """The payloads of one or more engines since the last log line."""
 
     @classmethod
     def of(cls, payload: dict[str, Any]) -> Stats:
-        """From a payload, which stays as it is: other loggers of vLLM's get the same one."""
+        """From a payload, which is not modified: vLLM's other loggers get the same one."""
         return cls({part: dict(values) for part, values in payload.items()})
 
     def aggregate(self, other: ECConnectorStats) -> ECConnectorStats:
@@ -44,11 +44,11 @@ class Stats(ECConnectorStats):
         self.data.clear()
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to say: gauges alone are no news."""
+        """Whether there is nothing to log: gauges alone do not count."""
         return not (any(self.data.get("counters", {}).values()) or self.data.get("histograms"))
 
     def reduce(self) -> dict[str, int | float]:
-        """For one line an interval."""
+        """The figures for one log line per interval."""
         hits, misses = self._sum("hits_total"), self._sum("misses_total")
         waits = self.data.get("histograms", {}).get("deferred_seconds", [])
         return {
@@ -71,9 +71,9 @@ class Stats(ECConnectorStats):
 
 
 class PromMetrics(ECConnectorPromMetrics):
-    """Registers every metric in a front end's process, and adds to them what an engine hands over.
+    """Registers every metric in a front end's process, and adds each engine's payloads to them.
 
-    Only what vLLM's wrappers for Ray have, too, is used of Prometheus' client.
+    Uses only those parts of Prometheus' client that vLLM's wrappers for Ray also have.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class PromMetrics(ECConnectorPromMetrics):
         self._begin_at_zero(_tiers(vllm_config))
 
     def _begin_at_zero(self, tiers: list[str]) -> None:
-        """Series that are known to exist are created before anything is counted: to Prometheus, a series that appears
-        with a value has not changed."""
+        """Create all series known to exist before anything is counted: to Prometheus, a series that first appears with
+        a value has not increased."""
         for metric in METRICS:
             if metric.kind is not Kind.GAUGE:
                 for labels, _ in metric.sources(tiers, ()):
@@ -153,7 +153,7 @@ class PromMetrics(ECConnectorPromMetrics):
 
 
 def _tiers(vllm_config: VllmConfig) -> list[str]:
-    """Those of the configuration; none where that is wrong, which the engine itself reports."""
+    """The tiers in the configuration; none if it is invalid, which the engine itself reports."""
     from lmcache_ec.config import ConfigError, load_config
     from lmcache_ec.tiers.kinds import kind_of
     from lmcache_ec.tiers.lane import lane_names

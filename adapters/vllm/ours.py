@@ -15,5 +15,5 @@ def is_ours(vllm_config: Any) -> bool:
 
 
 watched: set[str] = set()
-"""Engines (see `topology.engine_name`) in this process whose calls to workers are watched, see `worker_calls`. Not
-those that did not load the plugin."""
+"""Engines (see `topology.engine_name`) in this process whose calls to workers are watched, see `worker_calls`.
+Engines that did not load the plugin are missing."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that vLLM's CPU build packs where they cannot be read.
+"""Weights that vLLM's CPU build packs into a form that cannot be read.
 
 On CPU `dispatch_cpu_unquantized_gemm` (vllm/model_executor/layers/utils.py) hands a linear layer's weight to oneDNN and
-leaves an empty parameter behind; what was packed cannot be read again. So its digest is taken before, and left at the
-layer. It runs again whenever weights are loaded anew.
+leaves an empty parameter behind; packed weights cannot be read back. So the digest is computed before packing and
+stored on the layer. The dispatch runs again whenever weights are loaded anew.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DIGEST = "lmcache_ec_packed_digest"
 
 
 def note_packed_weights() -> None:
-    """Record the digest of each weight that is packed from now on in this process. Idempotent."""
+    """From now on record the digest of each weight packed in this process. Idempotent."""
     from vllm.model_executor.layers import utils
 
     dispatch = getattr(utils, "dispatch_cpu_unquantized_gemm", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.general_plugins` entry point. vLLM calls `register` in each of its processes, front end and workers too."""
+"""The `vllm.general_plugins` entry point. vLLM calls `register` in each process, front ends and workers too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from .ours import NAME
 
 
 def register() -> None:
-    """Make `ECLMCacheConnector` known, have the front end say who named what, check the configuration, and watch
-    weights. May run twice."""
+    """Register `ECLMCacheConnector`, and install the front end's naming, the configuration check and the weights watch.
+    May run twice."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
     if NAME not in ECConnectorFactory._registry:  # a second registration is a ValueError

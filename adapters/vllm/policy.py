@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side has to know of the engine's configuration."""
+"""What the scheduler side needs to know of the engine's configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .identifiers import Naming
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What of the engine's configuration the decisions depend on. `window` is the longest prefill of a pass, tokens."""
+    """The settings of the engine that decisions depend on. `window` is the longest prefill of a pass, in tokens."""
 
     producer: bool
     consumer: bool
@@ -22,7 +22,7 @@ class Policy:
     naming: Naming
     wait_for_producer_s: float = 0.0
     encoder_budget: int = 0
-    """Rows that vLLM lets the encoder compute in a pass."""
+    """Maximum rows that vLLM lets the encoder compute in a pass."""
     weights_check_s: float = 0.0
     follows_weight_versions: bool = False
     reuses_kv: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that were copied to the device ahead of the step that loads them (`lmcache_ec/staging.py` says why)."""
+"""Tensors copied to the device ahead of the step that loads them (`lmcache_ec/staging.py` explains why)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .tensors import view
 
 
 class StagedTensors:
-    """A copier's, by number. The rank's thread adds and drops them, the forward pass takes them: each is one operation
-    on a dictionary, and a number is never used twice."""
+    """A copier's staged tensors, by number. The rank's thread adds and drops them, the forward pass takes them: each is
+    one dictionary operation, and a number is never used twice."""
 
     def __init__(self) -> None:
         self._staged: dict[int, torch.Tensor] = {}
 
     def stage(self, memory: mmap.mmap, order: Stage) -> str:
-        """Returns why the device could not take it; empty if it did."""
+        """Returns why the device could not take the payload; empty on success."""
         spec = TensorSpec(order.rows, order.width, order.dtype)
         try:
             if not within(order.offset, max(spec.nbytes, 1), len(memory)):
@@ -37,9 +37,9 @@ class StagedTensors:
         self._staged.pop(number, None)
 
     def load_ahead(self, source: torch.Tensor) -> torch.Tensor:
-        """A device tensor with the arena's bytes, which are there when this returns."""
+        """A device tensor with the arena's bytes; the copy is complete when this returns."""
         raise NotImplementedError
 
     def take(self, number: int) -> torch.Tensor | None:
-        """What was staged under the number, which now belongs to the forward pass; None if nothing was."""
+        """The tensor staged under the number, now owned by the forward pass; None if there is none."""
         return self._staged.pop(number, None)

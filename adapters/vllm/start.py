@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done as soon as vLLM knows its configuration: in the first process, before any weights are loaded."""
+"""Runs as soon as vLLM knows its configuration: in the first process, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .topology import why_inert
 
 
 def install() -> None:
-    """Check the cache's configuration where vLLM makes its own (`EngineArgs.create_engine_config`). Idempotent. A wrong
-    one ends the start there, and is the last line of the log."""
+    """Check the cache's configuration where vLLM builds its own (`EngineArgs.create_engine_config`). Idempotent. An
+    invalid one ends the start there, and the error is the last line of the log."""
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
@@ -35,8 +35,7 @@ def install() -> None:
 
 
 def _check_name(transfer: Any) -> None:
-    """ValueError for our name misspelled: vLLM knows no such connector either, and says so a minute later, in a
-    worker."""
+    """ValueError if our name is misspelled: vLLM would report the unknown connector a minute later, in a worker."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
     name = transfer.ec_connector if transfer is not None else None
@@ -47,9 +46,9 @@ def _check_name(transfer: Any) -> None:
 
 
 def _check_manager(vllm_config: Any) -> None:
-    """ValueError for a `manager_config` of our encoder-cache manager that it would refuse after the weights are loaded.
+    """ValueError for a `manager_config` that our encoder-cache manager would refuse after the weights are loaded.
 
-    Not imported here: an engine that does not name it does without.
+    The manager is not imported here: an engine that does not name it does not load it.
     """
     manager = vllm_config.ec_manager_config
     if (manager.encoder_cache_manager_cls or "").startswith(f"{__package__}."):
@@ -57,7 +56,7 @@ def _check_manager(vllm_config: Any) -> None:
 
 
 def _begin(vllm_config: Any) -> None:
-    """ConfigError for a configuration that cannot be used, a key that cannot be read, or a tier that refuses."""
+    """ConfigError for an unusable configuration, an unreadable key, or a tier that refuses."""
     from lmcache_ec.config import ConfigError, load_config
 
     from .container import finish_before_exit
@@ -75,7 +74,7 @@ def _begin(vllm_config: Any) -> None:
 
 
 def _engine_is_here(parallel: Any) -> bool:
-    """Whether an engine of this front end starts on this host. Elsewhere credentials and disks may be others."""
+    """Whether an engine of this front end starts on this host. Credentials and disks may differ on other hosts."""
     return (
         parallel.data_parallel_size_local > 0
         and parallel.data_parallel_backend != "ray"

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One digest over tensors, taken where they lie: names, dtypes, shapes, and every byte at its position.
+"""One digest over tensors, computed where they are stored: names, dtypes, shapes, and every byte at its position.
 
-In host memory that is xxh3 over the bytes. On a device each 32-bit word is multiplied by an odd 64-bit number that
-belongs to its position and the products are added up, modulo 2^64, so that 8 bytes for each 16 MiB cross to the host,
-where xxh3 makes one digest of all. Integers alone: the same weights in the same layout give the same digest in any
-process, on any card. Two sets of weights that were not made to collide do so in less than one of 2^32 cases.
+In host memory this is xxh3 over the bytes. On a device each 32-bit word is multiplied by an odd 64-bit number that
+depends on its position, and the products are summed modulo 2^64. Only 8 bytes per 16 MiB are copied to the host, where
+xxh3 combines them into one digest. All arithmetic is on integers: the same weights in the same layout give the same
+digest in any process, on any GPU. Weights not made to collide do so with a probability below 1 in 2^32.
 
-Cost on a device: 36 bytes are moved for each 4 (gather 8, multiply 20, add up 8), so 9 divided by the bandwidth for
-each byte of weights: 2.7 ms a GB at 3.35 TB/s, 4.5 ms at 2 TB/s. It needs 100 MiB at most, for as long as it takes.
+Cost on a device: 36 bytes are moved for each 4 (gather 8, multiply 20, sum 8), so 9 divided by the bandwidth for each
+byte of weights: 2.7 ms per GB at 3.35 TB/s, 4.5 ms at 2 TB/s. It needs 100 MiB at most while it runs.
 
 vLLM's `compute_tensor_digests` (model_executor/model_loader/weight_checksum.py, since 0.32), behind the worker call
-`compute_weight_checksums`, is for audits: it copies each parameter to the host whole and takes its SHA-256 there, in
-the order of a second for each GB, of the language model, too, and leaves out buffers.
+`compute_weight_checksums`, is for audits: it copies each whole parameter to the host and computes its SHA-256 there, at
+about a second per GB, includes the language model, and leaves out buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WORD_BYTES = 4
 def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """32 hex digits over named tensors, in order. Waits for the device once, at the end.
 
-    Raises what torch raises for a tensor whose bytes cannot be had, such as one on the meta device.
+    Raises torch's own error for a tensor whose bytes cannot be read, such as one on the meta device.
     """
     seal = xxhash.xxh3_128()
     folds: dict[torch.device, Fold] = {}
@@ -51,7 +51,7 @@ def tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that hold the bytes. Quantized ones of torchao keep them in inner tensors, and vLLM's
+    """The tensors that hold the bytes. torchao's quantized tensors keep them in inner tensors, and vLLM's
     SharedWeightParameter (model_executor/parameter.py) in partitions."""
     if hasattr(tensor, "__tensor_flatten__"):
         for attribute in tensor.__tensor_flatten__()[0]:
@@ -64,8 +64,8 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Its bytes, flat and in order, in runs that end with a word: PIECE_BYTES at most, or four rows where those are
-    longer. What is contiguous is not copied."""
+    """The tensor's bytes, flat and in order, in runs of whole words: PIECE_BYTES at most, or four rows if those are
+    longer. A contiguous tensor is not copied."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).view(torch.uint8).split(PIECE_BYTES)
         return
@@ -76,8 +76,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class Fold:
-    """Adds up what lies on one device, in pieces. Small tensors are gathered first: a launch costs more than their
-    bytes."""
+    """Sums the data of one device, in pieces. Small tensors are gathered: a launch costs more than their bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,7 +86,7 @@ class Fold:
         self._sums: list[torch.Tensor] = []
 
     def add(self, piece: torch.Tensor) -> None:
-        """Add bytes after those before. They must not change until they are added up."""
+        """Append bytes. They must not change until they have been summed."""
         words = _words(piece)
         while len(words):
             part = words[: PIECE_BYTES // _WORD_BYTES - self._words]
@@ -98,7 +97,7 @@ class Fold:
                 self._fold()
 
     def sums(self) -> bytes:
-        """What it comes to, 8 bytes for each piece."""
+        """The sums, 8 bytes for each piece."""
         self._fold()
         return bytes(torch.stack(self._sums).cpu().numpy()) if self._sums else b""
 
@@ -114,7 +113,7 @@ class Fold:
 
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
-    """The bytes as 32-bit words; zeros fill up the last one."""
+    """The bytes as 32-bit words; the last one is padded with zeros."""
     over = len(piece) % _WORD_BYTES
     if over or piece.data_ptr() % _WORD_BYTES:
         piece = torch.nn.functional.pad(piece, (0, -over % _WORD_BYTES)).clone()
@@ -130,7 +129,7 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, zeros from the left."""
+    """Logical shift to the right."""
     return (state >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is laid out over processes, as far as the cache depends on it."""
+"""How an engine is distributed over processes, as far as the cache depends on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def engine_name(vllm_config: VllmConfig) -> str:
     """One engine's name on this host, the same in all of its processes.
 
     Data-parallel engines share `engine_id` (vllm/v1/engine/core.py gives only the KV transfer a suffix), and dense ones
-    also `data_parallel_rank`; `data_parallel_index` tells them apart. `instance_id` alone has 20 random bits.
+    also `data_parallel_rank`; `data_parallel_index` distinguishes them. `instance_id` alone has only 20 random bits.
     """
     index = vllm_config.parallel_config.data_parallel_index
     return f"{vllm_config.ec_transfer_config.engine_id}/{vllm_config.instance_id}/{index}"
 
 
 def loading_ranks(vllm_config: VllmConfig) -> int:
-    """How many ranks hold encoder outputs: those of the first pipeline stage, 0 to this number less one.
+    """How many ranks hold encoder outputs: those of the first pipeline stage, 0 to this number minus one.
 
     Pipeline stages are the outer dimension of vLLM's rank order (vllm/distributed/parallel_state.py).
     """
@@ -33,7 +33,7 @@ def loading_ranks(vllm_config: VllmConfig) -> int:
 
 
 def counts_items(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM names items that no client has named by counters, which start anew in each process.
+    """Whether vLLM uses counters, which restart in each process, to name items that no client has named.
 
     vllm/renderers/base.py, `_process_mm_uuids`: with prefix caching and the processor cache both off it computes none.
     """
@@ -42,8 +42,8 @@ def counts_items(vllm_config: VllmConfig) -> bool:
 
 
 def engines_on_host(vllm_config: VllmConfig) -> int:
-    """How many data-parallel engines this host runs, as far as this one knows: of a dense model each is made to believe
-    that it is alone (`reconfigure_for_independent_dp_rank`), and keeps its number. The last one knows them all."""
+    """How many data-parallel engines this host runs, as far as this one knows: each engine of a dense model is
+    configured as the only one (`reconfigure_for_independent_dp_rank`) but keeps its number. The last one knows all."""
     parallel = vllm_config.parallel_config
     number: int = parallel.data_parallel_rank_local or 0
     configured: int = parallel.data_parallel_size_local
@@ -63,11 +63,11 @@ def why_inert(vllm_config: VllmConfig) -> str:
         return "the model does not take media"
     if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
         return "with external_launcher each rank has its own scheduler, and all would have to decide alike"
-    # Of one data-parallel engine: several of them on hosts of their own are no reason.
+    # Counts one data-parallel engine: several engines on separate hosts are no reason.
     if parallel.nnodes_within_dp > 1:
         return "ranks on other hosts cannot map this host's arena"
     if vllm_config.use_v2_model_runner and adapts_towers(vllm_config):
-        # vllm/v1/worker/gpu/model_runner.py sets them before it has the connector load: too late for an item that
+        # vllm/v1/worker/gpu/model_runner.py sets them before it has the connector load: it misses an item that
         # cannot be loaded and is encoded after all.
         return (
             "the V2 model runner sets the encoder's LoRA adapters only for items that it expects to encode; with "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the versions of vLLM that are supported, and how each difference is met.
+"""What differs between the supported versions of vLLM, and how each difference is handled.
 
-What one version has and another lacks has one function here, which says since when it is there. Importing this module
+Each feature that some version lacks has one function here, which states since when it exists. Importing this module
 does not import vLLM.
-`tests/unit/test_vllm_interface.py` compares all else that the adapter uses with vLLM's sources.
+`tests/unit/test_vllm_interface.py` compares everything else that the adapter uses with vLLM's sources.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 OLDEST, NEWEST = "0.30", "0.33"
-"""Of the versions that are supported; `docs/support.md` says which of them have run."""
+"""The range of supported versions; `docs/support.md` lists which of them have been run."""
 
 
 def supported(version: str) -> bool:
@@ -31,14 +31,14 @@ def supported(version: str) -> bool:
 
 
 def minor(version: str) -> tuple[int, int]:
-    """ "0.33.2+cu129" is (0, 33); what is no version comes before all."""
+    """ "0.33.2+cu129" is (0, 33); text that is no version sorts before all."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 def shows_metrics(version: str) -> bool:
-    """Whether vLLM asks a connector for what it has counted, and shows it in /metrics and its log: since 0.31. Before
-    that nothing imports `metrics`, which stands on classes of vLLM's that are not there."""
+    """Whether vLLM asks a connector for its counts and shows them in /metrics and its log: since 0.31. In earlier
+    versions nothing imports `metrics`, which needs vLLM classes that do not exist there."""
     return minor(version) >= (0, 31)
 
 
@@ -48,11 +48,11 @@ def shows_metrics(version: str) -> bool:
 _logger = logging.getLogger("vllm.lmcache_ec")
 
 _measured: dict[str, dict[str, int]] = {}
-"""By engine (see `topology.engine_name`), in the process of its EngineCore."""
+"""Widths by engine (see `topology.engine_name`), in the process of its EngineCore."""
 
 
 def output_widths(vllm_config: VllmConfig) -> dict[str, int]:
-    """Modality to the width of an encoder output, of producers. A consumer learns widths from the entries it finds."""
+    """Modality to the width of an encoder output, for producers. A consumer learns widths from the entries it finds."""
     own: dict[str, int] | None = getattr(vllm_config.ec_transfer_config, "mm_encoder_output_widths", None)
     return dict(_measured.get(engine_name(vllm_config), {}) if own is None else own)
 
@@ -66,7 +66,7 @@ def measure_output_widths(vllm_config: VllmConfig, collective_rpc: Callable[[Any
 
 
 def encoded_widths(worker: Any) -> dict[str, int]:
-    """In a worker. Empty on one that has no encoder; without a modality for which vLLM cannot make a test item."""
+    """Runs in a worker. Empty if it has no encoder; leaves out a modality for which vLLM cannot make a test item."""
     import torch
     from vllm.distributed.parallel_state import get_pp_group
     from vllm.multimodal import MULTIMODAL_REGISTRY
@@ -91,7 +91,7 @@ def encoded_widths(worker: Any) -> dict[str, int]:
 
 
 def _dummy_item(budget: MultiModalBudget, modality: str) -> MultiModalKwargsItem:
-    """What vLLM profiles an encoder with. 0.31 has taken it from the registry of models to the budget."""
+    """The item that vLLM profiles an encoder with. 0.31 moved it from the model registry to the budget."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     if hasattr(budget, "get_dummy_encoder_profile_inputs"):
@@ -107,7 +107,7 @@ def _dummy_item(budget: MultiModalBudget, modality: str) -> MultiModalKwargsItem
 
 
 def payload_updates(scheduler_output: SchedulerOutput) -> Mapping[str, Mapping[int, object]] | None:
-    """Request to item to what it is encoded from, None where vLLM's V2 runner lets go of that: since 0.33. Before that
-    None: a worker keeps it until the request ends."""
+    """Request to item to its payload, None where vLLM's V2 runner drops that: since 0.33. Before 0.33, None for all: a
+    worker keeps payloads until the request ends."""
     updates: Mapping[str, Mapping[int, object]] | None = getattr(scheduler_output, "encoder_input_updates", None)
     return updates

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place that every call to vLLM's workers passes, and which of them may change weights.
+"""The one place that every call to vLLM's workers passes through, and which of them may change weights.
 
 In vLLM 0.30 to 0.33 that is `collective_rpc` of the engine's executor (vllm/v1/executor/*.py): the front end's methods,
-EngineCore's own and those of a custom executor all end there, whatever carries them on to the workers (this process,
-message queues, Ray). It takes the name of a worker's method or any function of the worker; so a call that may change
-weights is handed on as a function, `carry_out`, which runs in each worker and looks at the weights around it.
+EngineCore's own and those of a custom executor all end there, however they are transported to the workers (this
+process, message queues, Ray). It takes the name of a worker's method or any function of the worker; so a call that may
+change weights is passed on as a function, `carry_out`, which runs in each worker and checks the weights around it.
 
-It is put in place when an executor is made for an engine with our connector, in the process of its EngineCore, and has
-each worker look at its weights for the first time: they were loaded just then.
+The wrapper is installed when an executor is created for an engine with our connector, in the process of its EngineCore,
+and makes each worker check its weights for the first time: they have just been loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .connector import ECLMCacheConnector
 
 Method = str | bytes | Callable[..., Any]
-"""A worker's method by its name, or a function of the worker, maybe pickled."""
+"""The name of a worker's method, or a function of the worker, possibly pickled."""
 
 UNCHANGING = frozenset(
     {
@@ -43,7 +43,7 @@ UNCHANGING = frozenset(
         *("save_sharded_state", "save_tensorized_model", "synchronize_device", "profile", "annotate_profile"),
         # The start, and sizes.
         *("initialize_from_config", "compile_or_warm_up_model", "set_kv_cache_layout", "update_max_model_len"),
-        # Adapters: their weights lie beside those of the model, and are named in the identifiers of what they encode.
+        # Adapters: their weights are separate from the model's, and named in the identifiers of what they encode.
         *("add_lora", "remove_lora", "pin_lora"),
         # The end.
         *("shutdown", "shutdown_weight_transfer_engine"),
@@ -55,7 +55,7 @@ _logger = logging.getLogger("vllm.lmcache_ec")
 
 
 def install() -> None:
-    """Watch the calls of every executor that is made from now on in this process. Idempotent."""
+    """Watch the calls of every executor created from now on in this process. Idempotent."""
     from vllm.v1.executor.abstract import Executor
 
     construct = Executor.__init__
@@ -74,7 +74,7 @@ def install() -> None:
             ):
                 try:
                     do(self)
-                except Exception:  # its scheduler side will do without a cache, or save nothing, and say so
+                except Exception:  # its scheduler side then has no cache, or saves nothing, and logs that
                     _logger.exception("encoder cache: %s", what)
 
     construct_and_watch._lmcache_ec = True  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ def _note_checkpoint(vllm_config: VllmConfig) -> None:
 
     try:
         note_checkpoint(vllm_config)
-    except Exception:  # an engine is started whatever becomes of its cache
+    except Exception:  # the engine must start, with or without its cache
         _logger.exception("encoder cache: the files of this engine's checkpoint cannot be read")
 
 
@@ -95,7 +95,7 @@ def may_change_weights(method: Method) -> bool:
 
 
 def carry_out(method: Method, worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """In a worker: `method`, called as vLLM would, with a look at the weights around it."""
+    """Runs in a worker: call `method` as vLLM would, with a check of the weights around it."""
     from vllm.v1.serial_utils import run_method
 
     connector = _of_this_worker()
@@ -107,19 +107,19 @@ def carry_out(method: Method, worker: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def begin(worker: Any) -> None:
-    """In a worker, its model just loaded: look at the weights for the first time."""
+    """Runs in a worker whose model has just been loaded: check the weights for the first time."""
     if (connector := _of_this_worker()) is not None:
         connector.watch_weights(worker.get_model)
 
 
 def look(worker: Any) -> None:
-    """Nothing. Carried out, it is a look at the weights."""
+    """Does nothing itself; run through `carry_out`, it is a check of the weights."""
 
 
 def watch_class(kind: Any) -> None:
-    """Have the calls of all executors of a class watched, as far as they are of engines of ours. Idempotent.
+    """Watch the calls of all executors of a class, for engines of ours only. Idempotent.
 
-    The class, not the object, which would refer to itself then.
+    The class is wrapped, not the object, which would otherwise refer to itself.
     """
     call = kind.collective_rpc
     if hasattr(call, "_lmcache_ec"):
@@ -152,7 +152,7 @@ def _measure(executor: Any) -> None:
 
 def _follow_versions() -> None:
     """Pass the version given to `EngineCore.set_weight_version` (vllm/v1/engine/core.py) on to the scheduler side,
-    after a look at the weights that it is about."""
+    after a check of the weights that it stands for."""
     from vllm.v1.engine.core import EngineCore
 
     set_version = EngineCore.set_weight_version
@@ -172,8 +172,8 @@ def _follow_versions() -> None:
 
 
 def _follow_resets() -> None:
-    """Pass each `EngineCore.reset_encoder_cache` (vllm/v1/engine/core.py) on to the scheduler side: vLLM has no hook of
-    a connector's for it."""
+    """Pass each `EngineCore.reset_encoder_cache` (vllm/v1/engine/core.py) on to the scheduler side: vLLM has no
+    connector hook for it."""
     from vllm.v1.engine.core import EngineCore
 
     reset = EngineCore.reset_encoder_cache
