@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between the three parties; `link.py` carries them."""
+"""The messages between scheduler side, store process and ranks; `link.py` carries them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lmcache_ec.tiers.remote import Remote
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all messages. Places are named by their identity in the book; offsets and lengths are bytes.
+    """Base of all messages. Places are given by their id in the book; offsets and lengths are in bytes.
 
-    What is about an entry carries its namespace, so that it says the same after the engine has moved to another one.
+    A message about an entry carries its namespace, so that it stays valid after the engine has moved to another one.
     """
 
 
@@ -27,10 +27,10 @@ class Start(Message, frozen=True):
     """The first message to a store process. Its descriptors came with the command line.
 
     `namespace` is what is listed, as after an `Enter`. `remotes` may hold credentials, and `signing` is one: only the
-    two ends of a link see what it carries. For an engine that `saves`, the tiers are looked at every `look_s` seconds,
-    to see whether one was emptied. `namespace` is one of `epoch`; where the folder is in a later one, what
-    `namespace_at` makes of `base` is listed in its place. Without an epoch none is followed. `publishing`: where what
-    LocalCPU holds is published, if it is.
+    two ends of a link see its messages. For an engine that `saves`, the tiers are checked every `look_s` seconds for
+    having been emptied. `namespace` belongs to `epoch`; if the folder is in a later epoch, the namespace that
+    `namespace_at` makes of `base` is listed instead. Without an epoch none is followed. `publishing`: where the content
+    of LocalCPU is published, if at all.
     """
 
     incarnation: int
@@ -52,14 +52,14 @@ class Start(Message, frozen=True):
 
 
 class Enter(Message, frozen=True):
-    """From now on the engine looks for entries of this namespace: what the tiers hold of it is to be listed. The store
-    process answers `Entered`."""
+    """From now on the engine looks for entries of this namespace: list what the tiers hold of it. The store process
+    answers `Entered`."""
 
     namespace: str
 
 
 class Fill(Message, frozen=True):
-    """Find the entry in the tiers and put it, verified, into the place. Place 0: only tell its length.
+    """Find the entry in the tiers and put it, verified, into the place. Place 0: report only its length.
 
     With `insist` a tier is asked even if its listing lacks the entry. Only `tiers` are asked (a bit each, in their
     order; 0: all).
@@ -86,7 +86,7 @@ class Write(Message, frozen=True):
 
 
 class Populate(Message, frozen=True):
-    """Make the pages of a segment that the ranks' devices are about to register: theirs to do is then little."""
+    """Allocate the pages of a segment that the ranks' devices are about to register, which is then cheap."""
 
     offset: int
     length: int
@@ -107,15 +107,15 @@ class Ping(Message, frozen=True):
 
 
 class Ledger(Message, frozen=True):
-    """The book's counts, for whoever asks the store process about the engine."""
+    """The book's counts, for status requests to the store process."""
 
     counts: dict[str, int]
 
 
 class CpuChanges(Message, frozen=True):
-    """What came into LocalCPU (identifier, length in bytes), and what left it; each identifier stands here once.
+    """What was added to LocalCPU (identifier, length in bytes), and what left it; each identifier appears once.
 
-    Only for an engine that publishes. `anew`: all that was sent before is void.
+    Only for an engine that publishes. `anew`: everything sent before is void.
     """
 
     namespace: str
@@ -125,14 +125,14 @@ class CpuChanges(Message, frozen=True):
 
 
 Access = tuple[float, str, int, float]
-"""When a request needed an output (monotonic seconds), its name, its entry's bytes, what its encode takes (s)."""
+"""When a request needed an output (monotonic seconds), its name, its entry's bytes, the cost of its encode (s)."""
 
 
 class Accessed(Message, frozen=True):
-    """What requests have needed since the last one, while somebody records it. Passed on by the store process with a
-    digest in the place of each name.
+    """What requests have needed since the last such message, while a client records it. The store process passes it on
+    with a digest in place of each name.
 
-    Of `accesses` the encode was never measured in `guessed`; `lost` more found no room on their way.
+    The encode of `guessed` of the `accesses` was never measured; `lost` more were dropped for lack of room.
     """
 
     accesses: list[Access]
@@ -140,11 +140,11 @@ class Accessed(Message, frozen=True):
     lost: int
 
 
-# ---- who records -> store process
+# ---- recorder -> store process
 
 
 class Follow(Message, frozen=True):
-    """Pass on from now on what requests need: names as their digests with this salt, of 16 to 64 bytes."""
+    """From now on pass on what requests need, with names as digests with this salt of 16 to 64 bytes."""
 
     salt: bytes
 
@@ -153,7 +153,7 @@ class Follow(Message, frozen=True):
 
 
 class Record(Message, frozen=True):
-    """Report from now on what requests need, with `Accessed`; or, if not `on`, no more."""
+    """From now on report what requests need, with `Accessed`; if not `on`, stop."""
 
     on: bool
 
@@ -161,8 +161,8 @@ class Record(Message, frozen=True):
 class Hello(Message, frozen=True):
     """The store process is up. Descriptors: a pidfd of itself; once it serves, the presence filter and its tally.
 
-    `problem` says which tier could not be opened at an engine's start; it is then left out. `tiers` are those it
-    serves, `epoch` is that of the namespace which it lists.
+    `problem` states which tier could not be opened at an engine's start; it is then left out. `tiers` are those it
+    serves, `epoch` is that of the namespace it lists.
     """
 
     pid: int
@@ -172,19 +172,19 @@ class Hello(Message, frozen=True):
 
 
 class Epoch(Message, frozen=True):
-    """The folder is in this epoch from now on, a later one than before."""
+    """From now on the folder is in this epoch, a later one than before."""
 
     number: int
 
 
 class Entered(Message, frozen=True):
-    """From now on the presence filter is not complete before it holds what the tiers have of this namespace."""
+    """From now on the presence filter counts as complete only once it holds what the tiers have of this namespace."""
 
     namespace: str
 
 
 class Filled(Message, frozen=True):
-    """The place holds the verified entry of shape (rows, width), read from `tier` in so many seconds."""
+    """The place holds the verified entry of shape (rows, width), read from `tier` in `seconds`."""
 
     place: int
     rows: int
@@ -195,7 +195,7 @@ class Filled(Message, frozen=True):
 
 
 class NotFilled(Message, frozen=True):
-    """The place holds nothing. `length` is that of the entry there, if one is there at all (0: none).
+    """The place holds nothing. `length` is that of the entry the tier has (0: none).
 
     `kept`: an entry of another version of the format has the name, and keeps it.
     """
@@ -208,7 +208,7 @@ class NotFilled(Message, frozen=True):
 
 
 class Populated(Message, frozen=True):
-    """The pages of the segment at `offset` are made, as far as they could be."""
+    """The pages of the segment at `offset` are allocated, as far as possible."""
 
     offset: int
 
@@ -219,14 +219,14 @@ class Sealed(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
-    """Nothing reads the place any more to write its entry. `ok`: a tier has it."""
+    """The write of the entry is over and no longer reads the place. `ok`: a tier has it."""
 
     place: int
     ok: bool
 
 
 class Landed(Message, frozen=True):
-    """A tier has answered to the write of an entry from a place, or of a copy of it."""
+    """A tier has answered the write of an entry from a place, or of a copy of it."""
 
     place: int
     identifier: str
@@ -242,13 +242,13 @@ class Located(Message, frozen=True):
 
 
 class Back(Message, frozen=True):
-    """A tier that had been left alone, because it failed, answers again."""
+    """A tier that had been left alone because it failed answers again."""
 
     tier: int
 
 
 class Born(Message, frozen=True):
-    """What a tier holds goes by this name (see `Tier.born`): another one than before means that it was emptied."""
+    """The name of a tier's content (see `Tier.born`): if it differs from before, the tier was emptied."""
 
     tier: int
     name: str
@@ -259,7 +259,7 @@ class Pong(Message, frozen=True):
 
 
 class Notice(Message, frozen=True):
-    """A fault worth a line in the engine's log. `kind` is what it is rate-limited by."""
+    """A fault worth a line in the engine's log. Rate limits are per `kind`."""
 
     kind: str
     text: str
@@ -269,9 +269,9 @@ class Notice(Message, frozen=True):
 
 
 class Saved(Message, frozen=True):
-    """The saving rank has copied a payload into the place: seal it, and write it through if it is to persist.
+    """The saving rank has copied a payload into the place: seal it, and write it through if `persist`.
 
-    With `flush` it waits for `Durable`.
+    With `flush` the rank waits for `Durable`.
     """
 
     place: int
@@ -290,7 +290,7 @@ class Saved(Message, frozen=True):
 
 
 class Durable(Message, frozen=True):
-    """The entry is in every tier; or, if not `ok`, it will not be in all of them."""
+    """The entry is in every tier; if not `ok`, it will not be in all of them."""
 
     place: int
     ok: bool
@@ -312,7 +312,7 @@ class StoreLink(Message, frozen=True):
 
 
 class Segment(Message, frozen=True):
-    """A segment comes into use: have the device register it, then answer `SegmentReady`."""
+    """Have the device register a segment before it is used, then answer `SegmentReady`."""
 
     offset: int
     length: int
@@ -338,9 +338,9 @@ class Unstage(Message, frozen=True):
 
 
 class Outcome(enum.IntEnum):
-    """What a rank reports of a place that a step sent it.
+    """What a rank reports about a place that a step sent it.
 
-    An absent save may be tried again; a failed one was of a tensor that does not fit its place, and never will.
+    An absent save may be retried; a failed one had a tensor that does not fit its place and never will.
     """
 
     COPIED = 0
@@ -349,7 +349,7 @@ class Outcome(enum.IntEnum):
 
 
 class Attached(Message, frozen=True):
-    """The rank has mapped the arena. With `registers` its device wants each segment registered before it is used."""
+    """The rank has mapped the arena. With `registers` its device needs each segment registered before it is used."""
 
     rank: int
     registers: bool = False
@@ -367,17 +367,17 @@ class SegmentReady(Message, frozen=True):
 
 
 class Staged(Message, frozen=True):
-    """The device has the payload; or not, and `problem` says why."""
+    """The device has the payload; otherwise `problem` states why not."""
 
     number: int
     problem: str = ""
 
 
 class Report(Message, frozen=True):
-    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each place that they named.
+    """Steps up to `step` are done; (place, outcome, incarnation handed to) for each of their places.
 
-    `load_ns` and `save_ns` are what its loads and saves took in the forward pass; 0: it had none.
-    `encode_s`: what the encoder took in this step, seconds; 0 if it was not measured.
+    `load_ns` and `save_ns`: time of its loads and saves in the forward pass; 0: it had none.
+    `encode_s`: time of the encoder in this step, seconds; 0 if it was not measured.
     """
 
     step: int
@@ -388,9 +388,9 @@ class Report(Message, frozen=True):
 
 
 class WeightsReport(Message, frozen=True):
-    """The digest of the encoder's weights on this rank after so many `calls` that may have changed them.
+    """The digest of the encoder's weights on this rank after `calls` calls that may have changed them.
 
-    No digest: they cannot be computed at the moment. Sent before a call begins and once it is over.
+    An empty digest: it cannot be computed at the moment. Sent before a call begins and once it is over.
     """
 
     calls: int

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is evicted first: the least recently used, or what is worth least.
+"""What is evicted first: the least recently used entry, or the one worth least.
 
-Both orders are maps in the order of eviction. A key has a *priority*: the least goes first. For `LruOrder` it is a
-clock; for `CostOrder` it is GreedyDual-Size-Frequency (Cherkasova 1998): what a miss costs, for each byte, times the
-uses of late, above the *floor*, the priority of what was evicted last. So what nobody asks for any more sinks as the
-floor rises, and what was asked for once, however much of it, only pushes out its like.
+Both orders are maps in the order of eviction. A key has a *priority*: the lowest goes first. For `LruOrder` it is a
+clock; for `CostOrder` it is GreedyDual-Size-Frequency (Cherkasova 1998): the cost of a miss per byte, times the number
+of recent uses, above the *floor*, the priority of the last eviction. So an entry that is no longer requested sinks as
+the floor rises, and entries requested only once, however many, only push out others like them.
 
-Values, and sizes, are rounded to half powers of two and each pair has a queue of its own (CAMP, Ghandeharizadeh et al.
-2014): within one the order of arrival is the order of priority, so that nothing is ever sorted. A use costs a
-dictionary's operations, a choice of victim a look at the head of each queue, some dozens at most.
+Values and sizes are rounded to half powers of two, and each pair has its own queue (CAMP, Ghandeharizadeh et al.
+2014): within a queue the order of arrival is the order of priority, so nothing is ever sorted. A use costs a few
+dictionary operations; choosing a victim means a look at the head of each queue, some dozens at most.
 
-No clock, no I/O, no lock: whoever owns an order runs it on one thread.
+No clock, no I/O, no lock: the owner of an order uses it on one thread.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Generic, Protocol, TypeVar
 K = TypeVar("K")
 
 _Class = tuple[int, int]
-"""Of value, and of size: powers of the root of two."""
+"""Class of value, and of size: exponents of the square root of two."""
 
 _LEAST_VALUE = 1e-30
 
 USES_HALF_LIFE = 8192.0
-"""Of LocalCPU's `eviction.Uses`. A guess, to be replaced by what `lmcache-ec plan` finds."""
+"""For LocalCPU's `eviction.Uses`. A guess, to be replaced by what `lmcache-ec plan` finds."""
 
 
 class Order(Protocol[K]):
-    """Keys in the order of eviction. Each is added once, and leaves by one of the other ways."""
+    """Keys in the order of eviction. Each is added once, and leaves by `remove` or `discard`."""
 
     def add(self, key: K) -> float:
-        """Behind all that are worth no more. Returns its priority."""
+        """Insert it behind all keys that are worth no more. Returns its priority."""
         ...
 
     def remove(self, key: K) -> None:
@@ -47,29 +47,29 @@ class Order(Protocol[K]):
     def discard(self, key: K) -> None: ...
 
     def age(self, key: K) -> None:
-        """It is about to be removed to make room: what is added from now on has a higher priority."""
+        """The key is about to be removed to make room: raise the priority of keys added from now on."""
         ...
 
     def candidates(self, largest: int) -> Iterator[K]:
-        """As they would be evicted, without those that are certainly longer than `largest` bytes, where costs decide:
-        what is worth least may be of one size, of which no number does for another."""
+        """Keys in the order of eviction. Where costs decide, those certainly longer than `largest` bytes are left out:
+        the keys worth least may all have one size, no number of which makes suitable room for another."""
         ...
 
     def worth(self, key: K) -> float:
-        """What evicting it loses, for each byte, compared with others that are there."""
+        """The loss of evicting it, per byte, relative to the other keys."""
         ...
 
     def __contains__(self, key: object, /) -> bool: ...
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[K]:
-        """What is evicted first in front."""
+        """In the order of eviction."""
         ...
 
     def __reversed__(self) -> Iterator[K]: ...
 
 
 class LruOrder(OrderedDict[K, float]):
-    """The least recently added in front; the priority is a clock, and all are worth the same."""
+    """Least recently added first; the priority is a clock, and all keys are worth the same."""
 
     _clock = 0
 
@@ -98,8 +98,8 @@ class CostOrder(Generic[K]):
     """Keys by what they are worth."""
 
     def __init__(self, value: Callable[[K], float], size: Callable[[K], int] = lambda key: 1) -> None:
-        """`value` of a key is asked for when it is added; in any unit, the same for all (see `eviction.worth`). So is
-        its `size` in bytes, for those who ask for `candidates`."""
+        """`value` is called for a key when it is added; in any unit, the same for all (see `eviction.worth`). So is
+        `size`, in bytes, which `candidates` uses."""
         self._value = value
         self._size = size
         self._queues: dict[_Class, OrderedDict[K, float]] = {}
@@ -107,7 +107,7 @@ class CostOrder(Generic[K]):
         self.floor = 0.0
 
     def add(self, key: K) -> float:
-        """Behind all of its value. Returns its priority."""
+        """Insert it behind all keys of its value. Returns its priority."""
         number = round(2 * math.log2(max(self._value(key), _LEAST_VALUE)))
         kind = number, math.floor(2 * math.log2(self._size(key)))
         priority = self.floor + math.pow(2.0, number / 2)
@@ -131,14 +131,14 @@ class CostOrder(Generic[K]):
         self.floor = max(self.floor, self._queues[self._queue_of[key]][key])
 
     def evict_first(self) -> K:
-        """Evict what is worth least. ValueError if there is nothing."""
+        """Evict the key worth least. ValueError if there is none."""
         _, key = min((next(zip(queue.values(), queue, strict=True)) for queue in self._queues.values()), key=_priority)
         self.age(key)
         self.remove(key)
         return key
 
     def worth(self, key: K) -> float:
-        """What is left of its value above the floor."""
+        """Its remaining value above the floor."""
         return max(0.0, self._queues[self._queue_of[key]][key] - self.floor)
 
     def candidates(self, largest: int) -> Iterator[K]:
@@ -152,7 +152,7 @@ class CostOrder(Generic[K]):
         return len(self._queue_of)
 
     def __iter__(self) -> Iterator[K]:
-        """What is worth least in front."""
+        """From the lowest priority to the highest."""
         return self._merged(list(self._queues.values()))
 
     def __reversed__(self) -> Iterator[K]:

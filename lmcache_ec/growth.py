@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arena comes into use.
+"""How the arena grows.
 
-Where no device registers memory, as on a CPU, and no control group limits it, all of it is in use as soon as every rank
-has mapped it: pages come into being as entries are written. Under a limit it grows segment by segment, and none is
-taken into use that the limit leaves no room for (`host_memory`). A device that copies beside the model has to register
-them first (`cudaHostRegister`), which makes them resident; so what is registered follows what is stored, a segment of
-one or more granules at a time:
+If no device registers memory, as on a CPU, and no control group limits it, the whole arena is opened as soon as every
+rank has mapped it: pages are allocated as entries are written. Under a limit it grows segment by segment, as far as the
+limit leaves room (`host_memory`). A device that copies concurrently with the model must register pages first
+(`cudaHostRegister`), which makes them resident; so registration follows what is stored, one segment of one or more
+granules at a time:
 
-1. The store process makes the pages. Nothing waits for that, and it is most of the work.
-2. Each rank has its device register them, granule by granule, on the rank's own thread. Whether a driver's lock keeps
-   the model's launches waiting meanwhile is its own affair and not documented; so a granule is small.
-3. The book takes the bytes into use once every rank has answered.
+1. The store process allocates the pages. Nothing waits for that, and it is most of the work.
+2. Each rank has its device register them, granule by granule, on the rank's own thread. Whether a driver's lock delays
+   the model's launches meanwhile is not documented; so a granule is small.
+3. The book opens the bytes once every rank has answered.
 
-A device that refuses ends the growth, and what is in use stays in use. One that refuses the very first segment copies
-from unregistered memory, which is slower: the forward pass waits for each copy.
+A device that refuses ends the growth; what is open stays open. One that refuses the very first segment copies from
+unregistered memory, which is slower: the forward pass waits for each copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Growth:
         complaints: Complaints,
         memory: Growing,
     ) -> None:
-        """`populate` passes an order to the store process; False if it cannot be passed now."""
+        """`populate` sends an order to the store process; False if it cannot be sent now."""
         self._book = book
         self._ranks = ranks
         self._populate = populate
@@ -66,7 +66,7 @@ class Growth:
         self._populated |= self._segment is not None and self._segment.offset == offset
 
     def store_replaced(self) -> None:
-        """What the last store process was asked for is asked of its successor."""
+        """Ask the new store process for what the last one was asked for."""
         self._asked = False
 
     def answered(self, rank: int, answer: SegmentReady) -> None:
@@ -84,7 +84,7 @@ class Growth:
             self._finish(segment)
 
     def advance(self, links: Sequence[Link]) -> None:
-        """Take the next step that can be taken. `links` are those to the ranks, by number."""
+        """Do the next step that is possible. `links` are those to the ranks, by number."""
         segment = self._segment or self._begin()
         if segment is None:
             return
@@ -93,7 +93,7 @@ class Growth:
             self._unsent = {rank for rank in self._unsent if not _sent(links[rank], segment)}
 
     def _begin(self) -> Segment | None:
-        """The segment that is due, if one is. Where nothing is registered, all is in use at once."""
+        """The segment that is due, if any. Without registration, bytes are opened at once."""
         if not self.attached:
             return None
         if not self._registering and not self._memory.limited:
@@ -112,7 +112,7 @@ class Growth:
         return self._segment
 
     def _has_memory(self, offset: int, length: int) -> bool:
-        """Whether the segment may be taken into use. The first one always may."""
+        """Whether there is memory for the segment. Always true for the first one."""
         if not offset or self._memory.allows(self._book.unused_bytes + length):
             return True
         if self._memory.refusal:
@@ -133,4 +133,4 @@ def _sent(link: Link, segment: Segment) -> bool:
     try:
         return link.send(segment)
     except LinkClosed:
-        return True  # found and answered by the next drain
+        return True  # noticed and handled by the next drain

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an entry is worth waiting for: what tiers take against what encodes cost, both as measured lately.
+"""Whether an entry is worth waiting for: recently measured load times of tiers against costs of encodes.
 
-Pure arithmetic over bounded memory: no clock, no I/O. It never decides what is right, only what is quicker: either way
-the item reaches the model.
+Pure arithmetic over bounded memory: no clock, no I/O. It affects only speed, never correctness: either way the item
+reaches the model.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from lmcache_ec.eviction import Below, restore_s
 
 _FORGETTING = 0.15
-"""Weight of the latest figure, once there are several: half of what an estimate says is of the last four items."""
+"""Weight of the latest figure, once there are several: the last four items make up half of an estimate."""
 
 _ENOUGH = 3
-"""Figures without which nothing is concluded: the first connection and the first encode of a process are slow."""
+"""Minimum number of figures for an estimate: the first connection and the first encode of a process are slow."""
 
 _REFUSALS = 16
 _REMEASURED_S = 10.0
-"""A tier that is not waited for is measured again after so many refusals, or with the first one after so long."""
+"""A refused tier is measured again after `_REFUSALS` refusals, or at the first one after `_REMEASURED_S`."""
 
 _NOTICEABLE_S = 0.003
 _TRIALS = 8
-"""While nobody knows what an encode costs, one of so many loads that take noticeably long is passed over for one."""
+"""While the cost of encodes is unknown, one in `_TRIALS` noticeably long loads is replaced by an encode."""
 
 _READERS = 8
-"""Entries that a tier reads side by side (see `tiers/lane.py`): the others wait for their turn."""
+"""Entries that a tier reads in parallel (see `tiers/lane.py`): the others wait for their turn."""
 
 _MODALITIES = 16
 _STEPS = 256
@@ -37,9 +37,9 @@ _CLASSES = 48
 
 
 class Seconds:
-    """How long something takes by its size: one geometric mean for each power of two, which forgets exponentially.
+    """How long something takes, by size: one exponentially forgetting geometric mean for each power of two.
 
-    A geometric mean, since one figure a hundred times too large must not hide the others.
+    Geometric, so that one figure a hundred times too large does not hide the others.
     """
 
     def __init__(self) -> None:
@@ -55,8 +55,8 @@ class Seconds:
         self._means[number] = mean + weight * (value - mean), max(weight / (1 + weight), _FORGETTING)
 
     def expect(self, size: int) -> float | None:
-        """Seconds for `size`, from the nearest size there are figures of: of a smaller one as many times as long as it
-        is larger. None before there are enough figures."""
+        """Seconds for `size`, from the nearest size with figures; if that is smaller, scaled up in proportion. None
+        until there are enough figures."""
         if self.figures < _ENOUGH:
             return None
         number = _class_of(size)
@@ -65,7 +65,7 @@ class Seconds:
 
     @property
     def latest_us(self) -> int:
-        """Of the size seen last, microseconds, for people to read."""
+        """The estimate for the latest size, in microseconds, for people to read."""
         return round(math.exp(self._means[self._latest][0]) * 1e6) if self._means else 0
 
 
@@ -77,8 +77,8 @@ def _class_of(size: int) -> int:
 class Decision:
     """The tiers that are worth asking for an entry, a bit each; none: encode.
 
-    `refused`: the first one that may have it and takes too long. `measure`: the entry is to be read from there all the
-    same, and nobody waits for it.
+    `refused`: the first one that may have it and takes too long. `measure`: read the entry from this tier anyway; no
+    request waits for it.
     """
 
     tiers: int
@@ -87,15 +87,15 @@ class Decision:
 
 
 class LoadPolicy:
-    """Decides for whoever has the scheduler side's turn. Tiers are numbers, in the order in which they are
-    asked; a load that nothing is known of is expected to pay."""
+    """Runs only while the caller has the scheduler side's turn. Tiers are numbers, in the order in which they are
+    asked; a load of unknown cost is expected to be worth it."""
 
     def __init__(self, always: bool = False) -> None:
         """With `always` nothing is ever refused."""
         self.always = always
         self.counts = dict.fromkeys(("waits", "encodes_instead", "trials", "measurements"), 0)
         self.refusals: dict[int, int] = {}
-        """Of each tier, since the start."""
+        """Refusals of each tier, since the start."""
         self._encoding: deque[tuple[int, list[tuple[str, int]]]] = deque(maxlen=_STEPS)
         self._encodes: dict[str, Seconds] = {}
         self._tiers: dict[int, Seconds] = {}
@@ -105,17 +105,17 @@ class LoadPolicy:
 
     @property
     def refused(self) -> int:
-        """How often an encode was preferred to a load that some tier may have had."""
+        """How often an encode was preferred to a load from a tier that may have had the entry."""
         return self.counts["encodes_instead"] + self.counts["trials"]
 
     # ---- what was measured
 
     def begin_encodes(self, step: int, items: list[tuple[str, int]]) -> None:
-        """A step encodes these items, (modality, rows) each; `encoded` says what that took."""
+        """A step encodes these items, (modality, rows) each; `encoded` reports how long that took."""
         self._encoding.append((step, items))
 
     def encoded(self, step: int, seconds: float) -> None:
-        """All steps up to this one are over; in it the encoder took `seconds`, 0 if nobody knows."""
+        """All steps up to this one are over; in it the encoder took `seconds`, 0 if unknown."""
         while self._encoding and self._encoding[0][0] <= step:
             begun, items = self._encoding.popleft()
             if begun == step and seconds > 0:
@@ -128,18 +128,18 @@ class LoadPolicy:
                 self._encodes.setdefault(modality, Seconds()).add(rows, seconds * rows / total)
 
     def delivered(self, tier: int, length: int, seconds: float, now: float) -> None:
-        """A tier took `seconds` for an entry of `length` bytes, its queue not counted."""
+        """A tier took `seconds` for an entry of `length` bytes, excluding time in its queue."""
         self._tiers.setdefault(tier, Seconds()).add(length, seconds)
         self._unmeasured[tier], self._measured_at[tier] = 0, now
 
     def late(self, tier: int, length: int, waited_s: float) -> None:
-        """It has not delivered within `waited_s`: it takes longer, and how much longer may never be known."""
+        """A tier has not delivered within `waited_s`: it takes longer, but how much longer may never be known."""
         self._tiers.setdefault(tier, Seconds()).add(length, 2 * waited_s)
 
     # ---- what is decided
 
     def encode_s(self, items: Iterable[tuple[str, int]]) -> float:
-        """What encoding these items, (modality, rows) each, is expected to cost; infinite if that is not known yet."""
+        """Seconds that encoding these items, (modality, rows) each, is expected to cost; infinite if not known yet."""
         total = 0.0
         for modality, rows in items:
             figures = self._encodes.get(modality)
@@ -151,7 +151,7 @@ class LoadPolicy:
 
     def decide(self, tiers: Sequence[int], length: int, encode_s: float, waiting: dict[int, int]) -> Decision:
         """Which of `tiers`, those that may have an entry of `length` bytes, are worth waiting for instead of an encode
-        of `encode_s`. `waiting`: how many entries each is being asked for."""
+        of `encode_s`. `waiting`: tier to number of outstanding entries."""
         asked, refused = 0, None
         for tier in tiers:
             if self._load_s(tier, length, waiting) <= encode_s:
@@ -166,8 +166,8 @@ class LoadPolicy:
         return 0.0 if seconds is None else seconds * (1 + waiting.get(tier, 0) // _READERS)
 
     def restore_s(self, held: int, length: int, modality: str, rows: int) -> float:
-        """What a miss costs of an entry that the tiers in `held`, a bit each, have: the quickest way to have it back.
-        What has not been measured is guessed."""
+        """The cost of a miss of an entry that the tiers in `held`, a bit each, have: the quickest way to get it back.
+        Unmeasured costs are guessed."""
         encode_s = self.encode_s([(modality, rows)])
         known_s = None if math.isinf(encode_s) else encode_s
         tiers = (tier for tier in range(held.bit_length()) if held >> tier & 1)
@@ -177,8 +177,8 @@ class LoadPolicy:
         return min([restore_s(Below.NOTHING, length, rows, known_s), *read_s])
 
     def settle(self, decision: Decision, tiers: Sequence[int], length: int, encode_s: float, now: float) -> Decision:
-        """Count what comes of a decision, and try now and then what would not be chosen: the encode that nothing is
-        known of, the tier that is not asked any more."""
+        """Count a decision, and now and then override it to measure the alternative: an encode of unknown cost, or a
+        tier that is no longer asked."""
         if decision.tiers:
             if math.isinf(encode_s) and self._is_trial(tiers, length):
                 self.counts["trials"] += 1
@@ -206,7 +206,7 @@ class LoadPolicy:
     # ---- for people
 
     def snapshot(self, names: Sequence[str]) -> dict[str, int]:
-        """What was decided, why, and the figures behind it (microseconds). `names` are the tiers'."""
+        """Counts of decisions and their reasons, and the figures behind them (microseconds). `names` are the tiers'."""
         figures = {f"policy_{name}": number for name, number in self.counts.items()}
         for tier, name in enumerate(names):
             if tier in self.refusals:

@@ -2,7 +2,7 @@
 """A place, the extent of the arena that it owns, and the states it goes through.
 
 Data only: `book.py` decides what a place is for, `space.py` which bytes it gets. Both run on the scheduler side's one
-thread, and so does everything that holds a place.
+thread, as does all code that holds a place.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from lmcache_ec.entry import TensorSpec
 
 ALIGNMENT = 4096
-"""Places start and end on pages of 4 KiB. Where a kernel's pages are larger (64 KiB on some ARM hosts) two places may
-share one: all that depends on it is how exactly memory follows what is stored."""
+"""Places start and end on 4 KiB pages. If the kernel's pages are larger (64 KiB on some ARM hosts), two places may
+share one; this only affects how closely memory use follows what is stored."""
 
 
 def aligned(length: int) -> int:
@@ -23,7 +23,7 @@ def aligned(length: int) -> int:
 
 
 class State(enum.Enum):
-    __hash__ = object.__hash__  # an Enum's own is Python, and the book counts by state
+    __hash__ = object.__hash__  # Enum's own is slow Python code, and the book counts by state
 
     RESERVED = "reserved"
     WRITING = "writing"
@@ -38,7 +38,7 @@ class State(enum.Enum):
 class Extent:
     """A run of bytes of the arena, free or owned by a place.
 
-    Linked to its neighbours by address. `place` is None while it is free. Offset and length are in bytes.
+    Linked to its neighbours in address order. `place` is None while it is free. Offset and length are in bytes.
     """
 
     offset: int
@@ -50,7 +50,7 @@ class Extent:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A run of the arena with one entry in it, or on its way into it. `length` is the entry's, in bytes."""
+    """A run of the arena that holds one entry, or will. `length` is the entry's length, in bytes."""
 
     id: int
     identifier: str
@@ -61,15 +61,15 @@ class Place:
     persist: bool = False
     dirty: bool = False
     tiers: int = 0
-    """The tiers that have it, a bit each in their order, as far as the store process has answered."""
+    """The tiers that have it, a bit each in their order, as far as the store process has reported."""
     lacks: int = 0
     """The tiers that should have it and have neither taken nor refused it."""
     owed: int = 0
-    """The tiers that it is to be written to again, see `Rewrites`."""
+    """The tiers that it must be written to again, see `Rewrites`."""
     rewriting: int = 0
     """The tiers that it is being written to again."""
     checked: int = 0
-    """The last news of the tiers that it was checked against."""
+    """Number of the last news about the tiers that it was checked against."""
     origin: str = ""
     """The tier that filled it; empty for an encoder's own output."""
     incarnation: int = 0
@@ -78,9 +78,9 @@ class Place:
     lessees: int = 0
     forgotten: bool = False
     priority: float = 0.0
-    """Of keeping it, as of when it was last given back: what has the least is evicted first."""
+    """Priority as of its last unpin: the place with the lowest is evicted first."""
     modality: str = ""
-    """That of its item; empty as long as no item has asked for it."""
+    """The modality of its item; empty as long as no item has asked for it."""
 
     @property
     def offset(self) -> int:

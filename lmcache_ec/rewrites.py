@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier lacks and the arena still has, to be written again: the hottest first.
+"""Entries that a tier lacks and the arena still has, to be written again: most valuable first.
 
-Who decides, and on what evidence:
+How a rewrite is decided:
 
 1. The store process reports facts about a tier: it *took* an entry, *refused* it, or *failed*; it is *back* after it
    was left alone; it was *emptied* from outside as a whole (see `Tier.born`). Nothing else makes an entry due.
-2. *Back* makes due what the tier failed to take, or never answered about. *Emptied* makes due all that is live.
-   An entry that the tier took once and has no longer (evicted, expired, deleted, its namespace removed) is never due:
-   none of these is news of the tier.
-3. News costs the scheduler side no look at the whole arena: at most `_AT_ONCE` entries, the most recently used, are
-   looked at when it comes, any other the next time that it was used.
-4. A place that is due may be evicted like any other, and is then due no more.
+2. *Back* makes entries due that the tier failed to take, or never answered about. *Emptied* makes all live ones due.
+   An entry that the tier took once and no longer has (evicted, expired, deleted, its namespace removed) is never due:
+   none of these events is reported.
+3. News does not make the scheduler side scan the whole arena: at most `_AT_ONCE` entries, those that would be evicted
+   last, are checked at once, any other after its next use.
+4. A due place may be evicted like any other; it is then no longer due.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _AT_ONCE = 4096
 
 
 class Rewrites:
-    """The places that are due, with the tiers that are to have them in `Place.owed`. Runs on the book's one thread.
+    """The places that are due, with the tiers to write them to in `Place.owed`. Runs on the book's one thread.
 
-    Sets of tiers are bits, in the order of the tiers.
+    Sets of tiers are bit masks, in the order of the tiers.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Rewrites:
         self._back: dict[int, int] = {}
 
     def published(self, place: Place) -> None:
-        """A new entry: no news concerns it yet."""
+        """Note a new entry: no earlier news concerns it."""
         place.checked = self._news
 
     def emptied(self, tier: int, hottest: Iterable[Place]) -> None:
@@ -53,7 +53,7 @@ class Rewrites:
             self.check(place)
 
     def check(self, place: Place) -> None:
-        """Make a live place due if there was news that concerns it since it was last looked at."""
+        """Make a live place due if any news since its last check concerns it."""
         if place.checked == self._news:
             return
         emptied = sum(bit for bit, number in self._emptied.items() if number > place.checked)
@@ -73,7 +73,7 @@ class Rewrites:
         return place.id in self._due
 
     def next(self) -> Place | None:
-        """The place that is to be written next, unless it is being written already."""
+        """The place to write next; None if it is already being written."""
         place = next(iter(self._due.values()), None)
         return None if place is None or place.dirty else place
 
@@ -81,7 +81,7 @@ class Rewrites:
         return list(self._due.values())
 
     def drop(self, place: Place) -> None:
-        """It is not due, or not any more."""
+        """The place is not due, or no longer."""
         self._due.pop(place.id, None)
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from lmcache_ec.place import Extent, Place
 
 
 class Joinable(NamedTuple):
-    """An extent that a window may take in: when its turn is, and what of it is owned and would be lost."""
+    """An extent that a window may include: its priority, its owned bytes, and the loss of evicting it."""
 
     priority: float
     extent: Extent
@@ -23,16 +23,16 @@ class Joinable(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Adjoining extents, and what is lost by evicting those that are owned."""
+    """Adjacent extents, and the loss of evicting those that are owned."""
 
     lost: float
     extents: list[Extent]
 
 
 class Space:
-    """Who holds which bytes of the arena. Runs on the scheduler side's one thread; no lock, no I/O.
+    """Which bytes of the arena are free or owned. Runs on the scheduler side's one thread; no lock, no I/O.
 
-    Best fit, lowest address first among equals, so that pages never used stay untouched.
+    Best fit, lowest address first among equals, so that unused pages stay untouched.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Space:
         self.free_bytes = 0
 
     def open(self, length: int) -> None:
-        """Add the next `length` bytes. A place may lie across what was opened at different times."""
+        """Add the next `length` bytes. A place may span bytes opened at different times."""
         extent = Extent(self.opened_bytes, length, None, self._last)
         if self._last is not None:
             self._last.after = extent
@@ -53,7 +53,7 @@ class Space:
 
     @property
     def tail_bytes(self) -> int:
-        """How many bytes are free at the end of what is open: what is opened next joins them."""
+        """How many bytes are free at the end of the open part: the next bytes opened join them."""
         return self._last.length if self._last is not None and self._last.place is None else 0
 
     def take(self, length: int) -> Extent | None:
@@ -64,7 +64,7 @@ class Space:
         return self.cut(self._extents[self._free[index][1]], length)
 
     def cut(self, extent: Extent, length: int) -> Extent:
-        """Take the first `length` bytes of a free extent; what is left over stays free."""
+        """Take the first `length` bytes of a free extent; the rest stays free."""
         self._drop_free(extent)
         if extent.length > length:
             rest = Extent(extent.offset + length, extent.length - length, None, extent, extent.after)
@@ -76,7 +76,7 @@ class Space:
         return extent
 
     def give(self, extent: Extent) -> Extent:
-        """Give an extent back. Returns the free extent that it is now part of."""
+        """Free an extent. Returns the free extent that it is now part of."""
         self.free_bytes += extent.length
         extent.place = None
         before, after = extent.before, extent.after
@@ -100,11 +100,11 @@ class Space:
         least: float,
         steps: Iterator[int],
     ) -> Window | None:
-        """Adjoining extents around `start`, free or evictable, of at least `length` bytes together.
+        """Adjacent extents around `start`, free or evictable, of at least `length` bytes together.
 
-        `loss` is what evicting a place loses, None if it cannot be evicted. At most `2 * length` bytes are owned, less
-        than `least` is lost, and each neighbour joined uses up one of `steps`: None if that does not do. Free
-        neighbours are joined first, then the one that is evicted first.
+        `loss` is the loss of evicting a place, None if it cannot be evicted. At most `2 * length` bytes may be owned,
+        the loss must be below `least`, and each neighbour joined uses up one of `steps`; None if there is no such
+        window. Free neighbours are joined first, then those with the lowest priority.
         """
 
         def neighbour(extent: Extent | None) -> Joinable | None:

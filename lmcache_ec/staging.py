@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entries that the ranks' devices hold ahead of the step that loads them.
 
-A promise cannot be taken back, and a load can fail: a device may have no memory left. An item that carries what it is
-encoded from is then encoded in the same step. One that carries nothing has no such way out, and by then it is too late
-for its request to fail: vLLM reads `take_unavailable_requests` once the step has run (`update_from_output` in
-vllm/v1/core/sched/scheduler.py), and the step ends the engine where an encoder output is missing
+A promise cannot be revoked, and a load can fail: a device may have no memory left. An item that carries something to
+encode is then encoded in the same step. One that carries nothing cannot be, and by then it is too late to fail its
+request: vLLM reads `take_unavailable_requests` once the step has run (`update_from_output` in
+vllm/v1/core/sched/scheduler.py), and the step ends the engine if an encoder output is missing
 (`_gather_mm_embeddings` in vllm/v1/worker/gpu_model_runner.py). So the part that can fail comes first:
 
 1. A request leases the entry (`Book.lease`), which keeps its bytes in place, and asks for it to be staged.
-2. Every rank copies it to its device, on the rank's own thread, and answers. The request is not scheduled before.
-3. If one could not, that request fails, as it does for an entry that nobody has. Nothing was promised.
-4. If all could, the load that a step orders is a dictionary's: each rank hands what it has staged to vLLM.
+2. Every rank copies it to its device, on the rank's own thread, and answers. Until then the request is not scheduled.
+3. If one cannot, that request fails, as for an entry that no tier has. Nothing was promised.
+4. If all can, the load in a step is a mere dictionary look-up: each rank passes its staged tensor to vLLM.
 
-What is staged is spent by one load, or released with the last request that waits for it.
+A staged entry is consumed by one load, or released with the last request that waits for it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lmcache_ec.link import Link, LinkClosed
 from lmcache_ec.place import Place
 
 STAGED_BYTES = 256 << 20
-"""Of one device, at most; one entry always. It is memory beside what vLLM has measured for itself. Where waiting
-requests need more than that, the rest is loaded within their steps."""
+"""Limit per device; one entry is always allowed. This memory is on top of what vLLM has measured for itself. If waiting
+requests need more, the rest is loaded within their steps."""
 
 
 class Readiness(enum.Enum):
     NO_ROOM = enum.auto()
-    """As much is staged as may be."""
+    """The limit of staged bytes is reached."""
     PENDING = enum.auto()
     READY = enum.auto()
     FAILED = enum.auto()
@@ -60,10 +60,10 @@ class _Order:
 
 
 class Staging:
-    """What is staged on all ranks alike. Runs on the scheduler side's one thread; sends, never waits."""
+    """Entries staged on all ranks alike. Runs on the scheduler side's one thread; sends, never waits."""
 
     def __init__(self, links: Sequence[Link], complaints: Complaints) -> None:
-        """`links` are those to the ranks, by number; they may come to be connected later."""
+        """`links` are those to the ranks, by number; they may be connected later."""
         self._links = links
         self._complaints = complaints
         self._orders: dict[int, _Order] = {}  # by place
@@ -74,7 +74,7 @@ class Staging:
         return len(self._orders)
 
     def ask(self, place: Place, request_id: str) -> Readiness:
-        """Have a leased entry staged for a request, unless it is already. Asked again in each pass."""
+        """Stage a leased entry for a request, unless that is done already. Called again in each pass."""
         order = self._orders.get(place.id) or self._begin(place)
         if order is None:
             return Readiness.NO_ROOM
@@ -97,7 +97,7 @@ class Staging:
         return sum(order.nbytes for order in self._orders.values())
 
     def take(self, place: Place, request_id: str) -> int:
-        """The number of what is staged for the request, which a load is going to spend; 0 if nothing is."""
+        """The number of the entry staged for the request, for a load to consume; 0 if none is."""
         order = self._orders.get(place.id)
         if order is None or request_id not in order.requests or order.readiness is not Readiness.READY:
             return 0
@@ -105,7 +105,7 @@ class Staging:
         return order.number
 
     def unspent(self, number: int) -> None:
-        """No step orders the load that has taken it. 0 is nothing."""
+        """No step will order the load that took this number. 0 is ignored."""
         if number:
             self._send(Unstage(number))
 
@@ -149,4 +149,4 @@ class Staging:
         try:
             return self._links[rank].send(message)
         except LinkClosed:
-            return True  # found and answered by the next drain
+            return True  # noticed and handled by the next drain

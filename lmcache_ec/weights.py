@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which weights the encoder runs with, as its ranks report it, and where outputs of these weights are kept.
+"""Which weights the encoder runs with, as reported by its ranks, and where outputs of these weights are kept.
 
 What is known, and when:
 
 1. A rank counts the calls that may have changed its weights. It reports "unknown" before such a call begins and the
    digest of its weights once it is over. All ranks get the same calls in the same order, between the same steps.
-2. The weights are known while the last report of every rank has a digest and all are about the same number of calls.
+2. The weights are known while the last report of every rank has a digest and all have the same number of calls.
    Otherwise they are in doubt: nothing is promised, nothing is reserved, and nothing is lost.
-3. The scheduler side acts on reports between passes alone. Each step says which weights it was prepared for; a rank
-   whose own differ copies nothing for it. So it does not matter how fast a report is: at worst a step encodes anew.
-4. The first weights that are known are those of the start. The namespace of the engine is theirs and nobody else's.
-5. A new epoch changes that namespace, and with it every other one, and nothing about the weights.
+3. The scheduler side acts on reports only between passes. Each step states which weights it was prepared for; a rank
+   with other weights copies nothing for it. So reports need not be fast: at worst a step encodes again.
+4. The first known weights are those of the start. The namespace of the engine belongs to them only.
+5. A new epoch changes that namespace, and with it every other one, but not the weights.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from lmcache_ec.key import MAX_NAMESPACE_CHARS
 from lmcache_ec.positional import positional
 
 Persist = Literal[False, True, "by_version"]
-"""What becomes of weights other than those of the start: memory only, a namespace by digest, or one by version."""
+"""Where outputs of weights other than those of the start go: memory only, a namespace by digest, or one by version."""
 
 
 @positional
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The weights that all ranks have, after so many calls: a digest a rank."""
+    """The weights of all ranks after `calls` calls: one digest per rank."""
 
     calls: int
     digests: tuple[str, ...]
@@ -39,7 +39,7 @@ class Held:
 class Home:
     """Where the outputs of some weights are kept: a namespace, in memory and, if it `persists`, in the tiers.
 
-    The namespace is one of this epoch."""
+    The namespace belongs to this epoch."""
 
     namespace: str
     persists: bool
@@ -47,20 +47,20 @@ class Home:
 
 
 class Weights:
-    """The scheduler side's knowledge of the weights of one engine. Runs on its thread alone; no lock, no I/O."""
+    """The scheduler side's knowledge of the weights of one engine. Runs on its thread only; no lock, no I/O."""
 
     def __init__(self, ranks: int, namespace: str, persist: Persist = False, epoch: int = 0) -> None:
-        """`namespace` is that of the weights of the start, in this epoch. Of 0 `ranks` nothing is expected: weights
-        never change."""
+        """`namespace` is that of the weights of the start, in this epoch. With 0 `ranks` no reports are expected: the
+        weights never change."""
         self.moved = False
-        """Whether a report, a version or an epoch has come that nobody has acted on."""
+        """Whether a report, a version or an epoch has arrived that has not been acted on."""
         self.epoch = epoch
         self._namespace = namespace
         self._persist = persist
         self._reports = [(0, "")] * ranks
         self._start: tuple[str, ...] | None = None if ranks else ()
         self._version = ""
-        self._versions: dict[str, tuple[str, ...]] = {}  # which weights each one has named, the last of them last
+        self._versions: dict[str, tuple[str, ...]] = {}  # version -> the weights it has named, newest version last
 
     def report(self, rank: int, calls: int, digest: str) -> None:
         """A rank has reported, see `WeightsReport`."""
@@ -77,24 +77,24 @@ class Weights:
 
     @property
     def held(self) -> Held | None:
-        """The weights as far as the ranks have reported; None while they are in doubt."""
+        """The weights by the ranks' reports; None while they are in doubt."""
         counts, digests = {calls for calls, _ in self._reports}, tuple(digest for _, digest in self._reports)
         return Held(max(counts, default=0), digests) if len(counts) < 2 and all(digests) else None
 
     def begin_epoch(self, epoch: int, namespace: str) -> None:
-        """From now on this is the namespace of the weights of the start."""
+        """A new epoch: `namespace` is now that of the weights of the start."""
         self.epoch, self._namespace = epoch, namespace
         self.moved = True
 
     @property
     def home_of_start(self) -> Home:
-        """Where outputs of the weights of the start are kept, whether these are known yet or not."""
+        """Where outputs of the weights of the start are kept, even if these are not known yet."""
         return Home(self._namespace, True, self.epoch)
 
     def set_version(self, version: str) -> str:
-        """The weights are of this version from now on, until they change. Returns what is wrong with that, or "".
+        """The weights have this version from now on, until they change. Returns what is wrong with that, or "".
 
-        A version names the weights that are known when it is set: one that is set before an update is the old weights'.
+        A version names the weights known when it is set: one set before an update belongs to the old weights.
         """
         held, self._version = self.held, ""
         self.moved = True
@@ -119,7 +119,7 @@ class Weights:
         return Home(self._derived("memory", *digests), False, self.epoch)
 
     def _derived(self, *what: str) -> str:
-        """A namespace of its own beside the start's, and as readable."""
+        """A namespace separate from the start's, and just as readable."""
         digest = hashlib.sha256("\0".join((self._namespace, *what)).encode()).hexdigest()[:16]
         return f"{self._namespace[: MAX_NAMESPACE_CHARS - 1 - len(digest)]}-{digest}"
 

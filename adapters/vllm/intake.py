@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request brings: its items, the names that a front end of this engine signed, what a producer announced."""
+"""The contents of a request: its items, the names signed by a front end of this engine, a producer's announcements."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _UNSIGNED = (
     'names identify the content: such items stay in memory. See docs/security.md, "Front ends"'
 )
 _NEVER_CACHED = "prompt_embeds"
-"""A modality of vLLM's that is no encoder output: the client's own tensor passes through."""
+"""A vLLM modality that is not an encoder output: the client's own tensor passes through."""
 
 
 class Intake:
-    """Reads requests for the scheduler side. Whoever has its turn (see `arrivals`) runs it; no call waits."""
+    """Reads requests for the scheduler side. The caller has its turn (see `arrivals`); no call waits."""
 
     def __init__(self, cache: EncoderCache, policy: Policy, media: EncodableMedia, complaints: Complaints) -> None:
         self.counts = {"foreign_announcements": 0, "unsigned_items": 0}
@@ -40,7 +40,7 @@ class Intake:
         self._complaints = complaints
 
     def items(self, request: Request, signed: Container[str], coming: Container[str]) -> list[Item]:
-        """`signed` and `coming` are identifiers: spelled by a front end of ours, announced by a producer."""
+        """`signed` and `coming` are identifiers: spelled by a front end of ours, or announced by a producer."""
         items = []
         for index, feature in enumerate(request.mm_features):
             position, identifier = feature.mm_position, feature.identifier
@@ -62,14 +62,14 @@ class Intake:
         return items
 
     def may_come(self, request: Request, now: float) -> bool:
-        """Whether a tier may have what the request needs, before its items are read. Never a wrong no."""
+        """Whether a tier may have what the request needs, before its items are read. No false negatives."""
         if getattr(request, "ec_transfer_params", None):
             return True
         names = (name for feature in request.mm_features for name in stored_names(feature.identifier))
         return any(self._cache.may_come(name, now) for name in names)
 
     def peek(self, request: Request) -> list[Item]:
-        """The items of a request that no pass has seen yet: nothing is counted, and its signature stays."""
+        """The items of a request that no pass has seen yet: nothing is counted, and its signature is kept."""
         identifiers = [feature.identifier for feature in request.mm_features]
         return self.items(
             request, signed_identifiers(request.trace_headers, identifiers), self._own(announced(request))
@@ -103,12 +103,12 @@ class Intake:
 
 
 def stays_in_memory(item: Item, signed: Container[str]) -> bool:
-    """Whether an item's own name, and nothing about its front end, keeps it in memory."""
+    """Whether an item is kept in memory because of its own name, and not because of its front end."""
     return item.identifier in signed and any(name.durability is Durability.LOCAL for name in item.names)
 
 
 def _refuse_ambiguous(items: list[Item]) -> None:
-    """One name for items that differ in what they need: vLLM asks by name alone, so neither is ever promised."""
+    """Never promise items that share a name but need different entries: vLLM asks by name only."""
     looks: dict[str, set[tuple[int, str]]] = {}
     for item in items:
         looks.setdefault(item.identifier, set()).add((item.rows, item.modality))

@@ -14,23 +14,23 @@ from .identifiers import Durability, Name
 
 
 class Standing(enum.Enum):
-    """Where an item of a request stands before the request is scheduled."""
+    """The state of a request's item before the request is scheduled."""
 
     SETTLED = enum.auto()
-    """Leased to the request, or in vLLM's own cache, or to be promised when it is asked for."""
+    """Leased to the request, or in vLLM's own cache, or to be promised when vLLM asks for it."""
     PENDING = enum.auto()
-    """It can still arrive."""
+    """The item can still arrive."""
     MISSED = enum.auto()
-    """Nothing will come: vLLM encodes it, if it carries anything to encode."""
+    """The item will not arrive: vLLM encodes it, if it carries anything to encode."""
 
 
 @dataclass(slots=True)
 class Item:
-    """One multimodal input of a request: its prompt tokens [start, end), what it must look like, and what is known.
+    """One multimodal input of a request: its prompt tokens [start, end), its expected shape, and what is known of it.
 
-    `names` are those that the cache may hold it under, the one that it is saved under first; none: it is never cached.
-    `held_at` is how far the request was when vLLM gave the item room (tokens computed, preemptions): asked again with
-    more tokens and no preemption since, the request holds it.
+    `names` are those the cache may hold it under, the one it is saved under first; empty: it is never cached.
+    `held_at` is the request's progress when vLLM allocated room for the item (tokens computed, preemptions): if it asks
+    again with more tokens and no preemption since, the request holds the item.
     """
 
     identifier: str
@@ -44,24 +44,24 @@ class Item:
     """A producer has announced the item: it is waited for even if no listing has it."""
     missed: bool = False
     awaited: bool = False
-    """It was waited for."""
+    """The request has waited for it."""
     refused: bool = False
-    """The load policy has preferred its encode to waiting for it."""
+    """The load policy preferred an encode to waiting for it."""
     late: bool = False
     """It had not arrived by its request's deadline."""
     held_at: tuple[int, int] | None = None
     dropped: bool = False
-    """vLLM has taken back from its workers what they would encode (0.33's V2 runner, once the item is computed)."""
+    """vLLM's workers have dropped its payload (0.33's V2 runner, once the item is computed)."""
     recorded: bool = False
-    """Whoever records what requests need has been told of it."""
+    """It has been reported to the recorder of what requests need."""
     probe: Probe | None = None
-    """A producer's question which tiers have it, asked for this request."""
+    """A producer's query, made for this request, which tiers have it."""
     rewritten: bool = False
-    """The producer has asked, for this request, that they be given it again."""
+    """The producer has asked, for this request, for the item to be written to the tiers again."""
 
     @property
     def name(self) -> str:
-        """The one that it is saved under."""
+        """The name it is saved under."""
         return self.names[0].text if self.names else self.identifier
 
     @property
@@ -73,15 +73,15 @@ class Item:
 
 
 Shape = tuple[str, str, int]
-"""Name, modality and rows: what an entry is asked to be."""
+"""Name, modality and rows that an entry must match."""
 
 
 @dataclass(slots=True)
 class Memo:
     """What is remembered of one request. `end` is where its last item ends: past it there is nothing to do.
 
-    `named` is the last item of each identifier: all of one identifier look alike, or none is ever cached. `signed` are
-    the identifiers that a front end of this engine spelled.
+    `named` is the last item of each identifier: all items of an identifier have the same shape, or none is ever cached.
+    `signed` are the identifiers that a front end of this engine spelled.
     """
 
     request_id: str
@@ -96,7 +96,7 @@ class Memo:
     waiting_since: float | None = None
     waited_s: float = 0.0
     count: int = field(init=False)
-    """Of items: read in every pass."""
+    """Number of items; stored because it is read in every pass."""
 
     def __post_init__(self) -> None:
         self.count = len(self.items)

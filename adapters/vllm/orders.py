@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step orders a rank to do: which places to load from, which to save to. Knows nothing of vLLM."""
+"""A step's orders to a rank: which places to load from and save to. Independent of vLLM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lmcache_ec.weights import Held
 @positional
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy a live place into vLLM's encoder cache. `item` is (request, index) of one that this step schedules.
+    """Copy a live place into vLLM's encoder cache. `item` is (request, index) of an item that this step schedules.
 
-    Of place 0 nothing can be copied: what was promised is void, and is to be encoded. One that is not `encodable` is
-    loaded though the weights have changed since it was promised: vLLM dies of an item that never comes. What is
-    `staged`, under that number, is on the device already.
+    Place 0: the promise is void and the item must be encoded. An item that is not `encodable` is loaded even if the
+    weights have changed since it was promised: vLLM would die of a missing item. `staged` is the number under which the
+    payload is already on the device; 0: it is not.
     """
 
     place: int
@@ -45,14 +45,14 @@ class Save:
 
 @dataclass(slots=True)
 class Orders:
-    """One step's orders, from the scheduler side to every rank. `step` counts those that carry something.
+    """One step's orders, from the scheduler side to every rank. `step` counts only steps that have orders.
 
-    `encoder_inputs` is the very dictionary `scheduler_output.scheduled_encoder_inputs` (one pickled message keeps the
-    identity): what a rank adds there is encoded right after it has loaded, in vLLM's `_execute_mm_encoder`. `encodes`
-    are a producer's items, (request, index), that every rank adds.
+    `encoder_inputs` is the very dictionary `scheduler_output.scheduled_encoder_inputs` (pickling both in one message
+    preserves identity): what a rank adds there is encoded right after its loads, in vLLM's `_execute_mm_encoder`.
+    `encodes` are a producer's items, (request, index), that every rank adds.
 
-    `weights` are those that the orders are about, in `namespace`; a rank that has others copies nothing. With `look` it
-    looks at them first.
+    `weights` are those that the orders are for, in `namespace`; a rank with other weights copies nothing. With `look`
+    it checks them first.
     """
 
     arena: str = ""

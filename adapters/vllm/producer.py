@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer need not encode: what the tiers that its consumers reach have already.
+"""What a producer need not encode: items that the tiers its consumers reach already have.
 
-Facts of vLLM 0.32 that this stands on:
+This relies on these facts about vLLM 0.32:
 
 - A pure producer runs no language model (`v1/worker/gpu_model_runner.py`: `execute_model` returns after the encoder;
-  `v1/worker/mm_encoder_model_runner.py`). Nothing gathers the tensor and nothing is loaded: an item for which
-  `has_cache_item` answers True is not encoded, that is all.
+  `v1/worker/mm_encoder_model_runner.py`). No tensor is gathered and nothing is loaded: if `has_cache_item` returns True
+  for an item, the only effect is that it is not encoded.
 - vLLM's own encoder cache counts such an item as cached from then on (`v1/core/sched/scheduler.py`,
   `_allocate_encoder_inputs`), though no rank has it: it is *hollow*. vLLM does not ask about it again, so if the tiers
-  have lost it since, the ranks have to add it to what the encoder is about to encode.
-- The answer to a request says what consumers can fetch, and a consumer whose request left the media out fails without
-  it. So each request asks the tiers anew, and only what they had for *this* request, or took during it, is announced.
+  have lost it since, the ranks must add it to the items about to be encoded.
+- The response to a request announces what consumers can fetch, and a consumer whose request omits the media fails
+  without it. So each request asks the tiers anew; only what they had or took during *this* request is announced.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 _FRESH_S = 1.0
-"""How old the tiers' answer may be while its request waits or runs on."""
+"""Maximum age of the tiers' answer while its request waits or keeps running."""
 
 
 class Producer:
-    """One engine's, on its scheduler side: on the scheduler's thread alone; no lock, no I/O."""
+    """One per engine, on its scheduler side. Runs on the scheduler's thread only; no lock, no I/O."""
 
     def __init__(self, cache: EncoderCache) -> None:
         self.counts = {"encodes_skipped": 0, "encodes_again": 0}
         self._cache = cache
-        self._hollow: set[str] = set()  # of what vLLM counts as cached
+        self._hollow: set[str] = set()  # cached for vLLM, but on no rank
         self._skipped: set[str] = set()  # answered True in this pass
         self._again: dict[str, tuple[str, Item]] = {}  # hollow and in no tier: to be encoded in this pass
 
@@ -46,8 +46,8 @@ class Producer:
     def standing(
         self, request_id: str, item: Item, spec: TensorSpec | None, place: Place | None, cached: bool, now: float
     ) -> Standing:
-        """Where an item stands. `place` has its live entry, `spec` is what it must be (None: unknown, or not to be
-        had), `cached` is whether vLLM counts it as cached."""
+        """The standing of an item. `place` has its live entry; `spec` is what the entry must be (None: unknown, or
+        another item's entry has the name); `cached` is whether vLLM counts it as cached."""
         if not item.persists or not self._cache.persists:
             return Standing.SETTLED if place is not None or (cached and item.encodable) else Standing.MISSED
         under_way = self._cache.under_way(item.name, now)  # another request's encode; it may reach the tiers
@@ -68,7 +68,7 @@ class Producer:
         return Standing.SETTLED
 
     def _written_again(self, item: Item, place: Place, now: float) -> Standing:
-        """The arena has what the tiers lack: once for each request they are given it again."""
+        """The arena has an entry that the tiers lack: it is written to them again, once per request."""
         if not item.rewritten:
             item.rewritten = True
             self._cache.rewrite(place)
@@ -79,7 +79,7 @@ class Producer:
         return Standing.SETTLED if item.encodable or self._in_tiers(item.probe) else Standing.MISSED
 
     def refresh(self, item: Item, spec: TensorSpec | None, now: float) -> None:
-        """Ask again about an item of a request that runs on: the answer to the request will say what is there then."""
+        """Ask again about an item of a request that keeps running: its response must announce what is there then."""
         if item.probe is not None and item.probe.held is not None and now - item.probe.asked_at > _FRESH_S:
             item.probe = self._cache.probe(item.name, spec, now)
 
@@ -92,14 +92,14 @@ class Producer:
     # ---- within a pass
 
     def has(self, item: Item, place: Place | None) -> bool:
-        """Whether vLLM need not encode the item: the tiers have it, or the arena."""
+        """Whether vLLM need not encode the item: the tiers or the arena have it."""
         if place is None and not self._in_tiers(item.probe):
             return False
         self._skipped.add(item.identifier)
         return True
 
     def skips(self, identifier: str) -> bool:
-        """Whether vLLM has just given room to an item that nothing will fill."""
+        """Whether vLLM has just allocated room for an item whose encode was skipped."""
         if identifier not in self._skipped:
             self._hollow.discard(identifier)
             return False
@@ -109,7 +109,7 @@ class Producer:
 
     @property
     def again(self) -> dict[str, tuple[str, Item]]:
-        """What the ranks have to encode though vLLM did not schedule it: by identifier, a request that has it."""
+        """Items, by identifier and with a request, that the ranks must encode though vLLM did not schedule them."""
         return self._again
 
     def encoded_again(self, identifier: str) -> None:
@@ -117,7 +117,7 @@ class Producer:
         self._hollow.discard(identifier)
 
     def not_encoded(self, identifier: str) -> None:
-        """vLLM has taken an encode back and still counts the item as cached."""
+        """vLLM has cancelled an encode and still counts the item as cached."""
         self._hollow.add(identifier)
 
     def end_pass(self) -> None:
@@ -125,13 +125,13 @@ class Producer:
         self._again.clear()
 
     def follow(self, cached: Set[str]) -> None:
-        """What vLLM counts as cached has changed."""
+        """vLLM's set of cached items has changed."""
         self._hollow &= cached
 
     # ---- the end of a request
 
     def stored(self, item: Item, place: Place | None) -> bool:
-        """Whether consumers find the item, as far as this request has learned."""
+        """Whether consumers can find the item, as far as this request has learned."""
         if item.probe is None or item.probe.held is None:
             return False
         return self._in_tiers(item.probe) or (place is not None and self._cache.below.covers(place.tiers))
