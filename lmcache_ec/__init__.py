@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shape-agnostic cache of encoder outputs over memory, disk and remote stores.
 
-This package imports no serving engine. Importing it imports nothing more until one of its names is used, so that the
+This package imports no serving engine. Importing it loads nothing else until one of its names is used, so that the
 store process starts fast.
 """
 

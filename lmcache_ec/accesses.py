@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests need, reported to the store process while somebody records it (`lmcache-ec status --record`)."""
+"""What requests need, reported to the store process while a client records it (`lmcache-ec status --record`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lmcache_ec.channel import Access, Accessed
 from lmcache_ec.eviction import Below, restore_s
 
 _WAITING = 8192
-"""So many wait at most for room on the link."""
+"""Maximum number waiting for room on the link."""
 
 _MESSAGE_BYTES = 64 << 10
 _MESSAGES_A_PASS = 4
 _ACCESS_BYTES = 40
-"""Of an access in a message, beside its name, at most."""
+"""Maximum size of an access in a message, without its name."""
 
 
 class _Waiting(NamedTuple):
@@ -26,17 +26,17 @@ class _Waiting(NamedTuple):
 
 
 class Accesses:
-    """One recording's. Whoever has the scheduler side's turn runs it: no digest, no file, no send that waits."""
+    """One per recording. The caller has the scheduler side's turn: no digest, no file, no blocking send."""
 
     def __init__(self, send: Callable[[Accessed], bool]) -> None:
-        """`send` is False if there is no room."""
+        """`send` returns False if there is no room."""
         self._send = send
         self._waiting: deque[_Waiting] = deque()
         self._lost = 0
 
     def add(self, now: float, name: str, length: int, encode_s: float, rows: int) -> None:
-        """A request needs what `name` names: `length` bytes (0: nobody knows yet, and it counts as lost), whose encode
-        takes `encode_s`; infinite: that was not measured, and is guessed from `rows`."""
+        """A request needs the entry `name` of `length` bytes (0: unknown yet; it counts as lost), whose encode takes
+        `encode_s`; infinite: it was not measured, and is guessed from `rows`."""
         if len(self._waiting) >= _WAITING or not length:
             self._lost += 1
             return
@@ -45,7 +45,7 @@ class Accesses:
         self._waiting.append(_Waiting((now, name, length, seconds), guessed))
 
     def hand_over(self) -> None:
-        """Send what waits, as far as a pass has time and the link has room. At the end of each pass."""
+        """Send waiting accesses, as far as a pass has time and the link has room. Call at the end of each pass."""
         for _ in range(_MESSAGES_A_PASS):
             if not (self._waiting or self._lost):
                 return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults are counted; a line about one kind of them is logged once in a while."""
+"""Rate-limited log lines about faults: repeated lines of a kind are counted and logged once in a while."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _INTERVAL_S = 60.0
 
 
 class Complaints:
-    """One log line a kind and minute. Each instance belongs to one thread.
+    """One log line per kind and minute. Each instance belongs to one thread.
 
-    A kind is `<topic>-<what>`, or a topic alone. What is withheld is not lost: the last line of a topic follows once
-    its minute is over (`report_withheld`), so that the log never ends on a state that is not the last.
+    A kind is `<topic>-<what>`, or a topic alone. Withheld lines are not lost: the last line of a topic is logged once
+    its minute is over (`report_withheld`), so that the log never ends on an outdated state.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -30,7 +30,7 @@ class Complaints:
             self._log(kind, text, withheld)
 
     def report_withheld(self) -> None:
-        """Log what has been withheld for long enough. To be called now and then; costs nothing where nothing was."""
+        """Log lines that have been withheld long enough. Call now and then; costs nothing if none were withheld."""
         for topic, (kind, text, withheld) in list(self._withheld.items()):
             if time.monotonic() >= self._silent_until[kind]:
                 del self._withheld[topic]

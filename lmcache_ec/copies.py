@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a rank's forward passes copies between the arena and its device have taken."""
+"""How much time of a rank's forward passes the copies between the arena and its device have taken."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lmcache_ec.histogram import LATENCY_NS, Histogram
 
 
 class CopyTimes:
-    """One rank's, as it reports them, a step at a time. Runs on the scheduler's thread."""
+    """The copy times of one rank, as reported step by step. Runs on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._loads = Histogram("step_load_ns", LATENCY_NS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache has to know of the engine that it serves."""
+"""What the cache needs to know about the engine that it serves."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lmcache_ec.signing import SigningKey
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What the cache has to know of the engine that it serves.
+    """What the cache needs to know about the engine that it serves.
 
-    `name` is one engine's on this host, the same on the scheduler side and in every rank. `largest_entry_bytes` bounds
-    an entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start, before
-    epoch and key (see `namespace_at`); with `watched` the ranks report what weights they have, and nothing is promised
-    before they have done so. One that `saves` nothing, a consumer, never gives a tier again what that has lost.
-    `epoch` is the configuration's; None for a namespace that was given by name: it has no epochs.
-    Of several data-parallel engines each publishes at an address of its own, by its `data_parallel_rank`.
+    `name` is unique on this host and the same on the scheduler side and in every rank. `largest_entry_bytes` bounds an
+    entry; `ranks` is how many processes load (rank 0 saves). `namespace` is that of the weights of the start, before
+    epoch and key (see `namespace_at`); with `watched` the ranks report their weights, and nothing is promised before
+    they have done so. An engine without `saves`, a consumer, never rewrites entries that a tier has lost.
+    `epoch` is the configuration's; None for a namespace given by name, which has no epochs.
+    Each of several data-parallel engines publishes at its own address, by its `data_parallel_rank`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Engine:
     signing: SigningKey | None = None
 
     def signing_with(self, key: SigningKey | None) -> Engine:
-        """The same, in the namespace of entries that are signed with this key, if there is one."""
+        """The same engine, in the namespace of entries signed with this key, if there is one."""
         return replace(self, signing=key)
 
     def namespace_at(self, epoch: int) -> str:
@@ -42,6 +42,6 @@ class Engine:
 
 
 def namespace_at(namespace: str, epoch: int, signing: SigningKey | None) -> str:
-    """What a namespace is called in an epoch, for entries that are signed with this key, if there is one."""
+    """The name of a namespace in an epoch, for entries signed with this key, if there is one."""
     named = at_epoch(namespace, epoch)
     return named if signing is None else signing.namespace(named)

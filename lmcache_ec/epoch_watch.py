@@ -16,13 +16,13 @@ _LOOK_S = 1.0
 
 
 class EpochWatch:
-    """Looks once a second, in the store process, on a thread of its own: a folder that hangs holds up nobody else.
+    """Checks once a second, in the store process, on its own thread: a folder that hangs blocks nothing else.
 
-    It never falls: a file that has gone, or holds less, or cannot be read, changes nothing before the next start.
+    The epoch never falls: a missing or unreadable file, or a lower epoch in it, has no effect until the next start.
     """
 
     def __init__(self, folder: Path, epoch: int, begun: Callable[[int], None], report: Report) -> None:
-        """`epoch` is the one that the engine is in. `begun` is called with each later one, from the thread."""
+        """`epoch` is the engine's current one. `begun` is called with each later one, on the thread."""
         self._epoch = self._reported = epoch
         self._folder = folder
         self._begun = begun
@@ -30,7 +30,7 @@ class EpochWatch:
         self._problem = ""
 
     def opening(self, tier: Callable[[], Tier], strict: bool) -> Tier:
-        """Open the folder's tier, and look for the first time. ValueError if `strict` and the file holds no epoch."""
+        """Open the folder's tier and check for the first time. ValueError if `strict` and the file holds no epoch."""
         opened = tier()
         if strict:
             self._epoch = max(self._epoch, read_epoch(self._folder))
@@ -39,7 +39,7 @@ class EpochWatch:
         return opened
 
     def start(self) -> int:
-        """Go on looking from now on. Returns the epoch as it is known by now."""
+        """Start checking periodically. Returns the epoch known so far."""
         self._reported = self._epoch
         threading.Thread(target=self._watch, name="epoch", daemon=True).start()
         return self._reported

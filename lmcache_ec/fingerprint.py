@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint is, by its content: a path says nothing, `/models/current` gets overwritten.
+"""The identity of a checkpoint, by its content: a path identifies nothing, `/models/current` gets overwritten.
 
 Small files (configuration, processor, tokenizer, remote code) are read whole, and so are the tensors of a safetensors
-file that may be an encoder's, by their names. Of the language model's, and of weight files of other formats, which may
-be many GB, go in: the size, the header, 4 KiB from the middle of every tensor, and
-blocks spread over the file. A retrained language model differs nearly everywhere, and changes no encoder output anyway.
-File times and the folder's own path play no part.
+file that may be an encoder's, by their names. The language model's tensors and weight files of other formats may be
+many GB. Of these the fingerprint covers the size, the header, 4 KiB from the middle of every tensor, and blocks spread
+over the file. A retrained language model differs nearly everywhere, and changes no encoder output anyway.
+File times and the folder's own path do not count.
 """
 
 import hashlib
@@ -30,17 +30,17 @@ MAX_TENSORS_PER_FILE = 8192
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf"})
 WHOLE_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 SAMPLING_DEFAULTS = "generation_config.json"
-"""Left out: it only sets defaults for sampling, and a hub download fetches it after the engine has started."""
+"""Ignored: it only sets sampling defaults, and a hub download fetches it after the engine has started."""
 
 _VERSION = b"lmcache-ec/checkpoint/2"
 _CHUNK_BYTES = 8 << 20
 
 MAX_UNKNOWN_BYTES = 2 << 30
-"""In a file, of tensors whose names say neither. More are no encoder's alone."""
+"""Limit per file for tensors whose names show neither. More cannot belong to an encoder alone."""
 _LANGUAGE = re.compile(
     r"((model|transformer|thinker)\.)*(lm_head|language_model|text_model|llm|embed_tokens|layers|h|decoder)(\.|$)"
 )
-"""From a name's beginning: `layers` within something else may be a resampler's or an aligner's."""
+"""Matched at the start of a name: `layers` further in may belong to a resampler or an aligner."""
 _ENCODER = re.compile(r"vis|vit|image|img|audio|speech|video|encoder|tower|projector|mm_|multi_modal", re.IGNORECASE)
 
 Region = tuple[int, int]
@@ -48,7 +48,7 @@ Region = tuple[int, int]
 
 
 class FingerprintError(ValueError):
-    """The checkpoint cannot be read; the text names the path and what to set instead."""
+    """The checkpoint cannot be read; the message names the path and what to set instead."""
 
     def __init__(self, path: Path, reason: object) -> None:
         super().__init__(f"cannot fingerprint the checkpoint at {path}: {reason}; set ec.namespace to name it yourself")
@@ -57,11 +57,10 @@ class FingerprintError(ValueError):
 def checkpoint_fingerprint(folder: Path, *, weights_required: bool = False) -> str:
     """64 hex digits over the content of the checkpoint in `folder`, subfolders included, hidden ones left out.
 
-    Reads an encoder's tensors, and at most about 33 MiB more of a weight file beyond its header (1 MiB and 4 KiB a
-    tensor). Runs once, in the process that builds the scheduler, before it serves, when what it reads has just been
-    loaded. FingerprintError if something cannot be read, if there is nothing to
-    read, or, with `weights_required`, if there is no weight file: a folder that only configures weights kept elsewhere
-    does not say what they are.
+    Reads an encoder's tensors, and at most about 33 MiB more of a weight file beyond its header (1 MiB and 4 KiB per
+    tensor). Runs once, in the process that builds the scheduler, before it serves, when these files have just been
+    loaded. FingerprintError if something cannot be read, if there is nothing to read, or, with `weights_required`, if
+    there is no weight file: a folder that only configures weights stored elsewhere does not identify them.
     """
     try:
         names = sorted(file_names(folder), key=os.fsencode)
@@ -79,7 +78,7 @@ def checkpoint_fingerprint(folder: Path, *, weights_required: bool = False) -> s
 
 
 def file_fingerprint(path: Path) -> str:
-    """64 hex digits over one file's content, read like a checkpoint's. FingerprintError if it cannot be read."""
+    """64 hex digits over one file's content, read like a checkpoint file. FingerprintError if it cannot be read."""
     try:
         return _file_digest(path).hex()
     except OSError as error:
@@ -87,7 +86,7 @@ def file_fingerprint(path: Path) -> str:
 
 
 def _feed(digest: "hashlib._Hash", part: bytes) -> None:
-    """Length first, so that no two lists of parts make the same stream."""
+    """Length first, so that different lists of parts never give the same stream."""
     digest.update(len(part).to_bytes(8, "little"))
     digest.update(part)
 
@@ -97,7 +96,7 @@ def _suffix(name: str) -> str:
 
 
 def _is_part(base: str) -> bool:
-    """Does a file of this name belong to a checkpoint?"""
+    """Whether a file of this name belongs to a checkpoint."""
     if base.startswith(".") or base == SAMPLING_DEFAULTS:
         return False
     return _suffix(base) in WEIGHT_SUFFIXES | WHOLE_SUFFIXES or base.startswith("tokenizer")
@@ -128,7 +127,7 @@ def file_names(folder: Path) -> Iterator[str]:
 
 
 def _file_digest(path: Path) -> bytes:
-    """Whole for what is small and configures, sampled for the rest."""
+    """Digest of small configuration files as a whole, of others by samples."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a named pipe must not hold up the start
     try:
         status = os.fstat(file)
@@ -165,7 +164,7 @@ def _parts(tensors: list[tuple[str, Region]]) -> tuple[list[Region], list[Region
 
 
 def _region_digest(file: int, offset: int, length: int) -> bytes:
-    """xxh3: no secret is kept by it, and reading is what takes the time."""
+    """xxh3: no cryptographic hash is needed here, and most of the time is spent reading."""
     digest = xxhash.xxh3_128()
     for begin in range(offset, offset + length, _CHUNK_BYTES):
         digest.update(_read(file, begin, min(_CHUNK_BYTES, offset + length - begin)))
@@ -184,14 +183,14 @@ def _read(file: int, offset: int, length: int) -> bytes:
 
 
 def _safetensors_header(file: int, size: int) -> bytes:
-    """Length and JSON, cut at MAX_HEADER_BYTES; a file that is no safetensors gives whatever stands there."""
+    """Length and JSON, cut at MAX_HEADER_BYTES; for a file that is not safetensors, whatever bytes are there."""
     prefix = _read(file, 0, min(8, size))
     length = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES, size - len(prefix))
     return prefix + _read(file, len(prefix), length)
 
 
 def _sampled(size: int, tensors: list[Region]) -> Iterator[Region]:
-    """Regions to read of a file of `size` bytes: blocks from its first to its last, then the middle of each tensor."""
+    """Regions to read of a file of `size` bytes: blocks from start to end, then the middle of each tensor."""
     last = max(size - BLOCK_BYTES, 0)
     starts = {last * i // (BLOCKS_PER_FILE - 1) for i in range(BLOCKS_PER_FILE)}
     yield from ((start, min(BLOCK_BYTES, size - start)) for start in sorted(starts))
@@ -201,7 +200,7 @@ def _sampled(size: int, tensors: list[Region]) -> Iterator[Region]:
 
 
 def _tensors(size: int, header: bytes) -> list[tuple[str, Region]]:
-    """Each tensor's name and where it lies, in file order; nothing where the header does not say, or lies."""
+    """Each tensor's name and region, in file order; empty if the header has no such data, or wrong data."""
     try:
         fields = json.loads(header[8:])
         spans = sorted((*map(int, fields[name]["data_offsets"]), name) for name in fields if name != "__metadata__")

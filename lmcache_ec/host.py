@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this machine has to give: memory within the host and the control group, and room on a file system.
+"""What this machine has available: memory within the host and the control group, and space on a file system.
 
 Only reads (/proc, /sys, statvfs), for messages at an engine's start and for `lmcache-ec doctor`. A call may take as
 long as a `stat` on that file system.
@@ -17,7 +17,7 @@ _NO_FILES = {
     *("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "selinuxfs", "configfs", "efivarfs"),
     *("devpts", "mqueue", "nsfs", "pstore", "bpf", "binfmt_misc", "fusectl"),
 }
-"""File systems that are a view of the kernel: even root makes no file there."""
+"""File systems that are views of the kernel: even root cannot create files there."""
 _LONGEST_COUNT_S = 2.0
 
 
@@ -31,25 +31,25 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The file system under a folder. `nearest` is the folder, or the first above it that exists."""
+    """The file system of a folder. `nearest` is the folder, or its nearest existing parent."""
 
     nearest: Path
     writable: bool
     free_bytes: int | None
-    """None where the file system does not say, as some network mounts."""
+    """None if the file system does not report it, like some network mounts."""
     kind: str
 
     @property
     def takes_files(self) -> bool:
-        """Whether anybody could write there."""
+        """Whether files can be created there by any user."""
         return self.kind not in _NO_FILES
 
 
 def memory(root: Path = Path("/")) -> Memory | None:
-    """The smallest room: the host's MemAvailable, or that of a control group above this process (v1 or v2).
+    """The least available memory: the host's MemAvailable, or what a control group above this process (v1, v2) leaves.
 
-    None where nothing says, or not in a form that is known. A control group counts the page cache as used; the inactive
-    part of it is room.
+    None if none of them is reported in a known form. A control group counts the page cache as used; its inactive part
+    counts as available here.
     """
     try:
         rooms = [*_host_rooms(root), *_group_limits(root)]
@@ -59,8 +59,8 @@ def memory(root: Path = Path("/")) -> Memory | None:
 
 
 def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0, engines: int = 1) -> str | None:
-    """What to say if LocalCPU, of so many engines on this host and beside LMCache's own pool for KV, may outgrow the
-    memory that is there now."""
+    """A warning if LocalCPU, in `engines` engines on this host and with LMCache's own KV pool, may outgrow the memory
+    available now."""
     room = memory()
     if room is None or limit_bytes * engines + kv_pool_bytes <= room.available_bytes:
         return None
@@ -75,8 +75,8 @@ def memory_warning(limit_bytes: int, kv_pool_bytes: int = 0, engines: int = 1) -
 
 
 def disk(folder: Path) -> Disk:
-    """What this user may not look at counts as missing, and the target of a link as the folder that is missing. OSError
-    if what is there cannot be asked."""
+    """The file system of `folder`. A path that this user may not access counts as missing; for a link, the missing
+    folder is its target. OSError if the file system cannot be queried."""
     above = Path(os.path.realpath(folder)).parents
     nearest = next(each for each in (folder, *above) if os.path.exists(each))
     space = os.statvfs(nearest)
@@ -86,7 +86,7 @@ def disk(folder: Path) -> Disk:
 
 
 def stored_bytes(folder: Path) -> int:
-    """Bytes in the files below, as far as they can be counted in two seconds."""
+    """Bytes in the files below a folder, as far as they can be counted in two seconds."""
     deadline = time.monotonic() + _LONGEST_COUNT_S
     total = 0
     for parent, _, names in os.walk(folder):
@@ -94,7 +94,7 @@ def stored_bytes(folder: Path) -> int:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
             except OSError:
-                continue  # another engine's eviction
+                continue  # evicted by another engine
         if time.monotonic() > deadline:
             break
     return total
@@ -107,7 +107,7 @@ def _host_rooms(root: Path) -> Iterator[Memory]:
 
 
 def group_rooms(root: Path = Path("/")) -> Iterator[Memory]:
-    """What each control group above this process that has a limit leaves (v1 and v2); none that is not understood."""
+    """What each limited control group above this process leaves (v1 and v2); unknown formats are ignored."""
     try:
         yield from _group_limits(root)
     except (ValueError, IndexError):
@@ -125,7 +125,7 @@ def _group_limits(root: Path) -> Iterator[Memory]:
 
 
 def _rooms_above(top: Path, group: str, names: tuple[str, str, str]) -> Iterator[Memory]:
-    """Of a group and all above it. In a container the group may have another name than /proc says: then it is `top`."""
+    """What a group and its parents leave. In a container the group's name may differ from /proc's: then it is `top`."""
     limit_name, usage_name, cache_name = names
     inner = top / group.strip("/")
     for folder in (inner, *inner.parents[: len(inner.parts) - len(top.parts)]):
@@ -144,7 +144,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _kind(folder: Path) -> str:
-    """The type of the file system, by the longest mount point above; empty where /proc does not say."""
+    """The type of the file system, by the longest mount point above it; empty if /proc does not list it."""
     real, best, kind = folder.resolve(), "", ""
     for line in _lines(Path("/proc/self/mountinfo")):
         before, _, after = line.partition(" - ")

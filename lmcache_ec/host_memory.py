@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory the arena may take: what the control groups leave, and what the process's limits (`ulimit`) allow.
 
-Pages come into being as entries are written, so an arena that is larger than what its control group leaves would be
-killed with the engine, long after the start. It takes less instead: what the tightest group above leaves at the start,
-with a reserve for what else grows. Before it grows it asks again.
+Pages are allocated as entries are written, so an arena larger than what its control group leaves would get the engine
+killed, long after the start. So it takes less: what the tightest group above leaves at the start, minus a reserve for
+other growth. Before it grows, this is checked again.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from lmcache_ec.sizes import rounded_size
 
 _LEAST_RESERVE = 64 << 20
 _LEAST_ARENA = 1 << 20
-"""What it takes where nothing is left: hardly an entry, but every engine starts."""
+"""Size of the arena if nothing is left: hardly room for an entry, but every engine starts."""
 _UNLIMITED = 1 << 50
-"""Bytes; version 1 says a number beyond this where there is no limit."""
+"""Bytes; without a limit, version 1 reports a number beyond this."""
 _FRESH_S, _USABLE_S = 2.0, 60.0
-"""An answer is asked for anew after the first, and meanwhile used until the second."""
+"""An answer is requested anew after `_FRESH_S`, and remains usable until `_USABLE_S`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How many bytes the arena takes; `message` says why that is less than was configured, empty if it is not."""
+    """How many bytes the arena takes; `message` explains why that is less than configured, empty if it is not."""
 
     bytes: int
     message: str = ""
 
 
 def fitting(wanted_bytes: int, root: Path = Path("/")) -> Fit:
-    """What of `wanted_bytes` may be taken. `root` is that of the files of the kernel (/proc, /sys)."""
+    """How much of `wanted_bytes` may be taken. `root` is the root of the kernel's files (/proc, /sys)."""
     tightest = min(_left(root), key=lambda room: room.available_bytes, default=None)
     if tightest is None or tightest.available_bytes >= wanted_bytes:
         return Fit(wanted_bytes)
@@ -49,7 +49,7 @@ def fitting(wanted_bytes: int, root: Path = Path("/")) -> Fit:
 
 
 def _left(root: Path) -> Iterator[Memory]:
-    """What each limit leaves the arena."""
+    """What each limit leaves for the arena."""
     for room in group_rooms(root):
         yield Memory(room.available_bytes - max(_LEAST_RESERVE, room.available_bytes // 8), room.limited_by)
     largest_file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -62,23 +62,23 @@ def _left(root: Path) -> Iterator[Memory]:
 
 
 class Growing:
-    """Whether the arena may grow, asked on the scheduler's thread, which never waits: the kernel's files are read on a
-    thread of its own, and the answer is there at a later pass.
+    """Whether the arena may grow. Called on the scheduler's thread, which never waits: the kernel's files are read on a
+    separate thread, and a later pass gets the answer.
 
-    Where no control group has a limit at the start, it may always.
+    Always true if no control group has a limit at the start.
     """
 
     def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic) -> None:
         self._root, self._clock = root, clock
         self.limited = any(room.available_bytes < _UNLIMITED for room in group_rooms(root))
-        """Whether a control group has a limit, and its answer changes."""
+        """Whether a control group has a limit, so that the answer changes."""
         self._answer: tuple[float, Memory | None] = (float("-inf"), None)  # one value, so that no lock is needed
         self._reader: threading.Thread | None = None
         self.refusal = ""
-        """Why it may not, by the last answer; empty if it may, or none is there yet."""
+        """Why the arena may not grow, by the last answer; empty if it may, or there is no answer yet."""
 
     def allows(self, more_bytes: int) -> bool:
-        """Whether `more_bytes` may still be written beyond what is resident; False while that is not known."""
+        """Whether `more_bytes` may be written beyond what is resident; False while this is not known."""
         if not self.limited:
             return True
         answered_at, room = self._answer

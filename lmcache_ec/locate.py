@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tiers hold an entry: asked of all of them side by side, and nothing is moved."""
+"""Finds out which tiers hold an entry: all are asked in parallel, and nothing is moved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROVEN_S = 60.0
 
 @dataclass(slots=True)
 class _Question:
-    """One `Locate` on its way: how many lanes have yet to answer, and those that have the entry, a bit each."""
+    """One `Locate` in progress: how many lanes have yet to answer, and those that have the entry, a bit each."""
 
     asked: Locate
     outstanding: int
@@ -33,19 +33,19 @@ class Locator:
     """Answers `Locate`. `ask` runs on the store process's main thread, the rest on the lanes' own threads.
 
     A lane that is left alone, or whose listing lacks the entry, answers at once. An entry counts if it has the length
-    that was asked for: another's under the same name, or another version's, is none. Where entries are signed it has to
-    be read and verified as well: what is announced to consumers would otherwise be anybody's. Its length then says the
-    same for a minute.
+    asked for: another item's under the same name, or another version's, does not. If entries are signed it must also be
+    read and verified: otherwise entries announced to consumers could be anyone's. For a minute after that, the length
+    alone is enough.
     """
 
     def __init__(self, stack: Stack, post: Callable[[Located], None]) -> None:
         self._stack = stack
         self._post = post
         self._proven: Recent[tuple[int, EncoderCacheKey]] = Recent(_PROVEN_S)
-        self._lock = threading.Lock()  # of the questions' numbers, and of what is proven; never held across I/O
+        self._lock = threading.Lock()  # guards the questions' counts and what is proven; never held across I/O
 
     def ask(self, asked: Sequence[Locate]) -> None:
-        """Ask for several entries together, as tiers that batch like it."""
+        """Ask for several entries together, for tiers that batch."""
         questions = [_Question(one, one.tiers.bit_count()) for one in asked]
         for number, lane in enumerate(self._stack.lanes):
             here = [one for one in questions if one.asked.tiers >> number & 1]
@@ -63,7 +63,7 @@ class Locator:
             self._answer(one, 1 << number if held else 0)
 
     def _proves(self, number: int, key: EncoderCacheKey, length: int) -> bool:
-        """Whether an entry that is there is signed, if it has to be."""
+        """Whether an entry that is there is validly signed, if it must be."""
         if self._stack.signing is None:
             return True
         with self._lock:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may appear in an error, a log line or a report: no credential does.
+"""Masks values for errors, log lines and reports, so that none contains a credential.
 
-A credential is known by where it stands (a key that sounds like one, the user part of a URL, a URL that mentions one).
-When in doubt it is masked: whoever wrote the value finds it by its key and where it was set.
+A credential is recognized by its position (a key that sounds like one, the user part of a URL, a URL that mentions
+one). When in doubt a value is masked: its author can find it by its key and where it was set.
 """
 
 import json
@@ -23,7 +23,7 @@ def sounds_secret(name: str) -> bool:
 
 
 def holds_credential(value: object) -> bool:
-    """Whether a value contains one: in a URL, or under a key of a map that sounds like it."""
+    """Whether a value contains a credential: in a URL, or under a map key that sounds like one."""
     if isinstance(value, str):
         return "://" in value and ("@" in value or sounds_secret(value.partition("?")[2]))
     if isinstance(value, Mapping):
@@ -33,12 +33,12 @@ def holds_credential(value: object) -> bool:
 
 
 def masked(value: object) -> str:
-    """A value in one line, as YAML would take it, HIDDEN if it may hold a credential; of a map or list (not of URLs)
-    only its kind."""
+    """A value on one line, in YAML form, HIDDEN if it may hold a credential; of a map or list (other than of URLs) only
+    its kind."""
     if value is None or isinstance(value, bool | int | float):
         return json.dumps(value)[:_LONGEST]
     if isinstance(value, Path):
-        return repr(str(value))  # one of ours, already known to be a folder
+        return repr(str(value))  # parsed by us, so known to be a folder
     if isinstance(value, list | tuple) and all(isinstance(each, str) and "://" in each for each in value):
         return f"[{', '.join(map(masked, value))}]"
     if not isinstance(value, str):
@@ -48,17 +48,17 @@ def masked(value: object) -> str:
 
 
 def masked_unknown(value: object) -> str:
-    """A value under a key that nobody knows, which may be anything: of a text, list or map only the kind."""
+    """A value under an unknown key, which may be anything: of a text, list or map only the kind."""
     return masked(value) if value is None or isinstance(value, bool | int | float) else f"<{_kind(value)}>"
 
 
 def masked_name(name: str) -> str:
-    """A key or the name of a variable. What is no such name may be a value that was put in its place."""
+    """A key or the name of a variable. Text that is no valid name may be a value put there by mistake."""
     return name if _PLAIN_NAME.fullmatch(name) else HIDDEN
 
 
 def masked_path(path: str) -> str:
-    """The path of a file. A URL with a password may have been put there."""
+    """The path of a file. A URL with a password may have been put there by mistake."""
     return HIDDEN if holds_credential(path) else path
 
 
@@ -77,7 +77,7 @@ def masked_url(url: str) -> str:
 
 
 def without_secrets(text: str, secrets: Mapping[str, str]) -> str:
-    """`text` that another program wrote, with each secret (name -> value) replaced by `<name>`."""
+    """`text` from another program, with each secret (name -> value) replaced by `<name>`."""
     for name, secret in secrets.items():
         text = text.replace(secret, f"<{name}>")
     return text

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an engine's tiers can be opened, asked before its weights are loaded: a wrong password need not cost minutes.
+"""Checks whether an engine's tiers can be opened, before its weights are loaded: a wrong password then shows early.
 
-A process of its own opens them as the store process will, with the same environment, and ends; so the one that asks
-imports no client, and a store that hangs holds nothing up for longer than `_PATIENCE_S`.
+A separate process opens them as the store process will, with the same environment, and ends; so the caller imports no
+client, and a store that hangs delays it by at most `_PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from lmcache_ec.config import EncoderCacheConfig
 
 _PATIENCE_S = 5.0
-"""A refusal comes within a second or two. What takes longer is left to the store process, which waits for it."""
+"""A refusal takes a second or two. A store that takes longer is left to the store process, which waits for it."""
 
 _NO_RESCAN_S = 3600.0
 
 _REFUSED = 3
-"""The exit status of a process that has found a tier which refuses. Its reason ends its output, after a zero byte:
-whatever else starts in that interpreter may have printed something, too."""
+"""Exit status of a process that found a tier which refuses. The reason ends its output, after a zero byte: other code
+in that interpreter may also have printed something."""
 
 
 class _Question(msgspec.Struct):
-    """The tiers. `remotes` may hold credentials: it is sent through a pipe."""
+    """The tiers to check. `remotes` may hold credentials, so it is sent through a pipe."""
 
     disk: str
     disk_bytes: int
@@ -49,7 +49,7 @@ class _Question(msgspec.Struct):
 
 
 def why_refused(config: EncoderCacheConfig) -> str:
-    """Why no engine could start with these tiers; empty if one could, or if that is not known in time."""
+    """Why no engine could start with these tiers; empty if one could, or if the answer is late."""
     disk = str(config.local_disk) if config.local_disk else ""
     remotes = [remote for remote in config.remote_tiers if not kind_of(remote.url).no_probe]
     if not disk and not remotes:
@@ -81,7 +81,7 @@ def main() -> None:
             disk = replace(disk, open=partial(_disk_and_epoch, disk.open, folder))
         openings.insert(0, disk)
     opened(openings, lambda kind, text: None, _refused)
-    os._exit(0)  # a store that does not answer may still hold a thread
+    os._exit(0)  # a store that does not answer may still block a thread
 
 
 def _disk_and_epoch(tier: Callable[[], Tier], folder: Path) -> Tier:
@@ -94,7 +94,7 @@ def _disk_and_epoch(tier: Callable[[], Tier], folder: Path) -> Tier:
 
 
 def _refused(problem: str) -> NoReturn:
-    """The answer, at once: other stores may not have answered yet."""
+    """Answer at once, without waiting for other stores."""
     sys.stdout.write(f"\0{problem}")
     sys.stdout.flush()
     os._exit(_REFUSED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclasses that travel with every step, pickled by position."""
+"""Fast pickling, by position, for dataclasses that are sent with every step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 def positional(cls: type[T]) -> type[T]:
-    """Have a dataclass pickled as its type and its fields' values, at least two. A dataclass with slots is otherwise
-    taken apart and put together field by field, in Python, by sender and receiver of each step."""
+    """Pickle a dataclass as its type and its fields' values, at least two. Otherwise a dataclass with slots is taken
+    apart and rebuilt field by field, in Python, by sender and receiver of each step."""
     values = operator.attrgetter(*(field.name for field in fields(cls)))  # type: ignore[arg-type]
 
     def reduce(self: T) -> tuple[type[T], tuple[Any, ...]]:

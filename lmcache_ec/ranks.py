@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's ranks as the scheduler side knows them: the links to them, what they are asked and what they report."""
+"""The engine's ranks as the scheduler side knows them: the links to them, orders to them and their reports."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lmcache_ec.weights import Weights
 class Ranks:
     """All ranks of one engine. Runs on the scheduler side's one thread; no call waits.
 
-    Each report goes to the part that it concerns: book, policy, weights; growth, staging and copies are the ranks' own.
-    Without one of them nothing can be promised: `give_up` is called with the reason, maybe more than once.
+    Each report is passed to the part it concerns: book, policy, weights; growth, staging and copies belong to this
+    class. If a rank is lost nothing can be promised: `give_up` is called with the reason, maybe more than once.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Ranks:
         self._give_up = give_up
 
     def connect(self, engine: str, arena_id: str, arena_fd: int) -> None:
-        """To all ranks of the engine of this name: they have been waiting since before the scheduler side began."""
+        """Connect to all ranks of the engine: they have been listening since before the scheduler side began."""
         for rank in range(self._number):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -65,7 +65,7 @@ class Ranks:
                 return
 
     def drain(self) -> None:
-        """Take in what the ranks have reported."""
+        """Process the ranks' reports."""
         for rank, link in enumerate(self.links):
             try:
                 while (received := link.receive()) is not None:
@@ -74,7 +74,7 @@ class Ranks:
                 self._give_up("the link to a rank has ended")
 
     def advance(self) -> None:
-        """Send them what is due, as far as the links have room."""
+        """Send the ranks what is due, as far as the links have room."""
         self.introduce_saver()
         self.growth.advance(self.links)
         self.staging.advance()
@@ -88,13 +88,13 @@ class Ranks:
             if self.links[0].send(StoreLink(self._store.number), [socket_.fileno()]):
                 socket_.close()
         except LinkClosed:
-            pass  # found and answered by the next drain
+            pass  # noticed and handled by the next drain
 
     def _take(self, rank: int, message: object) -> None:
         match message:
             case Report(step=step, outcomes=outcomes, encode_s=encode_s):
                 self._book.report(rank, step, outcomes, self._store.alive())
-                if rank == 0:  # all have the same to do, and that one saves, too
+                if rank == 0:  # all ranks do the same work, and this one also saves
                     self.copies.add(message.load_ns, message.save_ns)
                     self._policy.encoded(step, encode_s)
             case Attached(registers=registers):
@@ -107,7 +107,7 @@ class Ranks:
                 self.staging.answered(rank, message)
 
     def close(self) -> None:
-        """Each finds the engine gone, and goes on by itself (see `rank.py`)."""
+        """Close the links. Each rank notices that the engine has ended, and goes on by itself (see `rank.py`)."""
         for link in self.links:
             link.close()
         self.links.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found out lately and need not be found out again."""
+"""A bounded memory of recent findings, so that they are not looked up again."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Recent(Generic[K]):
-    """Names, each remembered for `seconds` after it was last added; at most 4096 of them, the oldest go first.
+    """Names, each remembered for `seconds` after it was last added; at most 4096, the oldest are dropped first.
 
     Runs on one thread. Times are monotonic seconds.
     """
@@ -30,7 +30,7 @@ class Recent(Generic[K]):
         self._added.pop(name, None)
 
     def age(self, name: K, now: float) -> float:
-        """Seconds since it was added; infinite if it never was, or is forgotten."""
+        """Seconds since it was added; infinite if it was never added, or is forgotten."""
         return now - self._added.get(name, float("-inf"))
 
     def holds(self, name: K, now: float) -> bool:

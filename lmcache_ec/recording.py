@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests of this engine need, passed on to whoever of this user records it, without a name of theirs."""
+"""Passes on what requests of this engine need to a recorder of the same user, with all names hashed."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BUSY = Notice("recording", "one engine is missing: another command is already r
 
 
 class Recording:
-    """Listens for one recorder at a time; as long as it stays, the scheduler side reports what requests need. Runs on
-    the store process's main thread, and never waits: what a recorder does not read in time is lost, and counted."""
+    """Listens for one recorder at a time; while it is connected, the scheduler side reports what requests need. Runs on
+    the store process's main thread and never waits: what a recorder does not read in time is lost, and counted."""
 
     def __init__(self, selector: selectors.BaseSelector, post: Callable[[Record], None]) -> None:
-        """`selector` calls what is registered with a socket once there is something to read."""
+        """`selector` calls the function registered with a socket once that is readable."""
         self._selector = selector
         self._post = post
         self._link: Link | None = None
@@ -47,7 +47,7 @@ class Recording:
             self._end()
 
     def close(self) -> None:
-        """The engine has ended: there is nothing more to record."""
+        """Stop: the engine has ended, so there is nothing more to record."""
         self._end()
         if self._socket.fileno() >= 0:
             self._selector.unregister(self._socket)
@@ -60,7 +60,7 @@ class Recording:
         try:
             connection, _ = self._socket.accept()
         except OSError:
-            return  # it has closed the connection
+            return  # the peer has closed the connection
         if not same_user(connection):
             connection.close()
             return
@@ -86,7 +86,7 @@ class Recording:
             self._end()
 
     def _end(self) -> None:
-        """The recorder has disconnected, or sent what is no request."""
+        """The recorder has disconnected, or sent something that is not a request."""
         link, self._link = self._link, None
         if link is not None:
             self._selector.unregister(link)

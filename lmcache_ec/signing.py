@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key that entries are signed with (`ec.signing_key_file`), so that each proves who wrote it.
 
-A signature is keyed BLAKE3 over the whole entry, see entry.py. It cannot be over the entry's digest alone: xxh3 is no
-cryptographic hash, and another payload of the same digest can be made.
+A signature is keyed BLAKE3 over the whole entry, see entry.py. Signing only the entry's digest is not enough: xxh3 is
+not a cryptographic hash, and another payload with the same digest can be made.
 
-The key has a public id, which ends every namespace: engines of different keys, and engines that sign beside engines
-that do not, never meet. Both are derived from the file's bytes under names of their own, so that the id reveals nothing
-of the key, and no other program's use of the same file does.
+The key has a public id, which ends every namespace: engines with different keys, and engines that sign and engines that
+do not, never share entries. Key and id are derived from the file's bytes with separate contexts, so that neither the id
+nor another program's use of the same file reveals anything about the key.
 
 Nothing here keeps state. `read_key` blocks as long as the file system does; `signature` runs in the store process.
 """
@@ -29,7 +29,7 @@ _ID_CHARS = 12
 
 
 class SigningKey(msgspec.Struct, frozen=True, array_like=True):
-    """A secret of 32 bytes and its public id. Immutable; goes to a store process in its first message, as it is."""
+    """A secret of 32 bytes and its public id. Immutable; sent to a store process in its first message, as is."""
 
     secret: bytes
     id: str
@@ -38,8 +38,8 @@ class SigningKey(msgspec.Struct, frozen=True, array_like=True):
         return f"SigningKey({self.id})"
 
     def namespace(self, namespace: str) -> str:
-        """What `namespace` is called under this key; one that is called so already stays. ValueError if it is too
-        long for that."""
+        """The name of `namespace` under this key; a name that already ends with the id is unchanged. ValueError if it
+        is too long for that."""
         if self.signs(namespace):
             return namespace
         if len(namespace) + 1 + _ID_CHARS > MAX_NAMESPACE_CHARS:
@@ -51,11 +51,11 @@ class SigningKey(msgspec.Struct, frozen=True, array_like=True):
         return f"{namespace}-{self.id}"
 
     def signs(self, namespace: str) -> bool:
-        """Whether `namespace` is called as under this key."""
+        """Whether `namespace` ends with this key's id."""
         return namespace.endswith(f"-{self.id}")
 
     def signature(self, *parts: bytes | memoryview) -> str:
-        """32 hex digits over the bytes of `parts`, one after the other. They are not copied."""
+        """32 hex digits over the concatenated bytes of `parts`. They are not copied."""
         from blake3 import blake3
 
         state = blake3(key=self.secret)
@@ -67,7 +67,7 @@ class SigningKey(msgspec.Struct, frozen=True, array_like=True):
 def read_key(path: Path) -> SigningKey:
     """The key in a file: all its bytes, at least 32, as they are.
 
-    ValueError names the file and what to do about it, and shows nothing that is in it.
+    The ValueError names the file and the remedy, and shows none of its content.
     """
     try:
         from blake3 import blake3
@@ -82,7 +82,7 @@ def read_key(path: Path) -> SigningKey:
 
 
 def _read(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # which waits for no writer of a pipe
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: does not wait for a pipe's writer
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store process reports about itself and its engine, as JSON, to this user's processes."""
+"""Serves the status of a store process and its engine, as JSON, to this user's processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Status = dict[str, object]
 
 
 class StatusServer:
-    """Listens at the address of this process. Runs on the store process's main thread, and never waits."""
+    """Listens at this process's address. Runs on the store process's main thread, and never waits."""
 
     def __init__(self, status: Callable[[], Status | None]) -> None:
-        """`status` is asked at each connection; None: too early to say."""
+        """`status` is called for each connection; it returns None if it is too early to answer."""
         self._status = status
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(status_address(os.getpid()))
@@ -32,7 +32,7 @@ class StatusServer:
         return self._socket.fileno()
 
     def answer(self) -> None:
-        """Whoever asked may have given up meanwhile, or not read: that must not end this process."""
+        """Answer one client. It may have given up, or not read: that must not end this process."""
         try:
             connection, _ = self._socket.accept()
             with connection:
@@ -45,7 +45,7 @@ class StatusServer:
 
 
 def tier_statuses(stack: Stack, journal: Journal, disk_bytes: int) -> list[Status]:
-    """Each tier in order, with what it holds and has done."""
+    """The status of each tier, in order: what it holds and has done."""
     return [_tier_status(lane, journal, stack.writes.held.get(lane.name), disk_bytes) for lane in stack.lanes]
 
 

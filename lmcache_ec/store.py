@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store process: seals, verifies, fills, writes through. All I/O and all digests of an engine happen here.
+"""The store process: seals, verifies, fills, writes through. It does all I/O and computes all digests of an engine.
 
 `python -m lmcache_ec.store ARENA LINK SAVER`, three inherited descriptors: the arena's memory, the link to the
-scheduler side, the link from the saving rank. It outlives its engine only to finish what was handed over, for at most
+scheduler side, the link from the saving rank. It outlives its engine only to finish work handed over, for at most
 `drain_s` seconds.
 """
 
@@ -75,14 +75,14 @@ if TYPE_CHECKING:
 
 _DISK_RESCAN_S = 30.0
 _FAREWELL_S = 1.0
-"""Longest that the end of this process waits until subscribers know that their engine has ended."""
+"""Longest time that this process's exit waits until subscribers know that their engine has ended."""
 
 
 class Store:
     """One engine's store process.
 
-    The main thread only passes messages between the links and the tiers, so that it answers a ping whatever a tier
-    does; sealing has a thread of its own, each tier several (`Stack`). Threads answer through `_post`.
+    The main thread only passes messages between the links and the tiers, so that it answers pings regardless of what a
+    tier does. Sealing has its own thread, each tier several (`Stack`). Threads answer through `_post`.
     """
 
     def __init__(self, arena_fd: int, link: Link, saver: Link) -> None:
@@ -91,7 +91,7 @@ class Store:
         self._link = link
         self._saver = saver
         self._journal = Journal(lambda kind, text: self._post(Notice(kind, text)))
-        self._stack = Stack([], self._journal)  # until it is known which tiers there are
+        self._stack = Stack([], self._journal)  # until the tiers are known
         self._tally: Tally | None = None
         self._looks: Looks | None = None
         self._locator: Locator | None = None
@@ -99,13 +99,13 @@ class Store:
         self._sealer = ThreadPoolExecutor(1, "seal")
         self._seals = 0
         self._outbox: deque[AnyMessage] = deque()
-        self._sending = threading.Lock()  # never held across what blocks
-        self._introduced = False  # the scheduler side hears of nothing before `Hello`
+        self._sending = threading.Lock()  # never held across blocking calls
+        self._introduced = False  # nothing is sent to the scheduler side before `Hello`
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()
         self._ledger: dict[str, int] = {}
         self._ledger_at = 0.0
-        self._asked: list[Wanted] = []  # since this turn began: what belongs to one request comes together
+        self._asked: list[Wanted] = []  # since this turn began: the fills of one request arrive together
         self._sought: list[Locate] = []  # ... likewise
         self._engine_pid = _creator(link)
         self._since = time.time()
@@ -120,7 +120,7 @@ class Store:
         self._links = {link, saver}
 
     def run(self) -> None:
-        """Serve until the scheduler side has closed its link, then finish what was handed over."""
+        """Serve until the scheduler side has closed its link, then finish the work handed over."""
         while self._link in self._links:
             due_at = min(self._stack.due_at, self._looks.due_at) if self._looks else self._stack.due_at
             self._turn(max(0.0, min(due_at - time.monotonic(), 3600.0)))
@@ -242,7 +242,7 @@ class Store:
         stack.survey_due()
 
     def _publish(self, publishing: Publishing, namespace: str) -> None:
-        """ZeroMQ is loaded only here: whoever publishes nothing has none of it."""
+        """Start publishing. ZeroMQ is loaded only here, so that an engine that publishes nothing does not load it."""
         try:
             from lmcache_ec.events.publisher import Publisher
         except ImportError as error:
@@ -251,25 +251,25 @@ class Store:
         self._publisher = Publisher(publishing, namespace, lambda kind, text: self._post(Notice(kind, text)))
 
     def _epochs(self, start: Start) -> EpochWatch | None:
-        """Of the folder, if the engine has one and follows its epochs."""
+        """The watch of the folder, if the engine has one and follows its epochs."""
         if not start.disk or start.epoch is None:
             return None
         return EpochWatch(Path(start.disk), start.epoch, lambda epoch: self._post(Epoch(epoch)), self._journal.report)
 
     def _refuse(self, problem: str) -> None:
-        """End the engine's start, if it still waits for this; else serve with the other tiers."""
+        """Abort the engine's start, if it is still waiting; otherwise serve with the other tiers."""
         self._link.send(Hello(os.getpid(), problem, []), [os.pidfd_open(os.getpid())])
 
     @property
     def _jobs(self) -> int:
-        """What was handed over and is not finished: seals, and writes to a tier each."""
+        """Number of unfinished jobs: seals, and writes, counted per tier."""
         return self._seals + self._stack.writes.jobs
 
     def _flush(self) -> None:
-        """Send what is left to send; what finds the scheduler side's link full waits for room.
+        """Send queued messages; those that find the scheduler side's link full wait for room.
 
-        In order over both links: a producer's rank that hears of an entry ends its step, and then the scheduler side
-        has to know of it already.
+        In order over both links: a producer's rank ends its step on the message about an entry, and by then the
+        scheduler side must already know of the entry.
         """
         self._send()
         if self._link not in self._links:
@@ -282,10 +282,10 @@ class Store:
         try:
             return link.send(message) or link is self._saver  # a rank that does not read has waited long enough
         except LinkClosed:
-            return True  # nobody is there to hear it
+            return True  # the other end is closed
 
     def _take_stock(self) -> None:
-        """Bring the tally's gauges up to date: with each ping, once a second while the engine works."""
+        """Update the tally's gauges: with each ping, once a second while the engine works."""
         tally, start = self._tally, self._start
         if tally is None or start is None:
             return
@@ -321,8 +321,8 @@ class Store:
     # ---- any thread
 
     def _post(self, message: AnyMessage) -> None:
-        """Send it: `Durable` to the rank that saves, anything else to the scheduler side. At once where there is room,
-        since a request may wait for it and the main thread has to wake up first."""
+        """Send a message: `Durable` to the saving rank, anything else to the scheduler side. At once if there is room,
+        since a request may be waiting for it and the main thread would have to wake up first."""
         self._outbox.append(message)
         if self._introduced:
             self._send()
@@ -338,15 +338,15 @@ class Store:
         os.eventfd_write(self._wake, 1)
 
     def _populate(self, order: Populate) -> None:
-        """Make the pages that a device is about to register. On a thread of its own."""
+        """Allocate the pages that a device is about to register. Runs on its own thread."""
         try:
             arena.populate(self._arena, order.offset, order.length)
         except OSError:
-            pass  # an old kernel, or no memory: the devices that register them make the pages, or refuse
+            pass  # an old kernel, or no memory: devices allocate the pages when registering them, or refuse
         self._post(Populated(order.offset))
 
     def _seal(self, saved: Saved) -> None:
-        """Complete an entry, then write it through. On the sealing thread."""
+        """Complete an entry, then write it through. Runs on the sealing thread."""
         try:
             spec, start = entry.TensorSpec(saved.rows, saved.width, saved.dtype), self._start
             producer, signing = (start.producer, start.signing) if start else ("", None)
@@ -372,7 +372,7 @@ class Store:
             self._rouse()
 
     def _write(self, write: Write, flush: bool = False) -> None:
-        """Write a place through. It stays its entry's until `Written`; with `flush` a rank waits until all have it."""
+        """Write a place through. It keeps its entry until `Written`; with `flush` a rank waits for all tiers."""
         put = Put(
             _key(write),
             self._at(write.offset, write.length),
@@ -389,7 +389,7 @@ class Store:
         self._post(Landed(entry_of.place, entry_of.identifier, number, landing))
 
     def _wanted(self, fill: Fill) -> Wanted:
-        """What a fill asks of the tiers. Its place is written to until the answer, and by nobody afterwards."""
+        """The request to the tiers for a fill. Its place may be written to until the answer, and never afterwards."""
         return Wanted(
             _key(fill),
             self._at(fill.offset, fill.length) if fill.place else None,
@@ -421,7 +421,7 @@ def _key(message: Fill | Write | Saved) -> EncoderCacheKey:
 
 
 def _creator(link: Link) -> int:
-    """The process that made the link: the engine's, on its scheduler side."""
+    """The pid of the process that created the link: the engine's scheduler side."""
     with socket.socket(fileno=os.dup(link.fileno())) as sock:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[0])
@@ -430,29 +430,29 @@ def _creator(link: Link) -> int:
 def main() -> None:
     """Detach from the engine's process tree and process group, then serve.
 
-    A process that vLLM's front end kills with its tree must not take this one along, and Ctrl-C in a terminal reaches a
-    whole foreground group: hence the fork and the group of its own. No session of its own: Linux schedules sessions as
-    wholes where it has autogroups, and on two cores, which two workers keep busy, the small session of a process that
-    mostly sleeps got no time for half a minute.
+    vLLM's front end may kill the engine's process tree, and Ctrl-C in a terminal reaches the whole foreground group:
+    hence the fork and the separate process group. It gets no separate session: with autogroups, Linux schedules each
+    session as a whole, and on two cores kept busy by two workers, the small session of a process that mostly sleeps got
+    no CPU time for half a minute.
     """
     if os.fork():
         os._exit(0)
     os.setpgid(0, 0)
-    # What was handed over is finished first: after the end of a terminal, and where a whole control group is terminated
+    # Work handed over is finished first, even if the terminal is closed or a whole control group is terminated
     # (systemd, some container runtimes). The end of the engine's link ends this process, within drain_s.
     for number in (signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     try:
         Path("/proc/self/comm").write_text(PROCESS_NAME)
     except OSError:
-        pass  # it is found by this name only where a container ends with its engine
+        pass  # the name is used only if a container ends with its engine
     os.chdir("/")
     arena_fd, *links = (int(argument) for argument in sys.argv[1:])
     link, saver = (Link(socket.socket(fileno=fd)) for fd in links)
     try:
         store = Store(arena_fd, link, saver)
     except OSError as error:
-        sys.exit(error.strerror)  # the end of its standard error, which the engine logs
+        sys.exit(error.strerror)  # printed last on standard error, which the engine logs
     store.run()
     os._exit(0)  # a thread may still be stuck in a tier
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One store process, as the scheduler side sees it: started, killed, and known to have ended."""
+"""One store process, as seen by the scheduler side: starting it, killing it, and detecting its end."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Protocol
 from lmcache_ec.link import pair
 
 _KEPT = ("PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""What of the engine's environment a store process gets: enough to import itself and to name files. No secrets."""
+"""Variables that a store process gets from the engine: enough to import itself and to name files. No secrets."""
 
 _LAST_ERRORS_BYTES = 2000
 
 PROCESS_NAME = "lmcache-ec"
-"""As `ps -o comm` and /proc/<pid>/stat give it; 15 characters at most."""
+"""As shown by `ps -o comm` and /proc/<pid>/stat; 15 characters at most."""
 
 
 def environment(passed_on: tuple[str, ...]) -> dict[str, str]:
-    """What of this process's environment a store process gets; `passed_on` are further beginnings of names."""
+    """The part of this process's environment that a store process gets; `passed_on` are further name prefixes."""
     return {name: value for name, value in os.environ.items() if name in _KEPT or name.startswith(("LC_", *passed_on))}
 
 
@@ -39,8 +39,8 @@ class Starter(Protocol):
 
 
 def begin(fds: tuple[int, int, int], errors: int, environ: Mapping[str, str]) -> Starter:
-    """Start an interpreter that runs `store.main` with these descriptors, and writes its errors to `errors`. Takes
-    about a millisecond; OSError if it cannot be started."""
+    """Start an interpreter that runs `store.main` with these descriptors and writes its errors to `errors`. Takes about
+    a millisecond; OSError if it cannot be started."""
     return subprocess.Popen(
         [sys.executable, "-m", "lmcache_ec.store", *map(str, fds)],
         stdin=subprocess.DEVNULL,
@@ -54,14 +54,14 @@ def begin(fds: tuple[int, int, int], errors: int, environ: Mapping[str, str]) ->
 class StoreProcess:
     """A store process and the scheduler side's end of its link. Runs on the scheduler side's one thread.
 
-    The process detaches itself (see store.main), so that a signal to the engine's process tree does not reach it; its
-    pidfd, which it sends with its first message, is how it is killed and how its end is known.
+    The process detaches itself (see store.main), so that a signal to the engine's process tree does not reach it. It
+    sends its pidfd with its first message; that is used to kill it and to detect its end.
     """
 
     def __init__(self, number: int, arena_fd: int, passed_on: tuple[str, ...] = ()) -> None:
         """Start it. Returns at once (about a millisecond); raises OSError if the interpreter cannot be started.
 
-        `passed_on`: of the environment, it gets the variables whose names begin so, too.
+        `passed_on`: prefixes of further environment variables that it gets.
         """
         self.number = number
         self.link, link_end = pair()
@@ -82,7 +82,7 @@ class StoreProcess:
             saver_end.close()
 
     def own(self, pidfd: int) -> None:
-        """Take the pidfd that came with its first message, or with the next one."""
+        """Take the pidfd that came with its first message, or with a later one."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._pidfd = pidfd
@@ -94,19 +94,19 @@ class StoreProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the *process* has ended, so that nothing of it can touch the arena any more.
+        """Whether the *process* has ended, so that it can no longer access the arena.
 
-        Before its first message the end of its link says the same: nobody else holds that descriptor.
+        Before its first message, the end of its link shows the same: no other process holds that descriptor.
         """
         poller = select.poll()
         if self._pidfd < 0:
-            poller.register(self.link, 0)  # 0: only its end
+            poller.register(self.link, 0)  # 0: only report hang-up
         else:
             poller.register(self._pidfd, select.POLLIN)
         return bool(poller.poll(0))
 
     def kill(self) -> None:
-        """End it. Before its first message there is no way but to close its link, which it notices if it goes on."""
+        """Kill it. Before its first message the only way is to close its link, which it notices if it runs on."""
         if self._pidfd < 0:
             self._starter.kill()
             self.link.finish()
@@ -117,16 +117,16 @@ class StoreProcess:
             pass
 
     def last_errors(self) -> str:
-        """The end of what it wrote to its standard error."""
+        """The end of its standard error output."""
         size = os.fstat(self._errors).st_size
         return os.pread(self._errors, _LAST_ERRORS_BYTES, max(0, size - _LAST_ERRORS_BYTES)).decode(errors="replace")
 
     def reap(self) -> None:
-        """Collect the short-lived process that started it, once that has ended. Never waits."""
+        """Reap the short-lived process that started it, once that has ended. Never waits."""
         self._starter.poll()
 
     def close(self) -> None:
-        """Close the link and the descriptors. Idempotent. The process drains and ends by itself."""
+        """Close the link and the descriptors. Idempotent. The process finishes its work and ends by itself."""
         self.link.close()
         self.saver_socket.close()
         for fd in (self._errors, self._pidfd):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store process's counts, in memory that the scheduler side reads: no message, and nothing lost with a kill.
+"""The store process's counts, in memory that the scheduler side reads: no messages, and no counts lost with a kill.
 
 A memfd holds an aligned 8-byte word for each count. The store process creates and writes it, the scheduler side maps it
-read-only. A message with the counts would lose what was counted after the last one before a SIGKILL; the memory
-outlives the process. Who owns what, and when it may be freed:
+read-only. With messages, a SIGKILL would lose what was counted since the last one; the memory outlives the process.
+Ownership, and when it may be freed:
 
-1. A store process has a tally of its own, from its first message on. Only its threads write it, under the lock of its
-   `Journal`, a word at a time: a reader sees each count as it was before or after, never between.
-2. The scheduler side keeps the tally of a process that is lost mapped until that *process* has ended: until then it may
-   count. Then its last values join those of all that ended before (`Tallies`), and it is unmapped.
+1. Each store process has its own tally, from its first message on. Only its threads write it, under the lock of its
+   `Journal`, one word at a time: a reader sees each count as it was before or after, never in between.
+2. The scheduler side keeps the tally of a lost process mapped until that *process* has ended: until then it may count.
+   Then its last values are added to those of all that ended before (`Tallies`), and it is unmapped.
 3. So a total is what ended processes have counted plus what is mapped: each event is in exactly one of these, and no
    total ever falls.
 """
@@ -30,18 +30,18 @@ TIER_COUNTS = (
 )
 TIER_HISTOGRAMS = ("read_ns", "write_ns")
 TIER_GAUGES = ("state", "listed", "held_bytes", "limit_bytes", "queued_writes", "queued_bytes")
-"""`held_bytes` and `limit_bytes` are -1 where nobody knows them."""
+"""`held_bytes` and `limit_bytes` are -1 if unknown."""
 STORE_COUNTS = ("sealed", "fills_late", "promotions_dropped")
 STORE_GAUGES = ("jobs",)
 STATES = ("serving", "read_only", "resting", "unreachable")
-"""Of a tier; `state` is an index into these."""
+"""States of a tier; the gauge `state` is an index into these."""
 
 
 class Tally:
-    """One store process's counts, named as its `Journal` names them; other names are not kept here."""
+    """One store process's counts, under the names used by its `Journal`; other names are ignored."""
 
     def __init__(self, fd: int, tiers: Sequence[str], write: bool = False) -> None:
-        """`fd` is the caller's. ValueError if it is no tally over these tiers."""
+        """`fd` stays the caller's. ValueError if it is not a tally over these tiers."""
         self.tiers = list(tiers)
         self.counts = [*STORE_COUNTS, *(f"{tier}_{name}" for tier in tiers for name in TIER_COUNTS)]
         for tier in tiers:
@@ -60,7 +60,7 @@ class Tally:
 
     @staticmethod
     def memory() -> int:
-        """A descriptor for a new one."""
+        """A descriptor for a new tally."""
         return os.memfd_create("lmcache-ec-tally", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
     def add(self, name: str, number: int) -> None:
@@ -69,7 +69,7 @@ class Tally:
             self._words[slot] += number
 
     def observe(self, name: str, value: int) -> None:
-        """Add a value to a histogram: of `LATENCY_NS`."""
+        """Add a value to a histogram with the bounds `LATENCY_NS`."""
         bucket = bisect_left(LATENCY_NS, value)
         self.add(f"{name}_n{bucket}", 1)
         self.add(f"{name}_s{bucket}", value)
@@ -78,7 +78,7 @@ class Tally:
         self._words[self._slots[name]] = value
 
     def values(self) -> dict[str, int]:
-        """All that is counted, and the gauges as they were last set."""
+        """All counts, and the gauges as last set."""
         return dict(zip(self._slots, self._words.tolist(), strict=True))
 
     def close(self) -> None:
@@ -87,16 +87,16 @@ class Tally:
 
 
 class Tallies:
-    """Those of an engine's store processes, by their numbers. Runs on the scheduler side's one thread; no I/O."""
+    """The tallies of an engine's store processes, by number. Runs on the scheduler side's one thread; no I/O."""
 
     def __init__(self) -> None:
         self.tiers: list[str] = []
-        """All that were ever counted."""
+        """All tiers ever counted."""
         self._ended: Counter[str] = Counter()
         self._mapped: dict[int, Tally] = {}
 
     def adopt(self, number: int, fd: int, tiers: Sequence[str]) -> None:
-        """That of the process of this number; `fd` is ours from here on."""
+        """Adopt the tally of the process of this number; `fd` is ours from here on."""
         try:
             self._mapped[number] = Tally(fd, tiers)
         finally:
@@ -104,7 +104,7 @@ class Tallies:
         self.tiers += [tier for tier in tiers if tier not in self.tiers]
 
     def ended(self, number: int) -> None:
-        """That process counts nothing more."""
+        """That process has ended and counts nothing more."""
         tally = self._mapped.pop(number, None)
         if tally is not None:
             values = tally.values()
@@ -112,7 +112,7 @@ class Tallies:
             tally.close()
 
     def totals(self) -> dict[str, int]:
-        """What all of them have counted together; gauges are the newest one's."""
+        """The sums over all tallies; gauges are those of the newest one."""
         totals: dict[str, int] = dict(self._ended)
         for _, tally in sorted(self._mapped.items()):
             values = tally.values()
