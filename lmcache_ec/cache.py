@@ -57,7 +57,7 @@ from lmcache_ec.weights import Held, Home, Weights
 _logger = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
-"""Interval between two checks whether a tier was emptied."""
+"""Interval between checks for a tier having been emptied."""
 _PLAUSIBLE_BYTES = 256 << 20
 """Entries up to this length are always accepted, whatever the engine gives as its largest."""
 

@@ -28,7 +28,7 @@ _AT_ONCE = 4096
 
 @dataclass(slots=True, eq=False)
 class Probe:
-    """A query which tiers have an entry, sent at `asked_at` (monotonic seconds); `held` is the answer, a bit each."""
+    """A query for the tiers that have an entry, made at `asked_at` (monotonic seconds); `held`: the answer, as bits."""
 
     asked_at: float
     held: int | None = None
@@ -118,9 +118,7 @@ class Fetches:
             return False  # the request's first pass decides and counts
         decision = self._policy.settle(decision, tiers, length, seconds, now)
         if early and not decision.tiers:
-            self._misses.add(
-                identifier, now
-            )  # it is going to be encoded: the request's first pass must not ask again
+            self._misses.add(identifier, now)  # it is going to be encoded: the request's first pass must not ask again
         if decision.measure is not None:
             self._begin(identifier, length, now, [decision.measure], only=1 << decision.measure)
         return bool(decision.tiers) and self._begin(identifier, length, now, tiers, only=decision.tiers)

@@ -137,8 +137,8 @@ class Rank:
                 return 0
 
     def await_durable(self, places: set[int], deadline: float) -> set[int]:
-        """Wait until the store process has reported for each place whether its entry is in every tier, but no longer
-        than `deadline` (monotonic). Returns the places for which it is. Only for a producer's saving rank."""
+        """Wait until the store process has reported for each place whether its entry is in every tier, but not past
+        `deadline` (monotonic). Returns the places for which it is. Only for a producer's saving rank."""
         waiting, durable = set(places), set[int]()
         while waiting and (left := deadline - time.monotonic()) > 0:
             with self._lock:

@@ -4,9 +4,9 @@
 A signature is keyed BLAKE3 over the whole entry, see entry.py. Signing only the entry's digest is not enough: xxh3 is
 not a cryptographic hash, and another payload with the same digest can be made.
 
-The key has a public id, which ends every namespace: engines with different keys, and engines that sign and engines that
-do not, never share entries. Key and id are derived from the file's bytes with separate contexts, so that neither the id
-nor another program's use of the same file reveals anything about the key.
+The key has a public id, which ends every namespace: engines with different keys never share entries, nor do engines
+that sign with those that do not. Key and id are derived from the file's bytes with separate contexts, so that neither
+the id nor another program's use of the same file reveals anything about the key.
 
 Nothing here keeps state. `read_key` blocks as long as the file system does; `signature` runs in the store process.
 """

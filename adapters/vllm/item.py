@@ -55,7 +55,7 @@ class Item:
     recorded: bool = False
     """It has been reported to the recorder of what requests need."""
     probe: Probe | None = None
-    """A producer's query, made for this request, which tiers have it."""
+    """A producer's query, made for this request, for the tiers that have the item."""
     rewritten: bool = False
     """The producer has asked, for this request, for the item to be written to the tiers again."""
 

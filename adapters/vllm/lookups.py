@@ -74,8 +74,8 @@ class LookUps:
         return self._widths.setdefault(item.modality, spec.width) == spec.width
 
     def can_come(self, item: Item, among: Sequence[Item], early: bool = False) -> bool:
-        """Whether the item is on its way into the arena. Starts a fetch if a tier may have it and is expected to
-        deliver before the missing items `among` the request's would be encoded. An `early` no is not final."""
+        """Whether the item is on its way into the arena. Starts a fetch if a tier may have it and is expected to take
+        no longer than encoding what is missing of `among`, the request's items. An `early` no is not final."""
         coming = [self._name_can_come(name, item, among, early) for name in item.names] if self.serves(item) else []
         return any(coming)
 

@@ -8,8 +8,8 @@ from .ours import NAME
 
 
 def register() -> None:
-    """Register `ECLMCacheConnector`, and install the front end's naming, the configuration check and the weights watch.
-    May run twice."""
+    """Register `ECLMCacheConnector`, wrap the front end's naming, check the configuration, and watch weights. May run
+    twice."""
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 
     if NAME not in ECConnectorFactory._registry:  # a second registration is a ValueError

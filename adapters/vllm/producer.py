@@ -37,7 +37,7 @@ class Producer:
     def __init__(self, cache: EncoderCache) -> None:
         self.counts = {"encodes_skipped": 0, "encodes_again": 0}
         self._cache = cache
-        self._hollow: set[str] = set()  # cached for vLLM, but on no rank
+        self._hollow: set[str] = set()  # counted as cached by vLLM, but on no rank
         self._skipped: set[str] = set()  # answered True in this pass
         self._again: dict[str, tuple[str, Item]] = {}  # hollow and in no tier: to be encoded in this pass
 

@@ -4,7 +4,7 @@
 In host memory this is xxh3 over the bytes. On a device each 32-bit word is multiplied by an odd 64-bit number that
 depends on its position, and the products are summed modulo 2^64. Only 8 bytes per 16 MiB are copied to the host, where
 xxh3 combines them into one digest. All arithmetic is on integers: the same weights in the same layout give the same
-digest in any process, on any GPU. Weights not made to collide do so with a probability below 1 in 2^32.
+digest in any process, on any GPU. Two sets of weights not made to collide do so in less than one in 2^32 cases.
 
 Cost on a device: 36 bytes are moved for each 4 (gather 8, multiply 20, sum 8), so 9 divided by the bandwidth for each
 byte of weights: 2.7 ms per GB at 3.35 TB/s, 4.5 ms at 2 TB/s. It needs 100 MiB at most while it runs.

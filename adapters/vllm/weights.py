@@ -79,7 +79,7 @@ class EncoderWeights:
             self.look(rubbish=name != "wake_up")
 
     def look(self, rubbish: bool = True) -> None:
-        """Compute the digest and report it, or doubt if there is none. `rubbish`: accept whatever content is there."""
+        """Compute the digest and report it, or doubt if there is none. `rubbish`: take any content for weights."""
         digest = self._guarded(self._read) or ""
         if self._rubbish and not rubbish and digest != self._known:
             digest = ""

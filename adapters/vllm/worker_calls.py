@@ -43,7 +43,7 @@ UNCHANGING = frozenset(
         *("save_sharded_state", "save_tensorized_model", "synchronize_device", "profile", "annotate_profile"),
         # The start, and sizes.
         *("initialize_from_config", "compile_or_warm_up_model", "set_kv_cache_layout", "update_max_model_len"),
-        # Adapters: their weights are separate from the model's, and named in the identifiers of what they encode.
+        # Adapters: their weights are separate from the model's, and identifiers of what they encode name them.
         *("add_lora", "remove_lora", "pin_lora"),
         # The end.
         *("shutdown", "shutdown_weight_transfer_engine"),
