@@ -63,7 +63,7 @@ class Tiers:
         self._keeper.start()
 
     def hold(self, key: EncoderCacheKey, insist: bool = False) -> bool:
-        """Whether one of them has the entry, as far as they can be asked; `insist`: even if a listing lacks it. An entry
+        """Whether one of them has the entry, as far as they can be asked; `insist`: even if a listing lacks it. One
         that recently did not verify counts as absent, so that a caller who checks before writing replaces it."""
         number = self.stack.worth_asking(key, 0, insist)
         while number is not None:

@@ -53,8 +53,8 @@ class Writes:
         return key in self._pending or self._tiers.stack.writes.writing(key)
 
     def copied(self, key: EncoderCacheKey, length: int, copy: Callable[[memoryview], None]) -> Write | None:
-        """A write of `length` bytes, after `copy` has filled them in; then `seal` it. None if it is already in progress,
-        or there is no room. Raises what `copy` raises."""
+        """A write of `length` bytes, after `copy` has filled them in; then `seal` it. None if one is in progress
+        already, or there is no room. Raises what `copy` raises."""
         with self._lock:
             if key in self or self._closed:
                 return None
