@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands accept as numbers and names. Errors state what was given and what is accepted, unlike typer's own."""
+"""What commands accept as numbers and names. Errors state what was given and what is accepted, whatever typer's do."""
 
 from __future__ import annotations
 

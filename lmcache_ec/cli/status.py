@@ -59,8 +59,8 @@ def engines() -> list[dict[str, Any]]:
 
     `store` and `tiers` are counts of the store process since its start; `book` is what the scheduler side handed over
     at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those of
-    this namespace at its last listing, for the disk plus what any engine has written since (None if it is asked
-    instead); its `bytes` are those of all engines on the folder (None if not counted). `engine_pid` is the process
+    this namespace at its last listing (for the disk, also those written since by any engine; None if it is asked
+    instead), its `bytes` those of all engines on the folder (None if not counted). `engine_pid` is the process
     in which the scheduler runs (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
     """
     names = sorted({each.name for each in sockets() if each.name.startswith(STATUS_PREFIX)})

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 SNAPSHOT_PORTS_ABOVE = 1000
-"""By default: how far the port of snapshots is above that of events."""
+"""How far, by default, the port of snapshots is above that of events."""
 
 ACCEPTED = (
     "must be tcp://ADDRESS:PORT, where ADDRESS is * or a numeric address of this host, or ipc:///path, or null; "

@@ -17,7 +17,7 @@ from lmcache_ec.tiers.catalog import Catalog
 class AwaitedTier(Tier):
     """Stands in for a tier whose store was unreachable: each call tries to open it; until one succeeds, all fail.
 
-    `opening` is an attempt that is still under way; it has to end before another one is made.
+    `opening` is an attempt still in progress; it has to end before another one is made.
     Runs in the store process, on the tier's own threads; `_lock` lets one of them try at a time.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier is."""
+"""The interface of a tier."""
 
 import abc
 import enum
@@ -174,7 +174,7 @@ class Tier(abc.ABC):
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
         """What is stored under this name, with its bytes if they are no more than `most_bytes`; None if nothing is
-        stored, or if it is just changing."""
+        stored, or if it is changing right now."""
         length = self.contains(key)
         if length is None or length > most_bytes:
             return None if length is None else Held(length, None)

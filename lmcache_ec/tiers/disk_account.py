@@ -166,7 +166,7 @@ class FolderAccount:
         self._change(change, root)
 
     def settle(self, since: Account | None, least: int, most: int) -> None:
-        """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
+        """A survey that began after `since` saw `least` to `most` bytes (writes in progress may count or not)."""
         least, most = min(least, _MOST), min(most, _MOST)
 
         def change(account: Account | None) -> Account | None:

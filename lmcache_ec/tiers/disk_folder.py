@@ -101,7 +101,7 @@ class KeptRoot:
     """The root, kept open: it is used far more often than it is replaced. Any thread; no lock.
 
     A call that finds an entry below a root checked in the last 50 ms reads it, even if another folder has taken the
-    root's place since: it is that entry all the same (`recent`). A call that writes, removes, or reports that nothing
+    root's place since: it is still that entry (`recent`). A call that writes, removes, or reports that nothing
     is there checks the path first (`current`): one call, while opening and closing the root takes two.
 
     The descriptor belongs to a `Root`, which is shared by all that refer to it: this object, until it finds another

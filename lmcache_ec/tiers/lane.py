@@ -63,7 +63,7 @@ def lane_names(tiers: Sequence[str]) -> list[str]:
 
 
 class Lane:
-    """One tier, its threads, and what is known of its response; a stuck tier blocks nothing but itself.
+    """One tier, its threads, and what is known of how it responds; a stuck tier blocks nothing but itself.
 
     Its "complete" flag in the presence filter means to the scheduler side: do not wait for this tier for what the
     filter does not hold. So it is set when a listing is complete, while a tier is slow, and while it is not asked
@@ -418,7 +418,7 @@ class Lane:
     # ---- queued writes
 
     def enqueue(self, length: int, job: Callable[[], None]) -> bool:
-        """Queue a write of `length` bytes for the tier's own threads. False if the queue is full, or it takes none."""
+        """Queue a write of `length` bytes on the tier's threads. False if the queue is full, or writes are refused."""
         with self._lock:
             full = self._queued_items >= _QUEUED_ITEMS or self._queued_bytes + length > _QUEUED_BYTES
             tried = self._writing.on_trial and self._queued_items  # one at a time

@@ -3,7 +3,7 @@
 
     ec.<namespace>@1@0@<sha256 of the identifier>@uint8
 
-A connector reads into memory that it allocates, and the size that it requests shows the length of an entry. It never
+A connector reads into memory that it requests from us, and the requested size shows the length of an entry. It never
 gets the caller's own memory, because a connector cannot be stopped: what arrives after a call has timed out must not
 overwrite memory that belongs to another entry by then.
 

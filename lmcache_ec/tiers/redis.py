@@ -384,7 +384,7 @@ class RedisTier(Tier):
         return replies
 
     def _ask_again(self, commands: Sequence[Command], replies: _Replies) -> _Replies:
-        """The replies, after one retry, one by one, of what another server has or was lost with a connection.
+        """The replies, after one retry, one by one, of those that another server has or a broken connection lost.
 
         A former master, now a replica, refuses a write: the connections to it are dropped, for reading as well, and the
         master is looked up again, at the same address or through the Sentinels.

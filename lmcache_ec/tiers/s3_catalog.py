@@ -11,7 +11,7 @@ Who owns what, and the consequences:
    keys first and then the delta. If it dies between the two, its keys are found by the next full listing.
 2. A shard is replaced by the holder of the lease, with `If-Match` on what it found when it began: if two believe that
    they hold it, one is refused and ends. A lost or unfinished shard has all bits set: its keys are requested.
-3. The compactor looks which deltas there are, *then* lists, *then* replaces all shards, *then* removes these deltas. So
+3. The compactor notes which deltas there are, *then* lists, *then* replaces all shards, *then* removes these deltas. So
    whatever a removed delta named is in the shards. It may die anywhere: what it has not replaced is older, not wrong.
 4. A reader lists the catalog, deltas before shards (in sort order), then reads what changed. A delta that is missing
    was removed before the list reached the shards, so the list has the new ones. If one is missing when it is to be
@@ -22,7 +22,7 @@ Who owns what, and the consequences:
    entries are signed), too long or of another name counts as lost, a delta as never written: requests and misses.
 7. `lmcache-ec namespaces remove` removes the catalog, including the lease: a running compactor fails to renew it, and
    ends. The shards that it wrote meanwhile are incomplete: requests, until the next one finds the namespace small.
-8. If nothing is large, nothing is written: one request for a sample of the namespace shows that, and it is listed.
+8. For a small namespace nothing is written: one request for a sample shows that it is small, and it is listed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _DIGEST_REST = bytes(32 - KEY_BYTES)
 @dataclass(frozen=True, slots=True)
 class Pace:
     """After `lease_s` without a sign of the compactor, another may take over. `compact_s` between two full listings, or
-    sooner once there are `deltas`. `large`: the number of entries above which a catalog is cheaper than listings."""
+    sooner once there are `deltas`. `large`: the number of entries from which a catalog is cheaper than listings."""
 
     lease_s: float = 120.0
     compact_s: float = 3600.0

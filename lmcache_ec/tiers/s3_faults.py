@@ -59,8 +59,8 @@ class Fault:
         return self.status in ("400", "403") and self.code in ("", "AccessDenied", *_WANT_A_KEY)
 
     def error(self, text: str, *, writes: bool = False, keyed: bool = False) -> TierError:
-        """As a tier raises it. A refusal of a request that `writes` does not affect reading; with `keyed`, an error
-        that the key may cause concerns only that object."""
+        """As a tier raises it. A refusal of a request that `writes` implies nothing about reading; with `keyed`, an
+        error that the key may cause concerns only that object."""
         if keyed and self.of_another_key:
             return OfAnotherKey(self.number, f"{text} (was it written with another key than that of sse-c?)")
         if not writes and self.code in _WANT_A_KEY:

@@ -286,7 +286,7 @@ class WriteThrough:
         self, lane: Lane, key: EncoderCacheKey, length: int, signing: SigningKey
     ) -> tuple[Held | None, bool]:
         """What has the name of an entry of `length` bytes, without its bytes, and whether it is signed. A longer value
-        takes its room from the copies: others who may write to a store must not fill this process' memory."""
+        uses the budget for copies: others who may write to a store must not fill this process' memory."""
         held = lane.tier.held(key, length)
         if held is None or held.data is not None or not length < held.length <= _PLAUSIBLE_BYTES:
             return held, held is not None and _is_signed(held, key, signing)
