@@ -418,7 +418,7 @@ class Lane:
     # ---- queued writes
 
     def enqueue(self, length: int, job: Callable[[], None]) -> bool:
-        """Queue a write of `length` bytes on the tier's threads. False if the queue is full, or writes are refused."""
+        """Queue a write of `length` bytes on the tier's threads. False if the queue is full, or it takes none now."""
         with self._lock:
             full = self._queued_items >= _QUEUED_ITEMS or self._queued_bytes + length > _QUEUED_BYTES
             tried = self._writing.on_trial and self._queued_items  # one at a time
