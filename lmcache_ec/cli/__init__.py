@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec`: what an operator asks of the cache on this host."""
+"""`lmcache-ec`: an operator's commands for the cache on this host."""
 
 import errno
 import os
@@ -13,18 +13,18 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def main() -> None:
-    """Run the command that the arguments of this process name, and end the process.
+    """Run the command in this process's arguments, and end the process.
 
     Ctrl-C ends it quietly: commands handle it; before they begin and after they end the signal has its default
-    effect. A closed pipe (`| head`) ends it as quietly, with SIGPIPE's status; the signal itself would also come of a
-    store that closes its connection. Output for which there is no room is one line, and status 1.
+    effect. A closed pipe (`| head`) ends it as quietly, with SIGPIPE's status; the signal itself would also be raised
+    by a store that closes its connection. If there is no room for output, it prints one line, with status 1.
     """
-    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a job in the background ignores it
+    handled = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores it
     status: object = 0
     try:
         if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        from lmcache_ec.cli.commands import app  # most of the time that a short command takes
+        from lmcache_ec.cli.commands import app  # this takes most of a short command's time
 
         if handled:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,5 +42,5 @@ def main() -> None:
         if handled:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     if status in (_READER_GONE, _UNWRITTEN):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left to flush at the end has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # discard what is left to flush at the end
     sys.exit(status)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands accept as numbers and names. Their errors say what was given and what must be, whatever typer's are."""
+"""What commands accept as numbers and names. Errors state what was given and what is accepted, whatever typer's do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def one_of(*names: str) -> Callable[[object], str]:
 
 
 def extra_map(extra: str) -> dict[str, object]:
-    """The map that `--extra` gives as JSON. Of what is none only the kind or the place is said: it may hold a
+    """The map that `--extra` gives as JSON. An error shows only the kind of value or the position: it may hold a
     credential."""
     try:
         parsed = json.loads(extra)

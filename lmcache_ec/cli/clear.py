@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec clear`: everything of ours out of one tier."""
+"""`lmcache-ec clear`: removes all our entries from one tier."""
 
 from __future__ import annotations
 

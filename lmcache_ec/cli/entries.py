@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entries of the tiers that a configuration names, as `ls`, `inspect`, `verify` and `warm` go through them."""
+"""The entries of the tiers in a configuration, as `ls`, `inspect`, `verify` and `warm` iterate over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmcache_ec.signing import SigningKey
 from lmcache_ec.tiers.base import Tier, message
 
 _HEADER_BYTES = 4096
-"""The header of an entry whose identifier has at most 512 characters."""
+"""Holds the header of an entry whose identifier has at most 512 characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Held:
 
 
 class OpenTiers:
-    """The tiers that could be opened, by name. Of the others `errors` and `notes` say why not; a note is no error.
-    `errors` also has what no tier has, by what was asked for.
+    """The tiers that could be opened, by name. For the others, `errors` and `notes` state why not; a note is no error.
+    `errors` also has the namespaces that were asked for and that no tier has.
 
-    A context: closes them. For the command's main thread; the tiers themselves may be asked from any.
+    A context manager that closes them. For the command's main thread; the tiers themselves may be used from any.
     """
 
     def __init__(self, tiers: Sequence[NamedTier], *, listed: bool = True) -> None:
-        """With `listed` those that cannot be listed are not opened."""
+        """With `listed`, tiers that cannot be listed are not opened."""
         self.tiers: dict[str, Tier] = {}
         self.named = {tier.name: tier for tier in tiers}
         self.errors: dict[str, str] = {}
@@ -61,8 +61,8 @@ class OpenTiers:
         self._stack.close()
 
     def miss(self, namespaces: Sequence[str], there: Collection[str]) -> None:
-        """Make it an error of each namespace that was asked for that it is not among those `there`: a misspelled name
-        must not look like one in which all is well. After an error of a tier, which may have it, nothing is said."""
+        """Add an error for each requested namespace that is not among those `there`: a misspelled name must not look
+        like a namespace without problems. Nothing is added after an error of a tier, since that tier may have it."""
         if not self.errors:
             absent = [namespace for namespace in namespaces if namespace not in there]
             self.errors.update(dict.fromkeys(absent, "no tier has an entry of this namespace"))
@@ -75,11 +75,11 @@ class OpenTiers:
 
 
 Namespaces = Annotated[list[str] | None, typer.Argument(metavar="NAMESPACE", help="Only these; without any, all.")]
-"""The arguments of a command that goes through entries."""
+"""The arguments of a command that iterates over entries."""
 
 
 def check_namespaces(namespaces: Sequence[str], hint: str = "NAMESPACE") -> None:
-    """End the command if one cannot be. `hint` is the argument or option that names them."""
+    """End the command if one is invalid. `hint` is the argument or option that names them."""
     for namespace in namespaces:
         try:
             check_namespace(namespace)
@@ -88,16 +88,16 @@ def check_namespaces(namespaces: Sequence[str], hint: str = "NAMESPACE") -> None
 
 
 def held_in(tier: Tier, namespaces: Sequence[str]) -> Iterator[Held]:
-    """The entries of these namespaces, or of all, as the tier lists them. TierError as of the tier."""
+    """The entries of these namespaces, or of all, as the tier lists them. TierError from the tier."""
     for namespace in dict.fromkeys(namespaces or tier.namespace_names()):
         for listed in tier.list(namespace):
             yield Held(ObjectName(namespace, listed.digest), listed.length, listed.modified)
 
 
 def header_of(tier: Tier, name: EntryName) -> entry.Header | None:
-    """What an entry says of itself; None if it is not there. TierError, EntryError.
+    """An entry's header; None if there is no such entry. TierError, EntryError.
 
-    Reads the header alone where the tier can do that.
+    Reads only the header if the tier can do that.
     """
     start = tier.peek(name, _HEADER_BYTES)
     if start is None:
@@ -118,12 +118,12 @@ def signing_of(extra: str) -> SigningKey | None:
 
 
 def verified(tier: Tier, name: EntryName, length: int, signing: SigningKey | None = None) -> entry.Header | None:
-    """An entry of `length` bytes, read whole and verified, with its signature if it should have one of `signing`; None
-    if it is not there any more. TierError, EntryError."""
-    data = tier.peek(name, length + 1)  # one byte more is seen, too
+    """An entry of `length` bytes, read whole and verified, with its signature if it should have one by `signing`; None
+    if it is no longer there. TierError, EntryError."""
+    data = tier.peek(name, length + 1)  # so that a longer entry is noticed
     return None if data is None else verified_bytes(memoryview(data), name, signing)
 
 
 def verified_bytes(data: memoryview, name: EntryName, signing: SigningKey | None) -> entry.Header:
-    """The same of the bytes of an entry."""
+    """The same for the bytes of an entry."""
     return entry.verify_named(data, name, signing if signing and signing.signs(name.namespace) else None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec epoch`: from now on nothing that was stored so far is used, without a restart of the engines."""
+"""`lmcache-ec epoch`: makes engines stop using everything stored so far, without a restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 @dataclass(slots=True)
 class Report:
-    """What was done: the folder's epoch `before` and now. `refusal` says why nothing was; empty if it was."""
+    """What was done: the folder's epoch `before` and now. `refusal` is why nothing was done; empty if it was."""
 
     folder: str = ""
     before: int | None = None
@@ -32,7 +32,7 @@ class Report:
 
 
 class _Refused(Exception):
-    """Its text names what was given, and what is accepted."""
+    """Its text states what was given, and what is accepted."""
 
 
 def begin_epoch(

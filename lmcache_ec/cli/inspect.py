@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec inspect`: what one entry says of itself, which tiers have it, and whether it verifies there."""
+"""`lmcache-ec inspect`: the header of one entry, which tiers have it, and whether it verifies there."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What a tier has under a name. `problem` is empty if that is an entry which verifies, as far as it was looked at;
-    `header` is None where it could not be read."""
+    """What a tier has under a name. `problem` is empty if it is an entry that verifies, as far as it was read;
+    `header` is None if it could not be read."""
 
     tier: str
     name: EntryName
@@ -79,7 +79,7 @@ def inspect(
 
 
 def _check_wanted(wanted: str, namespace: str) -> None:
-    """End the command if nothing can be called that."""
+    """End the command if no entry can have this name."""
     if not wanted:
         raise typer.BadParameter("must not be empty", param_hint="ENTRY")
     name = parse_object_name(wanted)
@@ -111,7 +111,7 @@ def _copies(
 
 
 def _names(tier: Tier, wanted: str, namespace: str) -> Iterator[EntryName]:
-    """What the entry may be called in a tier."""
+    """The names that the entry may have in a tier."""
     name = parse_object_name(wanted)
     if name is not None:
         yield name
@@ -146,7 +146,7 @@ def _copy(tier_name: str, tier: Tier, name: EntryName, length: int, signing: Sig
 
 
 def _shown(copies: Sequence[Copy]) -> entry.Header | None:
-    """The header that speaks for all: of a copy that verifies, if one does."""
+    """The header to show: that of a copy that verifies, if one does."""
     ordered = sorted(copies, key=lambda copy: bool(copy.problem))
     return next((copy.header for copy in ordered if copy.header), None)
 
@@ -197,7 +197,7 @@ def _print(copies: Sequence[Copy], *, whole: bool) -> None:
 
 
 def _shape(spec: entry.TensorSpec) -> list[int]:
-    """Of the tensor that was stored, or rows and width of its bytes where only the writer knows their layout."""
+    """The stored tensor's shape, or rows and width of its bytes if only the writer knows their layout."""
     shape = shape_of(spec)
     return [spec.rows, spec.width] if shape is None else list(shape)
 
@@ -206,5 +206,5 @@ def _ago(created: str) -> str:
     try:
         written = calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
     except ValueError:
-        return ""  # whoever wrote it may have put anything there
+        return ""  # its writer may have put anything there
     return f", {span(time.time() - written)} ago"

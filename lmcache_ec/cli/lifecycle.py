@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec lifecycle`: whether an S3 store deletes by itself what has outlived `ec.ttl_s`, and the rule for that."""
+"""`lmcache-ec lifecycle`: whether an S3 store itself deletes what is older than `ec.ttl_s`, and the rule for that."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Of one S3 remote: the ages in days at which entries count as absent here and are deleted there, None for never.
+    """For one S3 remote: the ages in days at which entries count as absent here and are deleted there, None for never.
 
-    `problem` is empty if the second follows from the first.
+    `problem` is empty if the second matches the first.
     """
 
     tier: str

@@ -30,7 +30,7 @@ _THREADS = 8
 @dataclass(slots=True)
 class Row:
     """An entry, in one or several tiers. `modified` is the latest time of all tiers. `identifier` is empty if it was
-    not read, or was that of another name (`foreign`)."""
+    not read, or belongs to another name (`foreign`)."""
 
     name: ObjectName
     length: int
@@ -104,7 +104,7 @@ def _itself(held: Held) -> Held:
 
 
 def _read_identifiers(rows: Sequence[Row], opened: OpenTiers, *, slow: bool) -> None:
-    """From the first tier of each that answers quickly, or from any."""
+    """Read each from its first tier that answers quickly; with `slow`, from its first tier."""
 
     def quick(name: str) -> bool:
         kind = opened.named[name].kind
@@ -121,7 +121,7 @@ def _read_identifiers(rows: Sequence[Row], opened: OpenTiers, *, slow: bool) -> 
             )
             row.identifier = "" if row.foreign else identifier
         except (TierError, entry.EntryError):
-            pass  # `inspect` and `verify` say what is wrong with it
+            pass  # `inspect` and `verify` report what is wrong with it
 
     readable = [(row, name) for row in rows if (name := next(filter(quick, row.tiers), None)) is not None]
     if not readable:
@@ -153,5 +153,5 @@ def _print(rows: Sequence[Row], found: int) -> None:
 
 
 def printable(text: str) -> str:
-    """An identifier, which may be any text, in one line that changes nothing of a terminal."""
+    """An identifier, which may be any text, on one line without terminal control characters."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers that a configuration names, as an administrator opens them: to look and to remove, never to serve."""
+"""The tiers in a configuration, opened for administration: to inspect and to remove, never to serve."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lmcache_ec.tiers.remote import Lookup, Remote, RemoteKind
 
 @dataclass(frozen=True, slots=True)
 class NamedTier:
-    """A tier by the name that it has in metrics; `where` holds no credential. `kind` is that of a remote.
+    """A tier by its name in metrics; `where` holds no credential. `kind` is set for a remote.
 
-    `unlisted` says why no namespace can be found there, though nothing is wrong; empty if they can.
+    `unlisted` is why no namespaces can be listed there, though nothing is wrong; empty if they can.
     """
 
     name: str
@@ -35,9 +35,9 @@ class NamedTier:
     kind: RemoteKind | None = None
     unlisted: str = ""
     credentials: str = ""
-    """Where they come from, as far as its kind says."""
+    """Where they come from, as far as its kind tells."""
     lookup: Lookup | None = None
-    """How a remote is asked, as configured for its kind."""
+    """How entries are looked up in a remote, as configured for its kind."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.where})"
@@ -50,7 +50,7 @@ class NamedTier:
 def configured(extra: str) -> EncoderCacheConfig:
     """The configuration of an engine that is started in this environment with `extra`, a JSON map.
 
-    Ends the command with what is wrong, if something is.
+    If something is wrong with it, prints that and ends the command.
     """
     try:
         return resolve(extra_map(extra)).config
@@ -60,7 +60,7 @@ def configured(extra: str) -> EncoderCacheConfig:
 
 
 def named_tiers(config: EncoderCacheConfig) -> list[NamedTier]:
-    """Those of the configuration, in the order in which they are asked."""
+    """The tiers of the configuration, in the order in which they are asked."""
     tiers = [_disk(config.local_disk, config)] if config.local_disk else []
     tiers += map(_remote, config.remote_tiers)
     names = lane_names([tier.name for tier in tiers])
@@ -68,8 +68,8 @@ def named_tiers(config: EncoderCacheConfig) -> list[NamedTier]:
 
 
 def wanted_tiers(extra: str, only: str = "", hint: str = "--tier") -> list[NamedTier]:
-    """The tiers of the configuration, or the one that is named, by what `hint` says. Ends the command if there is
-    none."""
+    """The tiers of the configuration, or the one named `only`, given by the argument `hint`. Ends the command if there
+    is none."""
     tiers = named_tiers(configured(extra))
     if only and only not in [tier.name for tier in tiers]:
         names = ", ".join(tier.name for tier in tiers) or "none, as the configuration names no tier"
@@ -89,7 +89,7 @@ def _disk(folder: Path, config: EncoderCacheConfig) -> NamedTier:
     except FileNotFoundError:
         unlisted = "there is no such folder yet"
     except OSError:
-        pass  # to open it says why
+        pass  # opening it reports why
     opener = partial(DiskTier, folder, config.max_local_disk_bytes, make=False)
     return NamedTier("disk", str(folder), opener, unlisted=unlisted)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec namespaces`: what each namespace takes in each tier, and the removal of those that no engine uses."""
+"""`lmcache-ec namespaces`: how much each namespace takes in each tier, and removal of those that no engine uses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADINGS = ("tier", "namespace", "entries", "size", "last used", "in use here")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A namespace in a tier. `in_use_by` are the store processes of the engines on this host that use it now."""
+    """A namespace in a tier. `in_use_by`: the store processes of engines on this host that currently use it."""
 
     tier: str
     use: NamespaceUse
@@ -63,7 +63,7 @@ class Report:
     errors: dict[str, str] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     refusal: str = ""
-    """Why nothing is removed; empty if it was not asked for, or done."""
+    """Why nothing is removed; empty if removal was not requested, or was done."""
 
     def to_json(self) -> str:
         rest = {"removed": self.removed, "errors": self.errors, "notes": self.notes, "refusal": self.refusal}
@@ -107,7 +107,7 @@ def look_and_remove(
     force: bool,
     as_json: bool,
 ) -> NoReturn:
-    """Print what the tiers hold of a namespace, or of all; for `removal`, remove it after a question. Ends the
+    """Print what the tiers hold of a namespace, or of all; with `removal`, remove it after asking. Ends the
     command."""
     using, silent = _in_use()
     report = _looked(tiers, using)
@@ -141,7 +141,7 @@ def _check_options(remove: str, remove_unused: bool, unused_for: float, *, needs
 
 
 def _in_use() -> tuple[dict[str, list[int]], list[int]]:
-    """Of the engines on this host: namespace to store processes; and the store processes that do not report theirs."""
+    """For the engines on this host: namespace to store processes; and the store processes that do not report theirs."""
     using: dict[str, list[int]] = {}
     for engine in engines():
         using.setdefault(engine["namespace"], []).append(engine["pid"])
@@ -168,7 +168,7 @@ def _looked(tiers: Sequence[NamedTier], using: Mapping[str, Sequence[int]]) -> R
 
 
 def _select(report: Report, namespace: str, unused_for: float) -> None:
-    """Leave what is asked for. A namespace was used if one tier says so, if one does not know, or by an engine here."""
+    """Keep what was requested. A namespace is used if a tier reports it or does not know, or an engine here uses it."""
     used = {
         row.use.namespace
         for row in report.rows
@@ -185,7 +185,7 @@ def _select(report: Report, namespace: str, unused_for: float) -> None:
 
 
 def _refusal(report: Report, namespace: str, unused_for: float, silent: Sequence[int], *, force: bool) -> str:
-    """Why nothing may be removed, if so."""
+    """Why nothing may be removed; empty if it may."""
     if namespace and not report.rows:
         return f"{namespace}: nothing to remove, " + (
             f"no tier here has it, or it was used in the last {unused_for:g} days"
@@ -217,7 +217,7 @@ def _question(report: Report) -> str:
 
 
 def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
-    """Print what was removed as it is done; an error of one tier leaves the others to their turn."""
+    """Remove, and print each removal as it is done; an error of one tier does not stop the others."""
     for tier in tiers:
         names = [row.use.namespace for row in report.rows if row.tier == tier.name]
         if not names:
@@ -237,7 +237,7 @@ def _remove(report: Report, tiers: Sequence[NamedTier], *, err: bool) -> None:
 
 
 def _print(report: Report, unused_for: float, namespace: str, *, removal: bool) -> None:
-    """What was found. That one which was named to be removed is nowhere, the refusal says."""
+    """Print what was found. If a namespace named for removal is nowhere, the refusal states that."""
     rows = [_cells(row) for row in report.rows]
     if rows:
         typer.echo("\n".join(table([_HEADINGS, *rows])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys that may have been meant where a configuration is wrong."""
+"""The keys that may have been meant in a wrong configuration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _ADDRESSES = ("remotes", "remote_url")
 
 
 def near_keys(problems: Iterable[str]) -> Sequence[KeyEntry]:
-    """Of the keys that these messages of the configuration name first: themselves, or else the three most alike. Not of
-    addresses: what is wrong with one, its message says."""
+    """For the keys that these configuration errors name first: the keys themselves, or else the three most similar. Not
+    for addresses: their own message states what is wrong."""
     entries = {entry.key: entry for entry in key_entries()}
     found: dict[str, KeyEntry] = {}
     for problem in problems:

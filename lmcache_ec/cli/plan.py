@@ -25,9 +25,9 @@ from lmcache_ec.sizes import GIB, precise_size
 
 _DEFAULT_TIERS = ["gpu=0.05,cpu=2", "gpu=0.05,cpu=8", "gpu=0.05,cpu=2,disk=16", "gpu=0.05,cpu=2,disk=16,s3=inf"]
 _UNBOUNDED = 1000
-"""Characters: wider than any table."""
+"""In characters: wider than any table."""
 _FEW_ENTRIES = 50
-"""A tier of a sample that holds fewer says little."""
+"""With fewer entries in the sample, a tier's results mean little."""
 
 
 def plan(
@@ -102,7 +102,7 @@ def plan(
 
 
 def _check_writable(path: Path | None, option: str) -> None:
-    """Before the replay, which may take long."""
+    """Check before the replay, which may take long."""
     try:
         if path is not None:
             path.open("ab").close()
@@ -207,7 +207,7 @@ def _show(labels: Sequence[str], outcomes: Sequence[Outcome], prices: Prices, sh
 
 
 def _notes(outcomes: Sequence[Outcome], share: float) -> list[str]:
-    """Which tiers of a sample are too small to say much."""
+    """Which tiers are too small in the sample for meaningful results."""
     first, found = outcomes[0], []
     for name in _used(outcomes):
         mean = (first.encoder.bytes + sum(served.bytes for served in first.by_tier.values())) / first.requests

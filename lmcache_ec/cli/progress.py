@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs over many entries: in threads, with a line of progress, and ended by Ctrl-C at any time."""
+"""Jobs over many entries: in threads, with a progress line, and interruptible by Ctrl-C at any time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 INTERRUPTED = 130
-"""The exit status after Ctrl-C, as of any program in a shell."""
+"""The exit status after Ctrl-C, as for any program in a shell."""
 
 _TICK_S = 0.25
 _FIRST_S = 0.2
@@ -28,11 +28,11 @@ _FINISH_S = 5.0
 
 
 class Progress:
-    """One line on standard error that says how far a command is: drawn anew on a terminal, elsewhere printed every five
-    seconds. The first one comes after a fifth of a second. For the command's main thread."""
+    """A progress line on standard error: redrawn in place on a terminal, elsewhere printed every five seconds. The
+    first one appears after a fifth of a second. For the command's main thread."""
 
     def __init__(self, text: Callable[[float], str], stream: TextIO | None = None) -> None:
-        """`text` makes the line, from the seconds that have passed."""
+        """`text` makes the line from the seconds that have passed."""
         self._text = text
         self._stream = stream or sys.stderr
         self._redraws = self._stream.isatty()
@@ -54,7 +54,7 @@ class Progress:
         return time.monotonic() - self._began
 
     def clear(self) -> None:
-        """Leave the terminal's line for what is printed next."""
+        """Clear the terminal's line for what is printed next."""
         if self._drawn and self._redraws:
             self._stream.write("\r\033[K")
             self._stream.flush()
@@ -63,11 +63,11 @@ class Progress:
 def results(
     items: Iterable[_Item], job: Callable[[_Item], _Result], threads: int, tick: Callable[[], None]
 ) -> Generator[_Result]:
-    """What `job` returns for each item, as it is done by one of `threads`, in no order.
+    """What `job` returns for each item, as one of `threads` completes it, in no particular order.
 
-    `items` is iterated on a thread of its own, not far ahead. `tick` is called on the caller's thread several times a
-    second, whatever the jobs do, so that Ctrl-C acts at once. If the caller ends this early, no job is begun any more,
-    and those that were are waited for, for five seconds at most. An error of `items` or of a job ends it, too.
+    `items` is iterated on its own thread, not far ahead. `tick` is called on the caller's thread several times a
+    second, whatever the jobs do, so that Ctrl-C acts at once. If the caller ends this early, no more jobs are begun,
+    and running ones are waited for, for five seconds at most. An error of `items` or of a job ends it, too.
     """
     todo: queue.Queue[Callable[[], _Result] | None] = queue.Queue(4 * threads)
     done: queue.SimpleQueue[Future[_Result] | None] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ def results(
                 yield result.result()
     finally:
         stopped.set()
-        while not todo.empty():  # room for the end, which whoever waits for a job then sees
+        while not todo.empty():  # make room for the end markers, which waiting workers then get
             todo.get_nowait()
         for _ in workers:
             todo.put(None)
@@ -123,8 +123,8 @@ def results(
 
 
 def confirmed(question: str, otherwise: str = "Nothing was removed.") -> bool:
-    """Ask, and return True for yes. Anything else ends the command, with what it says `otherwise`: with status 1, after
-    Ctrl-C with that of Ctrl-C."""
+    """Ask, and return True for yes. Anything else prints `otherwise` and ends the command, with status 1, or with that
+    of Ctrl-C."""
     try:
         yes, interrupted = typer.confirm(question), False
     except typer.Abort as abort:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec status --record`: what requests to the engines on this host need, as a trace for `lmcache-ec plan`."""
+"""`lmcache-ec status --record`: what requests to this host's engines need, as a trace for `lmcache-ec plan`."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from lmcache_ec.sizes import precise_size
 _CONNECT_S = 2.0
 _TICK_S = 0.2
 _WRITTEN_S = 1.0
-"""How often what has come is written, in the order of time, and new store processes are looked for."""
+"""How often what has arrived is written, in order of time, and new store processes are looked for."""
 _REPLACED_S = 10.0
-"""How long nobody may be there to be recorded: a store process that has ended is replaced in its engine's next pass."""
+"""How long there may be none to record: a store process that has ended is replaced in its engine's next pass."""
 
 
 @dataclass
 class Trace:
-    """What has come of it, and what is in the file."""
+    """What has arrived, and what is in the file."""
 
     file: IO[str]
     most_bytes: int
     begun: float
-    """Monotonic seconds, as those of accesses."""
+    """Monotonic seconds, as for accesses."""
     requests: int = 0
     guessed: int = 0
     lost: int = 0
@@ -60,8 +60,8 @@ class Trace:
         self.lost += batch.lost
 
     def write(self) -> None:
-        """What has come, in whole lines, until the file has its size. Times never fall: what one engine tells later
-        than another counts as of the last one."""
+        """Write what has arrived, in whole lines, until the file has its size. Times never decrease: an access that one
+        engine reports late gets the time of the last one."""
         coming, self._coming = sorted(self._coming, key=itemgetter(0)), []
         for at, name, size, encode_s in coming:
             self._latest_s = max(self._latest_s, at - self.begun)
@@ -84,19 +84,19 @@ class Followed:
     """The links to the store processes of this user on this host whose engines are recorded."""
 
     def __init__(self, engine: str) -> None:
-        """`engine` is how the names begin of those that are meant."""
+        """`engine` is the prefix of the names of the wanted ones."""
         self._engine = engine
         self._salt = secrets.token_bytes(32)
-        self._names: set[str] = set()  # of all that there ever was a link to
+        self._names: set[str] = set()  # of all that were ever linked
         self._selector = selectors.DefaultSelector()
         self.said: list[str] = []
-        """Why one is not recorded."""
+        """Why an engine is not recorded."""
 
     def __len__(self) -> int:
         return len(self._selector.get_map())
 
     def look(self) -> None:
-        """Connect to those that are new."""
+        """Connect to new ones."""
         names = {each.name for each in sockets() if each.name.startswith(RECORD_PREFIX)}
         new = sorted(names - self._names)
         if new and self._engine:
@@ -110,7 +110,7 @@ class Followed:
                 self._selector.register(link, selectors.EVENT_READ)
 
     def hear(self, trace: Trace, timeout: float) -> None:
-        """Take in what has come within `timeout` seconds."""
+        """Take in what arrives within `timeout` seconds."""
         for key, _ in self._selector.select(timeout):
             link = key.fileobj
             assert isinstance(link, Link)
@@ -135,7 +135,7 @@ class Followed:
 def record_trace(path: Path, engine: str, seconds: float, most_bytes: int, as_json: bool) -> int:
     """Write what requests need to a new file, for `seconds`, until Ctrl-C, or until it has `most_bytes`.
 
-    Returns the exit status: 1 without an engine whose name begins with `engine`, 2 where there can be no such file.
+    Returns the exit status: 1 without an engine whose name begins with `engine`, 2 if the file cannot be made.
     """
     begun, followed = time.monotonic(), Followed(engine)
     followed.look()
@@ -170,7 +170,7 @@ def record_trace(path: Path, engine: str, seconds: float, most_bytes: int, as_js
 
 
 def _record(followed: Followed, trace: Trace, seconds: float, interrupted: threading.Event) -> str:
-    """Returns why it has ended, unless that is as it was meant."""
+    """Returns why it ended early; empty if it did not."""
     progress = Progress(lambda passed_s: f"recording for {passed_s:.0f} s: {_what(trace)}; Ctrl-C ends it")
     now = written = there = time.monotonic()
     while not interrupted.is_set() and not trace.full and now - there < _REPLACED_S and now - trace.begun < seconds:
@@ -204,7 +204,7 @@ def _dropped(trace: Trace) -> Iterator[str]:
 
 @contextmanager
 def _interrupts() -> Iterator[threading.Event]:
-    """Set by Ctrl-C, or by SIGTERM, in place of what they do otherwise: so that the file ends with a whole line."""
+    """Set by Ctrl-C or SIGTERM, in place of their usual effect, so that the file ends with a whole line."""
     interrupted = threading.Event()
     before = {}
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -218,7 +218,7 @@ def _interrupts() -> Iterator[threading.Event]:
 
 
 def _connected(name: str) -> Link | None:
-    """None for another user's, or one that has ended meanwhile."""
+    """A link; None for another user's process, or one that has ended meanwhile."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(_CONNECT_S)

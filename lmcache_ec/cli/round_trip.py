@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How quickly a remote answers, and what follows from that for how an engine asks it."""
+"""How quickly a remote answers, and how an engine therefore looks up entries there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOK_UPS = 5
 
 
 def look_up_mode(tier: Tier, lookup: Lookup) -> str:
-    """The quickest of a few look-ups for what nobody has, and how an engine that finds it so quick looks up entries.
+    """The fastest of a few look-ups of a missing entry, and how an engine looks up entries at that speed.
     Empty if none was answered."""
     try:
         answer_s = min(_timed(tier) for _ in range(_LOOK_UPS))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask every store process of this user on this host for its engine's counts, and print them.
 
-An engine whose store process does not answer is not left out: its first rank is known by the socket at which it met the
-scheduler side, which /proc/net/unix lists. So nothing has to be asked of the engine itself, which may be busy.
+An engine whose store process does not answer is not left out: its first rank is known by the socket over which it met
+the scheduler side, which /proc/net/unix lists. So no request goes to the engine itself, which may be busy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lmcache_ec.sizes import precise_size, rounded_size
 
 _TIMEOUT_S = 2.0
 _WIDEST = 132
-"""Of a table: a narrower terminal wraps its lines, which loses nothing."""
+"""Width of a table: a narrower terminal wraps its lines, which loses nothing."""
 _COLUMNS = (
     *("listed", "held", "limit", "hits", "misses", "rate", "errors", "writes"),
     *("read", "ms", "written", "ms", "unsaved"),
@@ -42,7 +42,7 @@ _SILENT = {
     "replacing": "runs, but its store process does not answer: if that has ended, the engine's next scheduling pass "
     "starts another one; until then nothing is loaded from its tiers",
 }
-"""State -> what is printed of an engine in that state."""
+"""State -> what is printed for an engine in that state."""
 
 _ENCODE_US, _TIER_US = "policy_encode_us_", "policy_us_"
 
@@ -51,28 +51,28 @@ _ABSENT: dict[str, Any] = {
     **{"state": "serving", "scan_complete": False, "jobs": 0, "tiers": [], "store": {}, "book": {}, "events": None},
     "book_age_s": None,
 }
-"""What stands in an answer that lacks a key: an engine may have been started with another version."""
+"""Defaults for keys that an answer lacks: an engine may have been started with another version."""
 
 
 def engines() -> list[dict[str, Any]]:
     """One object for each engine that answers: `pid` of its store process, `engine`, `namespace`, and more.
 
-    `store` and `tiers` are counts of the store process, since it was started; `book` is what the scheduler side handed
-    over at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those
-    of this namespace at its last listing, of the disk also what was written since by any engine (None if it is asked
-    instead), its `bytes` those of all engines on the folder (None where nobody counts). `engine_pid` is the process
-    that the scheduler runs in (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
+    `store` and `tiers` are counts of the store process since its start; `book` is what the scheduler side handed over
+    at the end of its last pass in which anything changed, `book_age_s` seconds ago. A tier's `entries` are those of
+    this namespace at its last listing (for the disk, also those written since by any engine; None if it is asked
+    instead), its `bytes` those of all engines on the folder (None if not counted). `engine_pid` is the process
+    in which the scheduler runs (EngineCore). `state` is "serving", or "finishing" once the engine has ended.
     """
     names = sorted({each.name for each in sockets() if each.name.startswith(STATUS_PREFIX)})
     return [answer for name in names if (answer := _ask(name)) is not None]
 
 
 def all_engines() -> list[dict[str, Any]]:
-    """As `engines`, and those of this user for which no store process answers: `pid` None, `state` says why.
+    """As `engines`, plus those of this user for which no store process answers: `pid` is None, `state` tells why.
 
     `worker_pid` is the first rank's process; what only the store process knows is empty.
     """
-    ranks = [each for each in sockets() if _FIRST_RANK.fullmatch(each.name)]  # before asking: one may come up meanwhile
+    ranks = [each for each in sockets() if _FIRST_RANK.fullmatch(each.name)]  # before asking: one may start meanwhile
     found = engines()
     known = {rank_address(engine["engine"], 0)[1:] for engine in found}
     silent = {each.name: each for each in ranks if each.name not in known}
@@ -80,7 +80,7 @@ def all_engines() -> list[dict[str, Any]]:
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    """Print the engines for a person, each with a table of its tiers."""
+    """Print the engines as text, each with a table of its tiers."""
     console = Console(highlight=False, markup=False, soft_wrap=True, width=max(Console().width, _WIDEST))
     if not found:
         console.print("No engine with an encoder cache runs on this host under this user.")
@@ -96,7 +96,7 @@ def show(found: list[dict[str, Any]]) -> None:
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Name of an engine -> its beginning, as short as distinguishes it from the others; eight characters at least."""
+    """Name of an engine -> its shortest prefix that distinguishes it from the others; at least eight characters."""
     length = 8
     while len({name[:length] for name in names}) < len(set(names)):
         length += 1
@@ -104,13 +104,13 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def tier_state(tier: Mapping[str, Any]) -> str:
-    """As the metrics name it, in words. An engine of an earlier version does not tell, and says less."""
+    """As in the metrics, with spaces. An engine of an earlier version does not report it; then it is less precise."""
     plain = "unreachable" if tier["rests"] else "read_only" if tier.get("read_only") else "serving"
     return str(tier.get("state", plain)).replace("_", " ")
 
 
 def hit_rate(tier: Mapping[str, Any]) -> str:
-    """Of the questions that a tier answered, those for what it had."""
+    """The share of answered look-ups for which the tier had the entry."""
     asked = tier["hits"] + tier["misses"]
     return f"{100 * tier['hits'] / asked:.0f} %" if asked else ""
 
@@ -154,7 +154,7 @@ def _head(engine: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _figures(book: Mapping[str, int]) -> str:
-    """What the load policy reckons with: what an encode costs, by modality, and what each tier takes."""
+    """What the load policy assumes: the time of an encode, by modality, and the time that each tier takes."""
     encodes = [(f"{name[len(_ENCODE_US) :]} encode", us) for name, us in book.items() if name.startswith(_ENCODE_US)]
     tiers = [(name[len(_TIER_US) :], us) for name, us in book.items() if name.startswith(_TIER_US)]
     known = ", ".join(f"{name} {us / 1000:.1f} ms" for name, us in encodes + tiers)
@@ -162,7 +162,7 @@ def _figures(book: Mapping[str, int]) -> str:
 
 
 def _table(engine: dict[str, Any]) -> Table:
-    """Memory first, as the scheduler side counts it; then the tiers in the order in which they are asked."""
+    """Memory first, as counted by the scheduler side; then the tiers in the order in which they are asked."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("tier", no_wrap=True)
     for column in _COLUMNS:
@@ -183,7 +183,7 @@ def _table(engine: dict[str, Any]) -> Table:
 
 
 def _moved(tier: Mapping[str, Any]) -> list[str]:
-    """Bytes read and milliseconds a read, the same of writes, and what waits to be written. An engine of an earlier
+    """Bytes read and milliseconds per read, the same for writes, and what waits to be written. An engine of an earlier
     version does not report them."""
     cells = []
     for size, mean in (("read_bytes", "read_ms"), ("written_bytes", "write_ms")):
@@ -193,7 +193,7 @@ def _moved(tier: Mapping[str, Any]) -> list[str]:
     return [*cells, waits]
 
 
-# ---- what is asked
+# ---- requests to store processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _ask(name: str) -> dict[str, Any] | None:
 
 def _holder(inode: int) -> int | None:
     """The process of this user that has the socket open; None for another user's, or one that has ended."""
-    return min(_holders(inode), default=None)  # it, and not a child of it that is about to become another program
+    return min(_holders(inode), default=None)  # not a child of it that is about to become another program
 
 
 def _holders(inode: int) -> Iterator[int]:
@@ -241,7 +241,7 @@ def _holders(inode: int) -> Iterator[int]:
 
 
 def _user(process: Path) -> int:
-    """The user that it runs as. (Where it gave up root, its folder in /proc is owned by root all the same.)"""
+    """The user that it runs as. (If it gave up root, its folder in /proc is still owned by root.)"""
     lines = (process / "status").read_text().splitlines()
     return next((int(line.split()[2]) for line in lines if line.startswith("Uid:")), -1)
 

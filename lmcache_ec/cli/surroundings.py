@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What limits an engine that is started here, as far as `lmcache-ec doctor` can see: process 1, and `ulimit`."""
+"""Limits on an engine that is started here, as far as `lmcache-ec doctor` can see: process 1, and `ulimit`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _INITS = {"tini", "docker-init", "dumb-init", "catatonit"}
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh"}
 _LIMITS = {"ulimit_v_bytes": resource.RLIMIT_AS, "ulimit_f_bytes": resource.RLIMIT_FSIZE}
 _EXIT_S = 5
-"""What an engine that waits for its store process waits beyond `ec.drain_s`."""
+"""How long beyond `ec.drain_s` an engine waits for its store process."""
 
 
 def seen(proc: Path = Path("/proc")) -> dict[str, str | int]:
-    """Name of process 1, and the limits that are set, in bytes."""
+    """The name of process 1, and the limits that are set, in bytes."""
     found: dict[str, str | int] = {"process_1": _process_1(proc)}
     for name, number in _LIMITS.items():
         soft, _ = resource.getrlimit(number)
@@ -31,7 +31,7 @@ def seen(proc: Path = Path("/proc")) -> dict[str, str | int]:
 
 
 def notes(config: EncoderCacheConfig, proc: Path = Path("/proc")) -> Iterator[str]:
-    """What follows from that for an engine of this configuration. (A smaller LocalCPU is reported with memory.)"""
+    """The consequences for an engine with this configuration. (A smaller LocalCPU is reported with memory.)"""
     first, found = _process_1(proc), seen(proc)
     writes = config.local_disk is not None or bool(config.remotes)
     if writes and first in _SHELLS:
@@ -50,7 +50,7 @@ def notes(config: EncoderCacheConfig, proc: Path = Path("/proc")) -> Iterator[st
 
 
 def _process_1(proc: Path) -> str:
-    """Empty where it cannot be seen."""
+    """Its name; empty if it cannot be seen."""
     try:
         return os.fsdecode((proc / "1" / "comm").read_bytes()).strip()
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec top`: what the engines on this host do now, per second."""
+"""`lmcache-ec top`: what the engines on this host are doing, per second."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RATES = ("hits", "misses", "errors", "writes", "read_bytes", "written_bytes")
 
 @dataclass(frozen=True, slots=True)
 class TierRates:
-    """What a tier has done, each second since the last look. `held_bytes` None where nobody counts."""
+    """A tier's activity per second since the last look. `held_bytes`: None if it is not counted."""
 
     name: str
     state: str
@@ -46,7 +46,7 @@ class TierRates:
 
 @dataclass(frozen=True, slots=True)
 class EngineRates:
-    """What an engine has done, each second since the last look."""
+    """An engine's activity per second since the last look."""
 
     engine: str
     namespace: str
@@ -59,7 +59,7 @@ class EngineRates:
 
 
 Look = tuple[float, Sequence[Mapping[str, Any]]]
-"""When (monotonic seconds), and what `engines` returned."""
+"""The time (monotonic seconds), and the result of `engines`."""
 
 
 def top(
@@ -76,7 +76,7 @@ def top(
         else:
             _redraw(interval)
     except KeyboardInterrupt:
-        pass  # how it is meant to end
+        pass  # the intended way to end it
 
 
 def look() -> Look:
@@ -84,7 +84,7 @@ def look() -> Look:
 
 
 def rates(before: Look, after: Look) -> list[EngineRates]:
-    """Of each engine that was there both times, with the same store process."""
+    """For each engine that was there both times, with the same store process."""
     passed_s = max(1e-6, after[0] - before[0])
     known = {engine["pid"]: engine for engine in before[1]}
     return [_rates(known[now["pid"]], now, passed_s) for now in after[1] if now["pid"] in known]
@@ -162,7 +162,7 @@ def view(found: Sequence[EngineRates]) -> Group:
 
 
 def _table(engine: EngineRates) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)  # 80 columns have to do
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)  # must fit 80 columns
     table.add_column("tier", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=column != "unsaved")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec verify`: whether the entries of the tiers are what was sealed."""
+"""`lmcache-ec verify`: whether the entries of the tiers are unchanged since they were sealed."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from lmcache_ec.tiers.base import Tier, TierError, TierUnreachable, message
 
 _THREADS = 4
 _LISTED = 100
-"""Entries that are named in the report, of each tier; all are counted."""
+"""How many entries of each tier the report names; all are counted."""
 _FAILURES = 8
-"""So many answers in a row that a store cannot be reached end the verification of its tier."""
+"""After this many consecutive unreachable errors the verification of a tier ends."""
 _chance = SystemRandom()
 _SAMPLE = re.compile(r"([0-9]+)|([0-9]+(?:\.[0-9]+)?)%")
 
@@ -46,9 +46,9 @@ class Verdict(enum.StrEnum):
     GOOD = "good"
     CORRUPT = "corrupt"
     NOT_SIGNED = "not_signed"
-    """Unsigned, or signed with another key than that of the configuration. Others may believe it."""
+    """Unsigned, or signed with another key than the configured one. Others may accept it."""
     UNCHECKED = "signature_not_checked"
-    """The digest is right; the namespace is of another key, or of none."""
+    """The digest is correct; the namespace belongs to another key, or to none."""
     OTHER_VERSION = "other_version"
     UNREADABLE = "unreadable"
     GONE = "gone"
@@ -60,7 +60,7 @@ _BAD = (Verdict.CORRUPT, Verdict.NOT_SIGNED, Verdict.UNREADABLE)
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One entry. `problem` says why it is not good; `lost` if it is the store that did not answer."""
+    """One entry. `problem` is why it is not good; `lost`: the store did not answer."""
 
     held: Held
     verdict: Verdict
@@ -71,7 +71,7 @@ class Judged:
 
 @dataclass(slots=True)
 class Report:
-    """Of one tier: how many entries were listed, those read by verdict, bytes read, and the first that are not good."""
+    """For one tier: entries listed, entries read by verdict, bytes read, and the first that are not good."""
 
     listed: int | None = None
     """None until the listing has ended."""
@@ -80,7 +80,7 @@ class Report:
     bytes: int = 0
     problems: list[dict[str, str]] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
-    """Of the listed entries."""
+    """Those of the listed entries."""
 
     @property
     def read(self) -> int:
@@ -91,7 +91,7 @@ class Report:
         return any(self.verdicts[verdict] for verdict in _BAD)
 
     def listing(self, found: Iterator[Held]) -> Iterator[Held]:
-        """The same entries, counted as they pass."""
+        """Yield the same entries, and count them."""
         number = 0
         for held in found:
             number += 1
@@ -180,8 +180,8 @@ def verify(
 
 
 class _Sampling:
-    """Chooses so many entries; or each with the same probability, in the order of the listing, whose end it need not
-    wait for, and at least one of any."""
+    """Chooses a number of entries; or each with the same probability, in the order of the listing and without waiting
+    for its end, but at least one if there are any."""
 
     def __init__(self, number: int | None, share: float) -> None:
         self._number = number
@@ -240,8 +240,8 @@ def _judged(tier: Tier, signing: SigningKey | None, held: Held, *, remove: bool)
 
 
 def _removed(tier: Tier, held: Held) -> bool:
-    """Delete what was corrupt, unless somebody has replaced it since, or another version may verify it. Whether that
-    was done."""
+    """Delete a corrupt entry, unless it has been replaced since, or another version may verify it. Whether it was
+    deleted."""
     if tier.read_only:
         return False
     try:
@@ -260,7 +260,7 @@ def _removed(tier: Tier, held: Held) -> bool:
 
 
 def _collect(judged: Iterator[Judged], report: Report) -> None:
-    """Count, until the end; TierUnreachable if the store does not answer any more."""
+    """Count the results to the end; TierUnreachable if the store no longer answers."""
     lost = 0
     for one in judged:
         report.add(one)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec warm`: entries of a remote onto the disk, before an engine asks for them."""
+"""`lmcache-ec warm`: copies entries of a remote to the disk, before an engine asks for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lmcache_ec.tiers.disk import DiskTier
 
 _THREADS = 8
 _FAILURES = 16
-"""So many answers in a row that the remote cannot be reached end the command."""
+"""After this many consecutive unreachable errors the command ends."""
 _NAMED = 20
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(KiB|MiB|GiB|TiB)?")
 _UNITS = {None: 1, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
@@ -41,9 +41,9 @@ _NO_ROOM = (errno.EDQUOT, errno.ENOSPC)
 class Outcome(enum.StrEnum):
     COPIED = "copied"
     PRESENT = "present"
-    """On the disk already."""
+    """Already on the disk."""
     ABSENT = "absent"
-    """Not in the remote, or not any more."""
+    """Not in the remote, or no longer."""
     CORRUPT = "corrupt"
     NOT_SIGNED = "not_signed"
     OTHER_VERSION = "other_version"
@@ -53,7 +53,7 @@ class Outcome(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An entry that is to be on the disk. What its length is, and when it was used, is known of what was listed."""
+    """An entry to copy to the disk. Its length and last use are known if it was listed."""
 
     name: ObjectName
     length: int | None = None
@@ -71,7 +71,7 @@ class Done:
 
 @dataclass(slots=True)
 class Report:
-    """What became of the entries that were chosen. `problem` is why not all were looked at, if so."""
+    """The outcome for the chosen entries. `problem` is why not all were processed; empty if they were."""
 
     namespace: str = ""
     chosen: int = 0
@@ -79,7 +79,7 @@ class Report:
     listed: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    """The first of what went wrong with single entries."""
+    """The first problems with single entries."""
     copied_bytes: int = 0
     seen_bytes: int = 0
     problem: str = ""
@@ -177,7 +177,7 @@ def warm(
     raise typer.Exit(INTERRUPTED if report.interrupted else 1 if report.failed else 0)
 
 
-# ---- what is meant
+# ---- what is requested
 
 
 def _bytes(text: str) -> int:
@@ -193,7 +193,7 @@ def _bytes(text: str) -> int:
 
 
 def _remote(config: EncoderCacheConfig, source: str) -> NamedTier:
-    """The remote that is named, or the first that can be listed. Ends the command without one, or without a disk."""
+    """The named remote, or the first that can be listed. Ends the command if there is none, or no disk."""
     remotes = [tier for tier in named_tiers(config) if tier.kind is not None and not tier.unlisted]
     if not remotes or config.local_disk is None:
         missing = "no local_disk" if remotes else "no Redis and no S3 remote"
@@ -248,7 +248,7 @@ def _itself(held: Held) -> Held:
 
 
 def _chosen(wanted: Sequence[Wanted], count: int, most_bytes: int) -> Sequence[Wanted]:
-    """The first `count` of them (0: all) that are at most `most_bytes` together."""
+    """The first `count` of them (0: all) that total at most `most_bytes`."""
     chosen: list[Wanted] = []
     for one in wanted[: count or None]:
         most_bytes -= one.length or 0
@@ -292,7 +292,7 @@ def _copy_all(
 
 
 def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, signing: SigningKey | None, *, keep_age: bool) -> Done:
-    """Bring one entry onto the disk, if it verifies."""
+    """Copy one entry to the disk, if it verifies."""
     length = wanted.length or 0
     try:
         if (there := disk.contains(wanted.name)) is not None:
@@ -323,7 +323,7 @@ def _copied(remote: Tier, disk: DiskTier, wanted: Wanted, signing: SigningKey | 
 
 def _fetched(remote: Tier, wanted: Wanted) -> memoryview | None:
     length = wanted.length
-    for _ in range(2):  # written anew since it was listed, perhaps
+    for _ in range(2):  # it may have been rewritten since it was listed
         if length is None:
             length = remote.contains(wanted.name)
         if length is None:

@@ -36,9 +36,9 @@ _FLAGS = TypeAdapter(bool)
 
 @dataclass(frozen=True, slots=True)
 class Accepts:
-    """What a key accepts, as an error puts it; `unit` is empty where the number or text has none.
+    """What a key accepts, as worded in errors; `unit` is empty if the number or text has none.
 
-    A validator that knows better raises a ValueError with a text of its own, which holds no credential.
+    A validator that knows more raises a ValueError with its own text, which holds no credential.
     """
 
     text: str
@@ -56,7 +56,7 @@ _LIKE_BYTES = 16 << 20
 
 
 def _no_bytes(value: object) -> object:
-    """So many GiB are bytes."""
+    """ValueError for a number of GiB so large that bytes were meant."""
     try:
         size = float(value) if isinstance(value, int | float | str) else 0.0
     except (ValueError, OverflowError):
@@ -96,7 +96,7 @@ def _file(value: object) -> object:
 
 
 def _endpoint(value: object) -> object:
-    """Where an engine can listen; an empty text means nowhere."""
+    """An address where an engine can listen; an empty text means none."""
     if not isinstance(value, str):
         return value
     text = value.strip()
@@ -117,7 +117,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _urls(value: object) -> object:
-    """One URL, or several as a list or with commas between them (a comma in one parts its hosts)."""
+    """One URL, or several as a list or separated by commas (a comma within one separates its hosts)."""
     if isinstance(value, str):
         if value.lstrip().startswith("["):
             raise ValueError("must be URLs with commas between them, without brackets")
@@ -126,7 +126,7 @@ def _urls(value: object) -> object:
 
 
 def _map(value: object) -> object:
-    """A variable holds it as JSON, as LMCache has it."""
+    """An environment variable holds it as JSON, as for LMCache."""
     try:
         return json.loads(value) if isinstance(value, str) and value.strip() else value or {}
     except (ValueError, RecursionError):
@@ -141,7 +141,7 @@ def _flag_or_version(value: object) -> object:
 
 
 def _policy(value: object) -> object:
-    """However it is written, as LMCache has it."""
+    """In any capitalization, as for LMCache."""
     return {"lru": "LRU", "cost": "cost"}.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -369,12 +369,12 @@ class EncoderCacheConfig(BaseModel):
         return urls
 
     def __repr_args__(self) -> Sequence[tuple[str | None, object]]:
-        """However a configuration is printed, no credential is. (Pydantic puts this into `repr` and `str`.)"""
+        """No way of printing a configuration shows a credential. (Pydantic uses this for `repr` and `str`.)"""
         return [(name, _Verbatim(describe(self, name))) for name in type(self).model_fields]
 
     @property
     def remote_tiers(self) -> list[Remote]:
-        """The remotes as they are opened, in order. They hold credentials."""
+        """The remotes in the form in which they are opened, in order. They hold credentials."""
         return [
             configured(
                 url,
@@ -389,14 +389,14 @@ class EncoderCacheConfig(BaseModel):
         ]
 
     def publishing(self, rank: int) -> Publishing | None:
-        """Where the data-parallel engine of this number publishes; None if none does."""
+        """Where the data-parallel engine with this number publishes; None if none does."""
         if self.events_endpoint is None:
             return None
         snapshots = self.events_snapshot_endpoint or snapshots_of(self.events_endpoint)
         return Publishing(of_rank(self.events_endpoint, rank), of_rank(snapshots, rank), self.events_topic, rank)
 
     def signing_key(self) -> SigningKey | None:
-        """What entries are signed with, read from its file now. ConfigError if that cannot be used."""
+        """The key that signs entries, read from its file now. ConfigError if it cannot be used."""
         if self.signing_key_file is None:
             return None
         try:
@@ -408,7 +408,7 @@ class EncoderCacheConfig(BaseModel):
 
     @property
     def read_only_tiers(self) -> int:
-        """The tiers that are configured never to be written to, a bit each: a disk first, then the remotes in order."""
+        """The tiers configured as read only, a bit each: a disk first, then the remotes in order."""
         numbered = enumerate(self.remote_tiers, start=1 if self.local_disk else 0)
         return sum(1 << number for number, remote in numbered if is_read_only(remote))
 
@@ -441,13 +441,13 @@ def accepts(key: str) -> Accepts:
 
 
 def default(key: str) -> object:
-    """The value of `key` where nobody says another. KeyError for an unknown one."""
+    """The default value of `key`. KeyError for an unknown one."""
     value: object = EncoderCacheConfig.model_fields[key].get_default(call_default_factory=True)
     return value
 
 
 def describe(config: EncoderCacheConfig, key: str) -> str:
-    """A value in force without its credentials: of a remote its tier and address, of LMCache's map nothing."""
+    """A value in force without its credentials: for a remote its tier and address, for LMCache's map nothing."""
     if key == "remotes":
         return f"[{', '.join(f'{kind_of(url).name} {masked_address(url)}' for url in config.remotes)}]"
     return masked(getattr(config, key))

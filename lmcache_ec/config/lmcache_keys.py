@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own keys in `ec:`, and what becomes of those that the encoder cache has no use for.
+"""LMCache's own keys in `ec:`, and what happens to those that the encoder cache does not use.
 
-LMCache puts an `ec:` map over its whole configuration, so any of its keys may stand there. Those without a meaning for
-encoder outputs change nothing in LMCache's own encoder cache either: they are accepted and noted. Those that ask for a
-place to store or a way to move entries are refused unless they are off: whoever wrote them counts on entries that would
-never get there. (As of LMCache 0.5.6; a test compares this with the LMCache that is installed.)
+LMCache overlays an `ec:` map on its whole configuration, so any of its keys may appear there. Those without a meaning
+for encoder outputs change nothing in LMCache's own encoder cache either: they are accepted and noted. Those that
+configure a place to store entries or a way to move them are refused unless they are off: their author expects entries
+that would never get there. (As of LMCache 0.5.6; a test compares this with the installed LMCache.)
 """
 
 from collections.abc import Mapping
@@ -60,5 +60,5 @@ _OFF = ("", "0", "0.0", "false", "no", "off", "none", "null")
 
 
 def is_off(value: object) -> bool:
-    """Whether this says "not used", in any of the spellings of YAML, JSON and the environment."""
+    """Whether this means "not used", in any spelling of YAML, JSON and the environment."""
     return not value or (isinstance(value, str) and value.strip().lower() in _OFF)

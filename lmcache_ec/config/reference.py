@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of `ec:` as a table: for `lmcache-ec keys`, and for the page of the documentation that is made from it."""
+"""The keys of `ec:` as a table: for `lmcache-ec keys`, and for the documentation page generated from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KeyEntry:
 
 
 def key_entries() -> Sequence[KeyEntry]:
-    """Every key, in the order in which the manual has them."""
+    """Every key, in the order of the manual."""
     return [
         KeyEntry(
             key,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes one configuration of all sources, and says of every value where it comes from."""
+"""Combines all sources into one configuration, and records where each value comes from."""
 
 import difflib
 import json
@@ -34,16 +34,16 @@ SHARED = (
     *("max_local_cpu_size", "local_disk", "max_local_disk_size", "cache_policy"),
     *("extra_config", "blocking_timeout_secs"),
 )
-"""Ours that LMCache has too: outside of `ec:` they are its own."""
+"""Our keys that LMCache has too: outside of `ec:` they are LMCache's."""
 _COMMON = ("enabled", "namespace")
-"""Ours that any program's map may have."""
+"""Our keys that any program's map may have."""
 _DEFAULT = Origin(Source.DEFAULT, "default")
 _INHERITED_FOLDER = "encoder-cache"
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A configuration, the origin of each of its keys, and what was accepted though it has no effect."""
+    """A configuration, the origin of each of its keys, and notes on what was accepted without effect."""
 
     config: EncoderCacheConfig
     origins: Mapping[str, Origin]
@@ -53,7 +53,7 @@ class Resolved:
 def load_config(
     extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> EncoderCacheConfig:
-    """The configuration alone, see `resolve`."""
+    """Only the configuration, see `resolve`."""
     return resolve(extra, environ).config
 
 
@@ -63,7 +63,7 @@ def resolve(
     """The configuration from the file, `environ` (this process's, if None) and `extra`, in rising precedence.
 
     ConfigError for a file that cannot be read, an unknown key, a bad value, or a credential in what vLLM would log.
-    `source` says what `extra` is: vLLM's ec_connector_extra_config, or the arguments of `Cache`.
+    `source` is what `extra` is: vLLM's ec_connector_extra_config, or the arguments of `Cache`.
     """
     environ = os.environ if environ is None else environ
     file = environ.get(FILE_VARIABLE)
@@ -90,7 +90,7 @@ def resolve(
 
 
 def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = None) -> str:
-    """One line for the log at start: what is in force and, with `origins`, where each of it stands."""
+    """One line for the log at start: what is in force and, with `origins`, where each value is set."""
 
     def located(key: str, text: str) -> str:
         return f"{text} ({origins[key].location})" if origins else text
@@ -109,7 +109,7 @@ def summary(config: EncoderCacheConfig, origins: Mapping[str, Origin] | None = N
 
 
 def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
-    """One line a reason, with all keys that it holds for."""
+    """One line per reason, with all keys to which it applies."""
     reasons: dict[str, list[str]] = {}
     for setting in written:
         if setting.key in NOTED and setting.value is not None:
@@ -119,7 +119,7 @@ def _without_effect(written: Iterable[Setting]) -> Iterator[str]:
 
 
 def _overruled(config: EncoderCacheConfig, origins: Mapping[str, Origin]) -> Iterator[str]:
-    """Of what was set, what another key leaves without effect."""
+    """Keys that were set but have no effect because of another key."""
     reasons: dict[str, str] = {}
     if config.namespace is not None:
         reasons |= dict.fromkeys(("salt", "epoch", "key_by_engine_version"), "`namespace` is set and replaces it")
@@ -131,7 +131,7 @@ def _overruled(config: EncoderCacheConfig, origins: Mapping[str, Origin]) -> Ite
 
 
 def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple[EncoderCacheConfig | None, list[str]]:
-    """The configuration, or what is wrong with each bad value; of a URL as it was written, variables and all."""
+    """The configuration, or what is wrong with each bad value; a URL is shown as written, with its variables."""
     values = {key: setting.value for key, setting in ours.items()}
     problems: list[str] = []
     remotes = ours.get("remotes")
@@ -153,12 +153,12 @@ def _validated(ours: Mapping[str, Setting], environ: Mapping[str, str]) -> tuple
 
 
 def _stated(setting: Setting) -> str:
-    """What somebody wrote, as it was written, and where."""
+    """A setting as it was written, and where."""
     return f"{setting.name}={masked(setting.value)} in {setting.origin.location}"
 
 
 def _complaint(setting: Setting) -> str | None:
-    """What is wrong with a setting before its value is looked at as one of ours."""
+    """What is wrong with a setting, before its value is validated."""
     key, value = setting.key, setting.value
     known = key in _KEYS or key in NOTED or key in REFUSED
     secret = holds_credential(value) or (not known and sounds_secret(key))
@@ -173,7 +173,7 @@ def _complaint(setting: Setting) -> str | None:
 
 
 def _nearest(key: str) -> list[str]:
-    """The key of ours that was probably meant; none if nothing is like it."""
+    """Our key that was probably meant; none if no key is similar."""
     plain = key.replace("-", "_").replace(".", "_")
     for prefix in ("lmcache_", "ec_"):
         plain = plain.removeprefix(prefix)
@@ -181,14 +181,14 @@ def _nearest(key: str) -> list[str]:
 
 
 def _is_strange_variable(setting: Setting) -> bool:
-    """Whether an environment variable with our prefix is like none of our keys: another program's, most likely."""
+    """Whether an environment variable with our prefix resembles none of our keys: most likely another program's."""
     key = setting.key
     known = key in _KEYS or key in NOTED or key in REFUSED
     return setting.origin.source is Source.ENVIRONMENT and not known and not _nearest(key)
 
 
 def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
-    """What is noted about variables with our prefix that configure nothing."""
+    """Notes on variables with our prefix that configure nothing."""
     if links:
         yield (
             f"ignored, as Kubernetes sets them for a Service: {', '.join(map(masked_name, links))} "
@@ -199,7 +199,7 @@ def _ignored(strange: Iterable[Setting], links: list[str]) -> Iterator[str]:
 
 
 def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
-    """One note for the first remote that is asked after one that takes longer to answer."""
+    """One note for the first remote that is asked after a slower one."""
     slow = ""
     for kind in map(kind_of, urls):
         if slow and kind.quick:
@@ -209,7 +209,7 @@ def _slow_before_quick(urls: Sequence[str]) -> Iterator[str]:
 
 
 def _unindented(read: FileSettings) -> Iterator[str]:
-    """An `ec:` whose keys were not indented: LMCache would take those that it has, too, and nothing would say so."""
+    """An `ec:` whose keys were not indented: LMCache would take those that it also has, and nothing would report it."""
     beside = [setting for setting in read.others if setting.key in (*SHARED, "remote_url")]
     if read.empty_ec and not read.ours and beside:
         named = ", ".join(f"{setting.key} ({setting.origin.location})" for setting in beside)
@@ -220,7 +220,7 @@ def _unindented(read: FileSettings) -> Iterator[str]:
 
 
 def _misspelled_ec(read: FileSettings) -> Iterator[str]:
-    """A map that LMCache does not know, in a file without a key of ours: nothing of it would have an effect."""
+    """A map that LMCache does not know, in a file without any of our keys: it would have no effect."""
     for setting in () if read.ours else read.others:
         key, value = setting.key, setting.value
         if not isinstance(value, Mapping) or key in SHARED or key in NOTED or key in REFUSED:
@@ -234,7 +234,7 @@ def _misspelled_ec(read: FileSettings) -> Iterator[str]:
 
 def _unknown(setting: Setting, secret: bool) -> str:
     nearest = _nearest(setting.key)
-    # Under a name that is like none of ours it may be anything, another program's password too.
+    # Under a name that resembles none of ours it may be anything, even another program's password.
     value = masked(setting.value) if nearest else masked_unknown(setting.value)
     named = f"unknown key {masked_name(setting.name)}={HIDDEN if secret else value}"
     if setting.key == "ec" and isinstance(setting.value, Mapping):
@@ -245,7 +245,7 @@ def _unknown(setting: Setting, secret: bool) -> str:
 
 
 def _is_misplaced(key: str) -> bool:
-    """LMCache warns about such a key at most, and the cache would never see it."""
+    """LMCache at most warns about such a key, and the cache would never see it."""
     return key.startswith(("ec.", "ec-")) or (key in _KEYS and key not in SHARED)
 
 
@@ -259,7 +259,7 @@ def _misplaced(setting: Setting) -> str:
 
 
 def _named_twice(settings: Iterable[Setting]) -> Iterator[str]:
-    """`remote_url` and `remotes` side by side: one of them would be passed over in silence."""
+    """`remote_url` and `remotes` in the same source: one of them would be silently ignored."""
     locations: dict[Source, dict[str, str]] = {}
     for setting in settings:
         if setting.key in ("remote_url", "remotes"):
@@ -271,14 +271,14 @@ def _named_twice(settings: Iterable[Setting]) -> Iterator[str]:
 
 
 def _as_ours(setting: Setting) -> Setting:
-    """LMCache's name for one remote is another name for ours."""
+    """LMCache's key for one remote is another name for our `remotes`."""
     if setting.key != "remote_url":
         return setting
     return replace(setting, key="remotes", written=setting.name)
 
 
 def _filled(value: object, environ: Mapping[str, str]) -> object:
-    """Addresses with their variables filled in; whatever else was written as it is. ValueError: see `filled`."""
+    """Addresses with their variables filled in; any other value unchanged. ValueError: see `filled`."""
     if isinstance(value, list):
         return [filled(each, environ) if isinstance(each, str) else each for each in value]
     return filled(value, environ) if isinstance(value, str) else value
@@ -287,7 +287,7 @@ def _filled(value: object, environ: Mapping[str, str]) -> object:
 def _inherited(
     others: list[Setting], environ: Mapping[str, str], written: Mapping[str, Setting]
 ) -> tuple[dict[str, Setting], list[str], list[str]]:
-    """The places of the KV part that serve here too, why another does not, and what is wrong with one."""
+    """The locations of the KV part that are also used here, why another is not, and what is wrong with one."""
     kv = {setting.key: (setting.value, setting.origin.location) for setting in others}
     for key in ("local_disk", "remote_url", "extra_config"):
         if (name := f"LMCACHE_{key.upper()}") in environ:
@@ -320,7 +320,7 @@ def _inherited(
 
 
 def _of_remotes(extra_config: object) -> dict[str, object]:
-    """Of LMCache's map, or its JSON, what belongs to a remote; all else, and any other form, is LMCache's business."""
+    """The keys of a remote in LMCache's map, or its JSON; all else, and any other form, is left to LMCache."""
     try:
         found = json.loads(extra_config) if isinstance(extra_config, str) else extra_config
     except (ValueError, RecursionError):
@@ -329,7 +329,7 @@ def _of_remotes(extra_config: object) -> dict[str, object]:
 
 
 def _below(local_disk: object) -> str | None:
-    """Our folder under the (first) folder of the KV part, which may be relative to where the engine was started."""
+    """Our folder under the (first) folder of the KV part, which may be relative to the engine's working directory."""
     parts = str(local_disk or "").split(",")
     first = next((part.strip() for part in parts if part.strip()), "").removeprefix("file://")
     if not first or "://" in first:

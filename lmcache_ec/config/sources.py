@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where settings come from: the file, the environment, vLLM's extra configuration. Nothing is judged but form."""
+"""Where settings come from: the file, the environment, vLLM's extra configuration. Only their form is checked."""
 
 import enum
 import re
@@ -14,7 +14,7 @@ from lmcache_ec.mask import masked_name, masked_path, masked_unknown
 FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
 ENV_PREFIX = "LMCACHE_EC_"
 NO_KEYS = frozenset({"LMCACHE_EC_FRONT_END_KEY"})
-"""Variables that begin so and configure nothing: see `adapters/vllm/identifiers.py`."""
+"""Variables with this prefix that configure nothing: see `adapters/vllm/identifiers.py`."""
 EXTRA = "ec_connector_extra_config"
 
 
@@ -33,12 +33,12 @@ class Source(enum.StrEnum):
     ENVIRONMENT = "environment"
     EXTRA = "extra"
     ARGUMENTS = "arguments"
-    """Of `lmcache_ec.Cache`: nobody logs them, so they may hold credentials."""
+    """Of `lmcache_ec.Cache`: they are not logged, so they may hold credentials."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value stands. `location`, which holds no credential, is a file and line, a variable, or the extra
+    """Where a value is set. `location`, which holds no credential, is a file and line, a variable, or the extra
     configuration."""
 
     source: Source
@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One key, its name in lower case. `written` is the name in the file, where that differs (`ec_<key>`)."""
+    """One key, its name in lower case. `written` is the name in the file, if that differs (`ec_<key>`)."""
 
     key: str
     value: object
@@ -61,13 +61,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class FileSettings:
-    """Those of `ec:` and `ec_<key>` in the order of the file, all others (LMCache's), and keys written twice."""
+    """Those of `ec:` and `ec_<key>` in file order, all others (LMCache's), and keys given twice."""
 
     ours: list[Setting]
     others: list[Setting]
     problems: list[str]
     empty_ec: str = ""
-    """Where `ec:` stands, if it has no value."""
+    """The location of `ec:`, if it has no value."""
 
 
 _SERVICE_LINK = re.compile(
@@ -85,7 +85,7 @@ def service_links(environ: Mapping[str, str]) -> list[str]:
 
 
 def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
-    """What `LMCACHE_EC_<KEY>` sets; service links of Kubernetes are left out."""
+    """Settings from `LMCACHE_EC_<KEY>`; Kubernetes' service links are left out."""
     passed_over = {*NO_KEYS, *service_links(environ)}
     for name, value in environ.items():
         if name.startswith(ENV_PREFIX) and name not in passed_over:
@@ -94,14 +94,14 @@ def from_environ(environ: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def from_extra(extra: Mapping[str, object], source: Source) -> Iterator[Setting]:
-    """What vLLM was given as the connector's own configuration, or a program gave to `Cache`."""
+    """Settings passed to vLLM as the connector's own configuration, or by a program to `Cache`."""
     where = EXTRA if source is Source.EXTRA else "the arguments of Cache"
     for key, value in extra.items():
         yield Setting(str(key).strip().lower(), value, Origin(source, where))
 
 
 def from_file(file: str) -> FileSettings:
-    """ConfigError for what cannot be read as a map. It names the line and never quotes it: it may hold a password."""
+    """ConfigError if the file cannot be read as a map. Names the line but never quotes it: it may hold a password."""
     asked = f"{FILE_VARIABLE}={masked_path(file)}"
     try:
         return _parse(Path(file).read_bytes(), masked_path(file))
@@ -144,7 +144,7 @@ def _parse(text: bytes, file: str) -> FileSettings:
 def _pairs(
     loader: yaml.SafeLoader, node: yaml.Node | None, location: str, problems: list[str]
 ) -> Iterator[tuple[str, yaml.Node, int]]:
-    """Key, value and line of each pair of a map, merged ones (`<<`) first; nothing for null."""
+    """Key, value and line of each pair of a map, merged pairs (`<<`) first; nothing for null."""
     if not isinstance(node, yaml.MappingNode):
         value = None if node is None else loader.construct_object(node, deep=True)
         if value is not None:

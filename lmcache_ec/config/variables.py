@@ -9,12 +9,12 @@ _VARIABLE = re.compile(r"\$(?:\$|\{(\w+)\}|\{?(\w+)|(\{))")
 
 
 def filled(url: str, environ: Mapping[str, str]) -> str:
-    """The address with the values of its variables: unchanged where one is the whole address, else quoted as a part of
-    one. `$$` is a dollar. ValueError, which shows no value, for a variable that is not set or has not both
-    braces."""
+    """The address with its variables' values: unchanged if a variable is the whole address, else quoted as part of a
+    URL. `$$` is a dollar. ValueError, which shows no value, for a variable that is not set or lacks a
+    brace."""
     found = list(_VARIABLE.finditer(url))
     if bare := [match[2] for match in found if match[2] or match[3]]:
-        # It may be the beginning of a password: only a variable that is set is quoted.
+        # It may be the beginning of a password: only a variable that is set is shown.
         name = bare[0] if bare[0] in environ else "NAME"
         raise ValueError(f"a variable is written ${{{name}}}, with braces, and a dollar as $$")
     if unset := [match[1] for match in found if match[1] and match[1] not in environ]:
@@ -25,5 +25,5 @@ def filled(url: str, environ: Mapping[str, str]) -> str:
 
 
 def without_variables(text: str) -> str:
-    """What is written out in it."""
+    """The text without its variables."""
     return _VARIABLE.sub("", text)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes over the wire, in the manner of vLLM's KV events (vllm/distributed/kv_events.py).
+"""The wire format, similar to vLLM's KV events (vllm/distributed/kv_events.py).
 
 A message has three frames: the topic, the batch's number (8 bytes, big-endian), and the batch in MessagePack. A
-snapshot is asked for from a DEALER or REQ socket, with an empty frame and 8 bytes that are not looked at (vLLM's number
-to start from). The answer is one message of the same three frames, a batch that clears all and admits what is there,
-with the number of the last batch that it includes; then one with the number -1, which ends it.
+snapshot is requested from a DEALER or REQ socket, with an empty frame and 8 bytes that are ignored (vLLM's number to
+start from). The answer is one message of the same three frames: a batch that clears all and admits what is held, with
+the number of the last batch that it includes; then one with the number -1, which ends it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ MEDIUM_CPU = "CPU"
 END = (-1).to_bytes(8, "big", signed=True)
 
 MAX_SNAPSHOT_BYTES = 256 << 20
-"""The longest that a subscriber takes: some two million entries."""
+"""The longest that a subscriber accepts: some two million entries."""
 
 
 class EntriesAdmitted(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, gc=False):
-    """These can be loaded without an encode from now on. `bytes` are the entries' lengths, in the same order."""
+    """From now on these can be loaded without an encode. `bytes` are the entries' lengths, in the same order."""
 
     identifiers: list[str]
     bytes: list[int]
@@ -41,10 +41,10 @@ Event = EntriesAdmitted | EntriesEvicted | AllEntriesCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`ts` is when, in seconds since the epoch. One without events only says that the replica is there.
+    """`ts` is its time, in seconds since the epoch. A batch without events only shows that the replica is alive.
 
-    `session` is one publisher's: numbers begin anew in another one, and nothing is known of what came before. All
-    identifiers are of `namespace`, and of no other once it changes.
+    `session` belongs to one publisher: in another one numbers start again, and earlier state is unknown. All
+    identifiers belong to `namespace`; once it changes, none of the old one are left.
     """
 
     ts: float
@@ -63,7 +63,7 @@ def encode(batch: EventBatch) -> bytes:
 
 
 def decode(payload: bytes) -> EventBatch:
-    """ValueError for what is no batch."""
+    """ValueError if it is not a batch."""
     try:
         batch = _decoder.decode(payload)
     except msgspec.DecodeError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has changed in LocalCPU and has yet to go to the store process."""
+"""Changes in LocalCPU that have yet to be sent to the store process."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lmcache_ec.channel import CpuChanges
 
 _ENTRIES_A_MESSAGE = 1024
 _MESSAGE_BYTES = 64 << 10
-"""Of identifiers. The one that goes beyond goes with it: the longest that is ever stored has 4 KiB."""
+"""Of identifiers. The one that exceeds it is included: the longest that is ever stored has 4 KiB."""
 _MESSAGES_A_PASS = 4
 _NOTED = 65536
-"""More than this, and more than is live twice over, is not recorded: everything is sent anew."""
+"""More changes than this plus twice the live entries are not recorded: everything is sent anew."""
 
 
 class Changes:
     """The latest change of each identifier. Runs on the scheduler side's one thread: no lock, no I/O.
 
-    So changes go in any order, and an entry that came and left in between is an eviction that nobody needed.
+    So changes are sent in any order, and an entry admitted and evicted in between is a superfluous eviction.
     """
 
     def __init__(self, live: Callable[[], Iterable[tuple[str, int]]]) -> None:
-        """`live` are all entries that can be promised now: identifier, length in bytes."""
+        """`live` returns all entries that can currently be promised: identifier, length in bytes."""
         self._live = live
         self._noted: dict[str, int] = {}  # identifier -> length in bytes; 0: evicted
         self._anew = False
@@ -41,13 +41,13 @@ class Changes:
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """What the store process knows is void, or it is another one. A microsecond for each live entry."""
+        """The store process's state is void, or it is a new process. Takes a microsecond for each live entry."""
         self._anew = True
         self._noted = dict(self._live())
         self._most = _NOTED + 2 * len(self._noted)
 
     def hand(self, namespace: str, send: Callable[[CpuChanges], bool]) -> None:
-        """Send what was recorded: as much as a pass has time for, and as the link takes."""
+        """Send what was recorded: as much as a pass has time for, and the link takes."""
         for _ in range(_MESSAGES_A_PASS):
             if not self._noted and not self._anew:
                 return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a replica publishes: addresses of events and of snapshots, and what data-parallel engines make of them."""
+"""Where a replica publishes: addresses of events and of snapshots, and those of data-parallel engines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 SNAPSHOT_PORTS_ABOVE = 1000
-"""Where nobody says otherwise: the port of snapshots is so far above that of events."""
+"""How far, by default, the port of snapshots is above that of events."""
 
 ACCEPTED = (
     "must be tcp://ADDRESS:PORT, where ADDRESS is * or a numeric address of this host, or ipc:///path, or null; "
@@ -24,11 +24,11 @@ ACCEPTED = (
 _HIGHEST_PORT = 65535 - SNAPSHOT_PORTS_ABOVE
 
 _IPC_PATH_BYTES = 90
-"""The kernel takes 107; what is added for snapshots and data-parallel engines has to fit, too."""
+"""The kernel takes 107; the suffixes for snapshots and data-parallel engines have to fit, too."""
 
 
 class Publishing(msgspec.Struct, frozen=True):
-    """What one engine publishes at: already its own, if it is one of several data-parallel engines."""
+    """Where one engine publishes: already its own addresses, if it is one of several data-parallel engines."""
 
     events: str
     snapshots: str
@@ -37,7 +37,7 @@ class Publishing(msgspec.Struct, frozen=True):
 
 
 def check_endpoint(text: str) -> str:
-    """Return `text` if an engine can listen there. ValueError with what is accepted, if not."""
+    """Return `text` if an engine can listen there, else ValueError with what is accepted."""
     if text.startswith("ipc://"):
         path = text.removeprefix("ipc://")
         if not path.startswith("/") or len(path.encode()) > _IPC_PATH_BYTES:
@@ -57,7 +57,7 @@ def check_endpoint(text: str) -> str:
 
 
 def snapshots_of(events: str) -> str:
-    """Where snapshots are, if nobody says otherwise."""
+    """The default address of snapshots."""
     if events.startswith("ipc://"):
         return f"{events}.snapshots"
     address, port = _host_and_port(events)
@@ -65,7 +65,7 @@ def snapshots_of(events: str) -> str:
 
 
 def of_rank(endpoint: str, rank: int) -> str:
-    """Where a data-parallel engine listens in place of `endpoint`: as vLLM's KV events, so many ports above."""
+    """Where a data-parallel engine listens in place of `endpoint`: as for vLLM's KV events, `rank` ports above."""
     if not rank:
         return endpoint
     if endpoint.startswith("ipc://"):
@@ -82,7 +82,7 @@ class Replica(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Replica:
-        """`tcp://host:5757`, or with a comma the address of snapshots, too, where that is another one than usual.
+        """`tcp://host:5757`, optionally with a comma and the address of snapshots, if it is not the default.
 
         ValueError with what is accepted for anything else.
         """
@@ -103,7 +103,7 @@ class Replica(NamedTuple):
 
 
 def is_answered(endpoint: str) -> bool:
-    """Whether somebody listens at the path of an `ipc://` endpoint; False for any other one."""
+    """Whether a process listens at the path of an `ipc://` endpoint; False for any other endpoint."""
     if not endpoint.startswith("ipc://"):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
@@ -111,21 +111,21 @@ def is_answered(endpoint: str) -> bool:
         try:
             asking.connect(endpoint.removeprefix("ipc://"))
         except TimeoutError:
-            return True  # it has no time for us
+            return True  # it is too busy to accept
         except OSError:
             return False
     return True
 
 
 def remove_path(endpoint: str) -> None:
-    """Remove the socket of an `ipc://` endpoint, which ZeroMQ leaves there; nothing for any other one."""
+    """Remove the socket of an `ipc://` endpoint, which ZeroMQ leaves there; does nothing for any other endpoint."""
     if endpoint.startswith("ipc://"):
         with suppress(OSError):
             os.unlink(endpoint.removeprefix("ipc://"))
 
 
 def why_unusable(endpoint: str) -> str:
-    """Why nobody could listen there now, in the system's words; empty if one could. It is free again afterwards."""
+    """Why it is impossible to listen there now, as the system's error text; else empty. It is free again afterwards."""
     if endpoint.startswith("ipc://"):
         folder = os.path.dirname(endpoint.removeprefix("ipc://"))
         if is_answered(endpoint):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a subscriber knows of one replica, from the batches and snapshots that reached it."""
+"""A subscriber's copy of one replica's state, from the batches and snapshots that reached it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ _EARLY_BATCHES = 1024
 
 
 class Mirror:
-    """Belongs to the subscriber's thread; others may read `entries`, which is replaced as a whole or changed by one.
+    """Belongs to the subscriber's thread; others may read `entries`, which is replaced as a whole or changed singly.
 
-    In step after a snapshot, as long as each batch is the next one of its session. What comes while it is out of step
-    is kept, to go on with after the snapshot. More than `most` entries are not kept: an entry too few is a miss.
+    In step after a snapshot, as long as each batch is the next one of its session. Batches that arrive out of step are
+    kept and applied after the snapshot. At most `most` entries are kept: a missing entry is a miss.
     """
 
     def __init__(self, most: int) -> None:
         self.entries: dict[str, int] = {}
-        """Identifier -> length in bytes. While out of step, what was known last."""
+        """Identifier -> length in bytes. While out of step, the last known state."""
         self.namespace = ""
         self.rank = 0
         self.session = ""
         self.in_step = False
         self.confirmed = -float("inf")
-        """When (monotonic seconds) it was last known to be what the replica holds."""
+        """When (monotonic seconds) it was last known to match what the replica holds."""
         self.heard = -float("inf")
-        """When a batch last came."""
+        """When a batch last arrived."""
         self.gaps = self.left_out = self.unreadable = 0
         self._most = most
         self._number = 0
         self._early: deque[tuple[int, EventBatch]] = deque(maxlen=_EARLY_BATCHES)
 
     def take_batch(self, number: int, payload: bytes) -> None:
-        """A batch as it came. What cannot be read is as good as lost."""
+        """Take a batch as received. One that cannot be read counts as lost."""
         self.heard = time.monotonic()
         batch = self._decoded(payload)
         if batch is None:
@@ -44,7 +44,7 @@ class Mirror:
             self._follow(number, batch)
 
     def take_snapshot(self, number: int, payload: bytes) -> None:
-        """The answer to a question for all that is held; one that is older than what is known changes nothing."""
+        """Take a snapshot of all that is held; one that is older than the known state changes nothing."""
         batch = self._decoded(payload)
         if batch is None:
             return
@@ -70,7 +70,7 @@ class Mirror:
             return
         self._fall_out()
         if not same and self.session:
-            self.entries, self.session = {}, ""  # of another publisher: perhaps of another engine, which holds nothing
+            self.entries, self.session = {}, ""  # another publisher: perhaps another engine, which holds nothing
         self._early.append((number, batch))
 
     def _fall_out(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Publishes what LocalCPU holds, over ZeroMQ: events from a PUB socket, snapshots from a ROUTER socket.
 
-Nothing here waits for a subscriber. A PUB socket drops what one does not take once a thousand messages wait for it, and
-a ROUTER socket drops the answer to one that does not read its answers; both see that they missed something.
+Nothing here waits for a subscriber. A PUB socket drops messages for one that has a thousand waiting, and a ROUTER
+socket drops the answer to one that does not read its answers; both subscribers see that they missed something.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lmcache_ec.events.endpoints import Publishing, is_answered, remove_path
 from lmcache_ec.events.source import Numbered, Source
 
 BEAT_S = 1.0
-"""Between two batches at most."""
+"""The longest time between two batches."""
 
 _BIND_AGAIN_S = 2.0
 _WAITING_BATCHES = 1000
@@ -30,17 +30,17 @@ _WAITING_ANSWERS = 4
 _REQUESTS_AT_ONCE = 64
 _REQUEST_BYTES = 1024
 _SNAPSHOT_SHARE = 10
-"""Making snapshots takes one part in so many of the thread's time, however many ask."""
+"""Making snapshots takes at most one part in this many of the thread's time, however many subscribers ask."""
 _LINGER_MS = 500
 _PEER_SILENT_MS = 10_000
-"""A peer whose host is lost is silent: its connection, and what waits for it, is given up."""
+"""A peer whose host is lost is silent: after this its connection, and what waits for it, is dropped."""
 
 
 class Publisher:
-    """One a store process, on a thread of its own; all public methods are for the main thread.
+    """One per store process, on its own thread; all public methods are for the main thread.
 
-    It goes on whatever the sockets do: an address that is in use is tried again, and the changes made meanwhile are in
-    the next snapshot.
+    It continues whatever the sockets do: an address that is in use is tried again, and the changes made meanwhile are
+    in the next snapshot.
     """
 
     def __init__(self, publishing: Publishing, namespace: str, report: Callable[[str, str], None]) -> None:
@@ -63,22 +63,22 @@ class Publisher:
     # ---- the main thread
 
     def publish(self, changes: CpuChanges) -> None:
-        """Have changes published. Never waits."""
+        """Queue changes to be published. Never waits."""
         if self._thread.is_alive():
             self._pending.append(changes)
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Begin to publish that nothing is held any more, and to release the addresses."""
+        """Start publishing that nothing is held any more, and releasing the addresses."""
         self._closing.set()
         os.eventfd_write(self._wake, 1)
 
     def wait_closed(self, timeout_s: float) -> None:
-        """Until that is done, or as long as it may take."""
+        """Wait until that is done, for at most `timeout_s`."""
         self._thread.join(timeout_s)
 
     def status(self) -> dict[str, object]:
-        """What the store process answers about it."""
+        """What the store process reports about it."""
         return {
             "endpoint": self._publishing.events,
             "snapshot_endpoint": self._publishing.snapshots,
@@ -138,7 +138,7 @@ class Publisher:
             self._events.send_multipart((self._topic, number_frame(batch.number), batch.payload), zmq.DONTWAIT)
 
     def _answer(self) -> None:
-        """Those who ask now, all with the same snapshot."""
+        """Answer all current requests with the same snapshot."""
         assert self._snapshots is not None
         asking = set()
         try:
@@ -188,9 +188,9 @@ class Publisher:
 
 
 def _listening(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, waiting: int) -> zmq.Socket[bytes]:
-    """A socket at an address; so many messages wait for each peer at most. ZMQError where it cannot be had."""
+    """A socket bound to an address; at most `waiting` messages wait for each peer. ZMQError if that is impossible."""
     if is_answered(endpoint):
-        raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take a path away from whoever listens there
+        raise zmq.ZMQError(errno.EADDRINUSE)  # ZeroMQ would take a path away from the process that listens there
     socket = context.socket(kind)
     try:
         socket.sndhwm = waiting

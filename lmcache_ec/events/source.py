@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The publisher's copy of what LocalCPU holds, and the numbered batches that say how it came about."""
+"""The publisher's copy of what LocalCPU holds, and the numbered batches that describe its changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Numbered(NamedTuple):
 class Source:
     """One session. Belongs to the publisher's thread; no socket, no wait.
 
-    A change has its number whether or not anybody can be sent it: who missed it sees that.
+    A change gets a number even if it can be sent to no subscriber: one that missed it sees the gap.
     """
 
     def __init__(self, rank: int, namespace: str) -> None:
@@ -35,7 +35,7 @@ class Source:
         return len(self._entries)
 
     def take(self, changes: CpuChanges) -> Numbered:
-        """Make the changes, and the batch that says so."""
+        """Apply the changes, and make the batch that describes them."""
         events: list[Event] = []
         if changes.anew:
             self._entries.clear()
@@ -60,7 +60,7 @@ class Source:
         return self._next([])
 
     def snapshot(self) -> Numbered:
-        """All that is held, as of the last batch: well under a microsecond an entry."""
+        """All that is held, as of the last batch: well under a microsecond per entry."""
         admitted = EntriesAdmitted(list(self._entries), list(self._entries.values()))
         return Numbered(self.number, self._encoded([AllEntriesCleared(), admitted]))
 

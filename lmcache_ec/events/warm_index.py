@@ -23,12 +23,12 @@ from lmcache_ec.events.endpoints import Replica
 from lmcache_ec.events.mirror import Mirror
 
 STALE_S = 5.0
-"""What a replica was last known to hold so long ago is left out."""
+"""A replica whose state was last confirmed longer ago is left out."""
 
 MOST_ENTRIES = 1_000_000
 
 _SILENT_S = 2.5
-"""Of batches: by then two should have come, and the replica is asked."""
+"""Without batches: by then two should have arrived, and the replica is asked."""
 _ASK_AGAIN_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 _MESSAGES_A_TURN = 1000
 _TURN_MS = 250
@@ -40,9 +40,9 @@ _RECONNECT_MS = (100, 2000)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What is known of a replica. `age_s`: how long ago that was last known to be what it holds; None: never.
+    """What is known of a replica. `age_s`: how long ago that was last known to match what it holds; None: never.
 
-    `state` is "following", "catching up" (a snapshot is awaited; what was known lately still counts), or "silent"
+    `state` is "following", "catching up" (waiting for a snapshot; recent state still counts), or "silent"
     (it is left out).
     """
 
@@ -58,18 +58,18 @@ class ReplicaState:
 
 
 class WarmIndex:
-    """Follows replicas on a thread of its own. Every method may be called from any thread, and only `wait` waits.
+    """Follows replicas on its own thread. Every method may be called from any thread, and only `wait` waits.
 
-    Nothing is held in the way of a replica: one that cannot be reached, or sends what cannot be read, is silent.
-    Bounded: `most_entries` of each replica (some 200 bytes each), and a thousand batches that are not yet read.
+    A replica's faults raise nothing: one that is unreachable, or sends unreadable data, is silent.
+    Bounded: `most_entries` of each replica (some 200 bytes each), and a thousand batches not yet read.
     """
 
     def __init__(self, replicas: Iterable[str] = (), *, most_entries: int = MOST_ENTRIES) -> None:
-        """`replicas` as of `add`. ValueError for what is no address."""
+        """`replicas`: as for `add`. ValueError for what is not an address."""
         self._most = most_entries
         self._followed: dict[str, _Followed] = {}  # never changed, only replaced
         self._left: deque[_Followed] = deque()
-        self._changed = threading.Condition()  # of what is known; its lock is held for moments
+        self._changed = threading.Condition()  # the known state changed; its lock is held only briefly
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         for replica in [Replica.parse(text) for text in replicas]:
@@ -78,8 +78,8 @@ class WarmIndex:
         self._thread.start()
 
     def add(self, replica: str) -> str:
-        """Follow one more replica: `tcp://host:5757`, the address of its events; with a comma that of its snapshots,
-        if that is not 1000 ports above. Returns its name, the first of these. ValueError for what is no address."""
+        """Follow one more replica: `tcp://host:5757`, the address of its events; after a comma that of its snapshots,
+        if that is not 1000 ports above. Returns its name, the first of these. ValueError for what is not an address."""
         parsed = Replica.parse(replica)
         self._add(parsed)
         return parsed.events
@@ -92,7 +92,7 @@ class WarmIndex:
         self._rouse()
 
     def remove(self, replica: str) -> None:
-        """Follow it no longer. What is not followed is left alone."""
+        """Stop following it. Does nothing if it is not followed."""
         name = replica.partition(",")[0].strip()
         with self._changed:
             if name in self._followed:
@@ -101,7 +101,7 @@ class WarmIndex:
         self._rouse()
 
     def where(self, identifiers: Iterable[str], namespace: str | None = None) -> dict[str, list[str]]:
-        """Identifier -> the replicas that hold it, of `namespace` if one is given. Microseconds; nothing is asked.
+        """Identifier -> the replicas that hold it, of `namespace` if one is given. Takes microseconds; asks no replica.
 
         It may be wrong at any moment, as an entry may be evicted while a request is on its way: that costs an encode.
         """
@@ -123,7 +123,7 @@ class WarmIndex:
         return [_state(name, followed.mirror, now) for name, followed in self._followed.items()]
 
     def wait(self, timeout_s: float) -> bool:
-        """Until all replicas are followed in step; False if that takes longer."""
+        """Wait until all replicas are followed in step; False if that takes longer than `timeout_s`."""
 
         def following() -> bool:
             return all(_is_following(followed.mirror) for followed in self._followed.values())
@@ -132,7 +132,7 @@ class WarmIndex:
             return self._changed.wait_for(following, timeout_s)
 
     def close(self) -> None:
-        """Follow nothing any more; again does nothing."""
+        """Stop following all; a second call does nothing."""
         self._closing = True
         self._rouse()
         self._thread.join()
@@ -174,7 +174,7 @@ class WarmIndex:
 
 
 class _Followed:
-    """One replica. Belongs to the index's thread, once it is made."""
+    """One replica. Belongs to the index's thread once made."""
 
     def __init__(self, replica: Replica, mirror: Mirror) -> None:
         self.mirror = mirror
@@ -186,21 +186,21 @@ class _Followed:
         self._snapshots: zmq.Socket[bytes] | None = None
 
     def register(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, now: float) -> None:
-        """What is waited for: anything that comes, and a connection if there is something to ask."""
+        """Register what to wait for: anything that arrives, and a connection if there is a request to send."""
         try:
             if self._events is None:
                 self._events = _connected(context, zmq.SUB, self._replica.events)
             if self._snapshots is None:
                 self._snapshots = _connected(context, zmq.DEALER, self._replica.snapshots)
         except zmq.ZMQError:
-            pass  # no descriptor left: in the next turn there may be
+            pass  # no descriptor left: there may be one in the next turn
         if self._events is not None:
             poller.register(self._events, zmq.POLLIN)
         if self._snapshots is not None:
             poller.register(self._snapshots, zmq.POLLIN | (zmq.POLLOUT if self._is_asking(now) else 0))
 
     def turn(self, now: float) -> None:
-        """Take in what has come, and ask for a snapshot if one is due."""
+        """Take in what has arrived, and request a snapshot if one is due."""
         for frames in _received(self._events):
             if len(frames) == 3 and len(frames[1]) == 8:
                 self.mirror.take_batch(int.from_bytes(frames[1], "big"), frames[2])
@@ -215,7 +215,7 @@ class _Followed:
             self._asked += 1
 
     def _wants(self, now: float) -> bool:
-        """Whether a snapshot is needed: it is out of step, or nothing comes."""
+        """Whether a snapshot is needed: it is out of step, or nothing arrives."""
         heard = max(self.mirror.heard, self.mirror.confirmed, self._began)
         return not self.mirror.in_step or now - heard > _SILENT_S
 
@@ -238,7 +238,7 @@ def _received(socket: zmq.Socket[bytes] | None) -> Iterable[list[bytes]]:
 
 
 def _connected(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
-    """A socket that connects, and connects again, by itself. A request waits in it only if it is connected."""
+    """A socket that connects and reconnects by itself. It queues a request only while it is connected."""
     socket = context.socket(kind)
     events = kind == zmq.SUB
     socket.rcvhwm = _WAITING_BATCHES if events else _WAITING_SNAPSHOTS

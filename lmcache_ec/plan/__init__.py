@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What caches of which sizes would save: a trace of requests, replayed over tiers."""
+"""Estimates what caches of given sizes would save: replays a trace of requests over tiers."""

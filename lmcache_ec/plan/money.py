@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a month of a scenario costs. Prices are assumptions, to be replaced by those that are paid."""
+"""The monthly cost of a scenario. Prices are assumptions: replace them with your own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Prices:
 
 
 def parse_prices(texts: list[str]) -> Prices:
-    """`name=value` each. TraceError for another name or value."""
+    """Parse `name=value` texts. TraceError for an unknown name or a bad value."""
     known = [each.name for each in fields(Prices)]
     values: dict[str, float] = {}
     for text in texts:
@@ -45,8 +45,8 @@ def parse_prices(texts: list[str]) -> Prices:
 
 
 def monthly(outcome: Outcome, prices: Prices, share: float) -> dict[str, float]:
-    """Of the whole fleet, by what it is paid for. The trace's hours stand for all of the month. S3 without a limit is
-    paid for what the trace writes."""
+    """Costs of the whole fleet, by item. The trace's hours stand for the whole month. S3 without a limit is charged for
+    what the trace writes."""
     scenario, written = outcome.scenario, outcome.written.get("s3")
     scale = _HOURS_A_MONTH * 3600 / max(1.0, outcome.end_s - outcome.begin_s) / share
     stored = {

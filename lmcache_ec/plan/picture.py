@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of what became of the requests: a bar a scenario, parted by who answered, by encoder seconds. Plain SVG."""
+"""A chart of the outcome: one bar per scenario, divided by what answered, in encoder seconds. Plain SVG."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEFT, _WIDE, _ROW, _TOP = 300, 560, 26, 44
 
 
 def draw(labels: Sequence[str], outcomes: Sequence[Outcome]) -> str:
-    """The SVG's text. Bars are as long as all encoder seconds of the trace; what is grey was encoded."""
+    """The SVG's text. Each bar represents all encoder seconds of the trace; the grey part was encoded."""
     height = _TOP + _ROW * len(outcomes) + 30
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDE + 40}" height="{height}" '

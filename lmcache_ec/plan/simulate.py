@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas with tiers of given sizes and policies, and what a trace of requests makes of them.
+"""Simulates replicas with tiers of given sizes and policies on a trace of requests.
 
-A request goes to one replica and is answered by the first of its tiers that has the output, or by the encoder where
-that is expected sooner (as `ec.load_policy: auto`). All tiers before that one then have it, and after an encode all.
-What is not simulated: time in queues, failures, batches.
+A request goes to one replica and is answered by the first of its tiers that has the output, or by the encoder if
+that is expected sooner (as with `ec.load_policy: auto`). All tiers before that one then have it; after an encode, all
+tiers do. Not simulated: queueing time, failures, batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUTINGS = ("random", "picture")
 
 
 class Medium(NamedTuple):
-    """A sort of tier: whether all replicas share one, and what reading an entry from it is assumed to take."""
+    """A kind of tier: whether all replicas share one, and the assumed time to read an entry from it."""
 
     shared: bool
     latency_s: float
@@ -37,14 +37,14 @@ MEDIA = {
     "redis": Medium(True, 1e-3, 1e9),
     "s3": Medium(True, 30e-3, 200e6),
 }
-"""In the order in which they are asked. Only memory, `gpu` and `cpu`, evicts by cost where that is the policy."""
+"""In the order in which they are asked. Only memory, `gpu` and `cpu`, evicts by cost if that is the policy."""
 
 _IN_MEMORY = ("gpu", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Tiers by name, bytes each (of a replica, or of all where they share it), and how memory evicts."""
+    """Tiers by name, with their bytes (per replica, or in total if shared), and how memory evicts."""
 
     tiers: dict[str, float]
     policy: str = "lru"
@@ -59,13 +59,13 @@ class Served:
     requests: int = 0
     bytes: int = 0
     encode_s: float = 0.0
-    """What encoding this takes, or would have taken."""
+    """Time that encoding this took, or would have taken."""
     read_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a trace's requests. Of a sampled trace it is that sample's."""
+    """The outcome for a trace's requests. For a sampled trace it is that of the sample."""
 
     scenario: Scenario
     by_tier: dict[str, Served]
@@ -99,20 +99,20 @@ class Cache(Protocol):
     """A tier's memory."""
 
     def has(self, identifier: int) -> bool:
-        """Whether it is there; then it has been used."""
+        """Whether it is there; counts as a use."""
         ...
 
     def put(self, identifier: int, size: int, miss_s: float) -> None:
-        """Make room for what is not there. The next miss of it would take `miss_s`."""
+        """Add an entry that is not there, making room for it. The next miss of it would take `miss_s`."""
         ...
 
     def __contains__(self, identifier: int) -> bool:
-        """Whether it is there, and that is no use of it."""
+        """Whether it is there; does not count as a use."""
         ...
 
 
 class Lru:
-    """The least recently used goes first."""
+    """Evicts the least recently used entry first."""
 
     def __init__(self, capacity: float) -> None:
         self._free = capacity
@@ -138,7 +138,7 @@ class Lru:
 
 
 class Cost:
-    """As LocalCPU evicts with `cache_policy: cost`."""
+    """Evicts as LocalCPU does with `cache_policy: cost`."""
 
     def __init__(self, capacity: float) -> None:
         self._free = capacity
@@ -173,7 +173,7 @@ class Cost:
 
 
 class Simulation:
-    """One scenario, fed with batches. Of a sampled trace, `share` is the share of the identifiers."""
+    """One scenario, fed with batches. For a sampled trace, `share` is the share of the identifiers."""
 
     def __init__(self, scenario: Scenario, share: float = 1.0) -> None:
         self._names = [name for name in MEDIA if scenario.tiers.get(name, 0)]
@@ -190,7 +190,7 @@ class Simulation:
         self._routed = 0
 
     def replay(self, batch: Batch) -> None:
-        """The batch's requests, after those of earlier ones."""
+        """Replay the batch's requests, after those of earlier batches."""
         outcome, stacks, names = self.outcome, self._stacks, self._names
         media = [MEDIA[name] for name in names]
         served = [outcome.by_tier[name] for name in names]
@@ -233,7 +233,7 @@ class Simulation:
 
 
 def replay(batches: Sequence[Batch], scenario: Scenario, share: float = 1.0) -> Outcome:
-    """What becomes of a trace that is in memory."""
+    """The outcome for a trace that is in memory."""
     simulation = Simulation(scenario, share)
     for batch in batches:
         simulation.replay(batch)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces that are made up: a popular few and a long tail, popularity that drifts, crawls, conversations.
+"""Synthetic traces: a few popular items and a long tail, drifting popularity, crawls, conversations.
 
-Sizes and encode times are assumptions, to be replaced by what a model has; see `ITEMS`. The same `Synthetic` makes the
-same trace every time.
+Sizes and encode times are assumptions: replace them with those of your model; see `ITEMS`. The same `Synthetic` makes
+the same trace every time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Floats = NDArray[np.float64]
 
 
 class Kind(NamedTuple):
-    """Items of one sort: which share of all they are, and what each takes."""
+    """One kind of item: its share of all items, and the size and encode time of each."""
 
     name: str
     share: float
@@ -40,24 +40,24 @@ ITEMS = (
 
 @dataclass(frozen=True, slots=True)
 class Synthetic:
-    """What of a trace is to be decided. Shares are of all requests; what they leave is asked for by popularity."""
+    """The parameters of a trace. Shares are of all requests; the remaining requests follow popularity."""
 
     requests: int = 1_000_000
     hours: float = 24.0
     pictures: int = 100_000
-    """How many there are at a time, of all kinds."""
+    """How many exist at a time, of all kinds."""
     exponent: float = 0.9
-    """Of Zipf's law: the picture of rank r is asked for r to the power of -exponent times as often as the first."""
+    """Zipf exponent: the picture of rank r is requested r to the power of -exponent times as often as the first."""
     lifetime_h: float = 0.0
-    """After so long another picture has the rank of each; 0: never."""
+    """After this time another picture takes over each rank; 0: never."""
     scan: float = 0.0
-    """Share of a crawl over pictures that are asked for once, all within the middle third of the time."""
+    """Share of a crawl over pictures that are requested once, all within the middle third of the time."""
     conversations: float = 0.0
-    """Share of turns of conversations, each about a picture of its own."""
+    """Share of turns of conversations, each about its own picture."""
     turns: float = 6.0
-    """Of a conversation, the mean."""
+    """Mean number per conversation."""
     gap_s: float = 45.0
-    """Between two turns, the mean."""
+    """Mean time between two turns."""
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ NAMED = {
     "conversations": Synthetic(conversations=0.6, pictures=30_000),
     "mixed": Synthetic(lifetime_h=12.0, scan=0.2, conversations=0.3),
 }
-"""Ready ones, by what is particular to each."""
+"""Presets, named by their main feature."""
 
 
 def parse(text: str) -> Synthetic:
@@ -117,7 +117,7 @@ def parse(text: str) -> Synthetic:
 
 
 def generate(trace: Synthetic, share: float = 1.0, items: Sequence[Kind] = ITEMS) -> Trace:
-    """About `trace.requests` of them, of which only those for a random `share` of the identifiers come out."""
+    """About `trace.requests` requests, of which only those for a random `share` of the identifiers are yielded."""
     dice = np.random.default_rng(trace.seed)
     whole_s = trace.hours * 3600
     pending_times: _Floats = np.empty(0)
@@ -156,7 +156,7 @@ def _once(begin: int, count: int) -> _Ints:
 
 
 def _turns(trace: Synthetic, dice: np.random.Generator, begun_s: _Floats, number: int) -> tuple[_Floats, _Ints]:
-    """When the turns of conversations are, and about which picture each is."""
+    """The times of conversation turns, and the picture of each."""
     turns = dice.geometric(1 / trace.turns, len(begun_s))
     gaps = dice.exponential(trace.gap_s, int(turns.sum()))
     first = np.cumsum(turns) - turns

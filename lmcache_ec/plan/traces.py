@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces of requests for encoder outputs, in batches: read from CSV, or written to it. Neither is ever held as a whole.
+"""Traces of requests for encoder outputs, in batches: read from or written to CSV. None is ever held as a whole.
 
-A trace has the columns `time_s, identifier, bytes, encode_s`, with a header in front: when an output was needed
-(seconds, not falling), of what, how long its entry is, and how long the encoder takes for it. A path that ends in `.gz`
+A trace has a header and the columns `time_s, identifier, bytes, encode_s`: when an output was needed (seconds, never
+decreasing), its identifier, the length of its entry, and how long the encoder takes for it. A path that ends in `.gz`
 is compressed.
 """
 
@@ -23,12 +23,12 @@ BATCH = 1 << 16
 
 
 class TraceError(ValueError):
-    """A trace that cannot be replayed. Says where, what was found, and what must be."""
+    """A trace that cannot be replayed. States where, what was found, and what is expected."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Requests in the order of their times, a list a column. Identifiers are numbers of 64 bits."""
+    """Requests in order of time, one list per column. Identifiers are 64-bit numbers."""
 
     times_s: list[float] = field(default_factory=list)
     identifiers: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ def number_of(identifier: str) -> int:
 
 
 def read(path: Path) -> Trace:
-    """The batches of a CSV file. TraceError for a line that is none of a trace, OSError for a file that is none."""
+    """The batches of a CSV file. TraceError for an invalid line, OSError for a file that cannot be read."""
     with opened(path, "rt") as file:
         rows = csv.reader(file)
         header = tuple(name.strip() for name in next(rows, []))
@@ -84,7 +84,7 @@ def read(path: Path) -> Trace:
 
 
 def write(trace: Iterable[Batch], path: Path) -> Trace:
-    """Pass the batches on, and write each to a CSV file before."""
+    """Yield the batches, after writing each to a CSV file."""
     with opened(path, "wt") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(COLUMNS)
@@ -96,8 +96,8 @@ def write(trace: Iterable[Batch], path: Path) -> Trace:
 
 
 def sampled(trace: Iterable[Batch], share: float) -> Trace:
-    """The requests for a random `share` of the identifiers, always the same one. Over tiers of that share of their
-    sizes they hit as often as all do over the whole (SHARDS, Waldspurger et al. 2015)."""
+    """The requests for a random `share` of the identifiers, always the same ones. With tiers scaled by that share,
+    their hit rate is that of the whole trace with full tiers (SHARDS, Waldspurger et al. 2015)."""
     limit = int(share * (1 << 24))
     for batch in trace:
         kept = Batch()
@@ -110,7 +110,7 @@ def sampled(trace: Iterable[Batch], share: float) -> Trace:
 
 
 def scattered(number: int) -> int:
-    """Another number of 64 bits for each number, without a pattern (splitmix64)."""
+    """A pseudorandom 64-bit number for each number (splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -118,7 +118,7 @@ def scattered(number: int) -> int:
 
 
 def opened(path: Path, mode: str) -> IO[str]:
-    """`mode` of text. OSError for what cannot be opened."""
+    """The file, opened in a text `mode`. OSError if that fails."""
     if path.suffix == ".gz":
         return cast(IO[str], gzip.open(path, mode, newline="", encoding="utf-8"))
     return path.open(mode, newline="", encoding="utf-8")

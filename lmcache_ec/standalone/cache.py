@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cache for a program: a batch job, another engine, a test. Public as `lmcache_ec.Cache`.
 
-The same configuration, entries, tiers and accounts as an engine's, without its arena: what a program has in memory is
-its own. Who owns what:
+The same configuration, entries, tiers and accounts as an engine's, without its arena: a program manages its own
+memory. Who owns what:
 
 1. `put` copies before it returns: the caller may change its tensor at once. The copy belongs to `Writes` until a tier
    has it, or none will.
-2. `get` reads into memory of the caller's or of the answer's own; nothing of the cache refers to it afterwards.
-3. Whoever waits in `put` waits for room among copies: for the tiers, so never in an engine's thread.
+2. `get` reads into the caller's memory or that of the answer; the cache keeps no reference to it.
+3. `put` may wait for room among the copies, and so for the tiers: never call it in an engine's thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lmcache_ec.version import __version__
 
 _UNDER_WAY_BYTES = 256 << 20
 _UNDER_WAY = 1024
-"""Entries. Both are less than a tier queues before it refuses more."""
+"""Entries. Both limits are below what a tier queues before it refuses more."""
 
 _READERS = 16
 _LISTED_S = 10.0
@@ -51,12 +51,12 @@ class Cache:
     """Tensors under a namespace and an identifier, in the disk and remote tiers of a configuration.
 
     `config` is LMCache's YAML file (default: the file that LMCACHE_CONFIG_FILE names, if any); `keys` are keys of its
-    `ec:` map, and override it. `namespace` is a folder name that the caller chooses, or an engine's (`lmcache-ec
-    namespaces`); default: `ec.namespace`; with `ec.signing_key_file` the id of the key ends it. An identifier is any
-    text of 1 to 4096 bytes, and the caller vouches that it means one content. ConfigError for what cannot be used.
+    `ec:` map, and override it. `namespace` is a folder name chosen by the caller, or an engine's (`lmcache-ec
+    namespaces`); default: `ec.namespace`; with `ec.signing_key_file` the key's id is appended. An identifier is any
+    text of 1 to 4096 bytes; the caller guarantees that it means one content. ConfigError for what cannot be used.
 
-    Any thread may call any method, and all may wait for I/O. What a store does raises nothing: it is a miss,
-    counted, and a line in the log. After `close` all methods raise ValueError, `close` does nothing.
+    Any thread may call any method, and all may wait for I/O. A store's faults raise nothing: they are misses,
+    counted, and logged. After `close` all methods raise ValueError, except `close`, which does nothing.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class Cache:
     def put(self, identifier: str, tensor: object) -> Future[tuple[str, ...]]:
         """Store a tensor: anything that `Tensor.of` takes, of any shape, up to a store's own limit.
 
-        Returns once it is copied, or handed over to those who are storing the same identifier already. The future
+        Returns once it is copied, or joins a write of the same identifier that is already in progress. The future
         gives the names of the tiers that have an entry of this identifier and length in the end. An entry is written
-        once: under an identifier that is stored, another tensor is not (`delete` it first), which nothing reports if
-        it is of the same length. Waits while 256 MiB or 1024 entries are under way.
+        once: another tensor under a stored identifier is not stored (`delete` it first), which is not reported if it
+        has the same length. Waits while 256 MiB or 1024 entries are in progress.
 
-        TypeError for what is no tensor, ValueError for an identifier that is empty or too long, or a closed cache.
+        TypeError for what is not a tensor, ValueError for an identifier that is empty or too long, or a closed cache.
         """
         plain, key = Tensor.of(tensor), self._key(identifier)
         length = entry.entry_length(identifier, plain.spec)
@@ -135,7 +135,7 @@ class Cache:
         self._end(length)
 
     def _already(self, key: EncoderCacheKey, result: Future[tuple[str, ...]]) -> Future[tuple[str, ...]]:
-        """Another thread is storing this entry, or a tier is given it from a later one."""
+        """Another thread is storing this entry, or it is being promoted from a later tier."""
         lanes = self._tiers.stack.lanes
 
         def settle(_: object = None) -> None:
@@ -150,9 +150,9 @@ class Cache:
         return result
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until every tier has answered about all that was put, at most `timeout` seconds. Whether all have.
+        """Wait until every tier has answered for all that was put, at most `timeout` seconds. Whether all have.
 
-        TypeError or ValueError for a timeout that is neither a number of seconds from 0 nor None, which is no limit.
+        TypeError or ValueError for a timeout that is neither a number of seconds from 0 nor None (no limit).
         """
         limit_s = None if timeout is None else _seconds(timeout)
         with self._landed:
@@ -162,22 +162,22 @@ class Cache:
     # ---- get
 
     def get(self, identifier: str) -> Tensor | None:
-        """The tensor, verified to the last bit, in memory of its own; None if no tier that answers has it.
+        """The tensor, verified to the last bit, in its own memory; None if no tier that answers has it.
 
-        Waits for a `put` of this cache's that is under way, for `ec.drain_s` at most. What is found in a later tier is
-        copied into those before it, in the background.
+        Waits for a `put` of this cache that is in progress, for at most `ec.drain_s`. What is found in a later tier is
+        copied to those before it, in the background.
         """
         self._check_open()
         key = self._key(identifier)
         under_way = self._writes.done(key)
         tensor = self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
         if tensor is None and under_way is not None:
-            wait([under_way], self._config.drain_s)  # no longer: what is queued when the cache is closed never ends
+            wait([under_way], self._config.drain_s)  # with a limit: what is queued when the cache is closed never ends
             tensor = self._tiers.get(key, _fresh, partial(self._taken, key), insist=True)
         return tensor
 
     def get_into(self, identifier: str, target: object) -> Tensor | None:
-        """The same into the caller's memory: a writable contiguous buffer of exactly the tensor's length in bytes.
+        """As `get`, into the caller's memory: a writable contiguous buffer of exactly the tensor's length in bytes.
 
         ValueError if the length differs, with nothing written.
         """
@@ -193,14 +193,14 @@ class Cache:
         return Tensor(found.shape, found.dtype, room)
 
     def get_each(self, identifiers: Iterable[str]) -> list[Tensor | None]:
-        """Several at once, in their order; 16 side by side."""
+        """Several at once, in their order; up to 16 in parallel."""
         self._check_open()
         if isinstance(identifiers, str):
             raise TypeError("get_each takes several identifiers; for one, use get")
         return list(self._readers.map(self.get, identifiers))
 
     def __contains__(self, identifier: str) -> bool:
-        """Whether a tier that answers has an entry of this name. It is not verified."""
+        """Whether a tier that answers has an entry with this identifier. It is not verified."""
         self._check_open()
         return self._tiers.hold(self._key(identifier), insist=True)
 
@@ -213,18 +213,18 @@ class Cache:
         return tensor
 
     def delete(self, identifier: str) -> bool:
-        """Remove an entry from every tier, and one that is under way as soon as it is there. Whether there was one."""
+        """Remove an entry from every tier, and one in progress as soon as it is written. Whether there was one."""
         self._check_open()
         key = self._key(identifier)
         there = self._writes.cancel(key) or self._tiers.hold(key, insist=True)
         self._tiers.remove(key)
         return there
 
-    # ---- the whole
+    # ---- the whole cache
 
     def report(self) -> Status:
-        """What it holds and has done: `namespace`, `tiers` as `lmcache-ec status --json` has them, `counts` of this
-        object, and `under_way`, entries. The disk is listed when the cache is opened; waits until that is done."""
+        """Its content and activity: `namespace`, `tiers` as in `lmcache-ec status --json`, `counts` of this object, and
+        `under_way`, entries in progress. The disk is listed when the cache is opened; waits until that is done."""
         self._check_open()
         stack, counts = self._tiers.stack, dict(self._tiers.journal.counts)
         deadline = time.monotonic() + _LISTED_S
@@ -239,7 +239,7 @@ class Cache:
         return {"namespace": self.namespace, "tiers": tiers, "counts": counts, "under_way": self._under_way}
 
     def close(self) -> None:
-        """Give what is under way `ec.drain_s`, then release the tiers."""
+        """Give writes in progress `ec.drain_s`, then release the tiers."""
         with self._landed:
             if self._closed:
                 return
@@ -270,7 +270,7 @@ class Cache:
 
 
 def _seconds(timeout: object) -> float:
-    """A timeout that Python can wait for. NaN and what is below zero would end a wait at once."""
+    """A timeout that Python can wait for. NaN and negative values would end a wait at once."""
     if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout of type {type(timeout).__name__}: must be a number of seconds, or None")
     seconds = float(timeout)
@@ -280,7 +280,7 @@ def _seconds(timeout: object) -> float:
 
 
 def _environment(config: str | PathLike[str] | None) -> Mapping[str, str]:
-    """This process's, with the file that the caller names. ConfigError if there is no such file."""
+    """This process's environment, with the file that the caller names. ConfigError if there is no such file."""
     if config is None:
         return os.environ
     if not isinstance(config, str | PathLike):
@@ -322,5 +322,5 @@ def _fill(tensor: Tensor, identifier: str, data: memoryview) -> None:
 
 
 def _fresh(length: int) -> AbstractContextManager[memoryview]:
-    """Memory that whoever gets the tensor keeps; not filled with zeros first, as a bytearray is."""
+    """Memory that the tensor's receiver keeps; not zeroed first, as a bytearray would be."""
     return nullcontext(numpy.empty(length, numpy.uint8).data)

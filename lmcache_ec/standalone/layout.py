@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an entry describes a tensor of a program: its rows, and the shape where that says more. Imports no NumPy."""
+"""How an entry describes a program's tensor: its rows, and its shape unless it has two dimensions. Imports no NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHAPE = re.compile(r"shape=\[([0-9,]*)\]")
 
 
 def described(shape: tuple[int, ...], dtype: str) -> TensorSpec:
-    """Two dimensions are an encoder's output, as engines store it. `dtype` is the entry format's name."""
+    """A two-dimensional tensor is an encoder output, as engines store it. `dtype` is the entry format's name."""
     if len(shape) == 2:
         return TensorSpec(*shape, dtype)
     rows = shape[0] if shape else 1
@@ -20,7 +20,7 @@ def described(shape: tuple[int, ...], dtype: str) -> TensorSpec:
 
 
 def shape_of(spec: TensorSpec) -> tuple[int, ...] | None:
-    """What `described` was given; None for a layout of somebody else's."""
+    """The shape given to `described`; None for a foreign layout."""
     if not spec.layout:
         return spec.rows, spec.width
     written = _SHAPE.fullmatch(spec.layout)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers that are used again: to touch fresh memory takes five times as long as to copy into it."""
+"""Reused buffers: touching fresh memory takes five times as long as copying into it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 
 class Scratch:
-    """Lends buffers of at least a given length, and keeps up to `keep_bytes` of those that came back.
+    """Lends buffers of at least a given length, and keeps up to `keep_bytes` of returned ones.
 
-    Any thread may call it. Pages that nobody wrote to take no memory, so a buffer may be twice as long as asked for.
+    Any thread may call it. Pages never written take no memory, so a buffer may be twice as long as requested.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -29,7 +29,7 @@ class Scratch:
         return mmap.mmap(-1, size)
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """A buffer that nobody looks into any more."""
+        """Return a buffer that is no longer used."""
         with self._lock:
             if self._room >= len(buffer):
                 self._room -= len(buffer)

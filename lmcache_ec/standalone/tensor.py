@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tensor as bytes and what they mean, from and to NumPy arrays, torch tensors and other buffers.
+"""A tensor as bytes with shape and dtype, from and to NumPy arrays, torch tensors and other buffers.
 
-torch is never imported here but by `Tensor.torch`, which only a program that has it calls.
+torch is imported here only by `Tensor.torch`, which only a program that has it calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_NAME = {dtype.torch: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`shape` in elements, `dtype` by the name that NumPy and torch have for it ("float32", "bfloat16"), and `data`:
+    """`shape` in elements, `dtype` by its name in NumPy and torch ("float32", "bfloat16"), and `data`:
     the elements in row-major order, little endian, as bytes."""
 
     shape: tuple[int, ...]
@@ -35,8 +35,8 @@ class Tensor:
     def of(cls, value: object) -> Tensor:
         """The bytes of a torch tensor (on any device), a NumPy array, or an object with the buffer protocol.
 
-        A view where `value` lies in memory as it is stored, else a copy. TypeError for what is none of these, or has
-        elements that cannot be stored.
+        A view if the memory layout of `value` is the stored one, else a copy. TypeError for what is none of these, or
+        has elements that cannot be stored.
         """
         if isinstance(value, Tensor):
             return value
@@ -53,13 +53,13 @@ class Tensor:
 
     @classmethod
     def read(cls, spec: TensorSpec, data: memoryview) -> Tensor | None:
-        """What an entry's payload holds; None for one in a layout of somebody else's."""
+        """The tensor in an entry's payload; None if its layout is foreign."""
         shape = shape_of(spec)
         return None if shape is None else cls(shape, DTYPES[spec.dtype].torch, data)
 
     @property
     def spec(self) -> TensorSpec:
-        """As an entry describes it."""
+        """Its description in an entry."""
         return described(self.shape, _BY_NAME[self.dtype])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -71,7 +71,7 @@ class Tensor:
         return numpy.frombuffer(self.data, _numpy_dtype(self.dtype)).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
-        """A view of `data`, in memory of the CPU."""
+        """A view of `data`, in CPU memory."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -89,7 +89,7 @@ def _buffer(value: object) -> memoryview:
 
 
 def _of_torch(tensor: Any) -> tuple[tuple[int, ...], str, numpy.ndarray[Any, Any]]:
-    """Shape, name of the type, and the bytes; torch is imported, since somebody made this tensor."""
+    """Shape, name of the type, and the bytes; torch is already imported, since this tensor exists."""
     dtype, torch = str(tensor.dtype).removeprefix("torch."), sys.modules["torch"]
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")

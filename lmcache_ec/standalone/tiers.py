@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiers of a process that has no store process: opened, surveyed by a thread, asked in the caller's."""
+"""The tiers of a process without a store process: opened here, surveyed on one thread, asked on the caller's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lmcache_ec.tiers.stack import Elsewhere, Found, Stack, Wanted
 
 _KNOWN_LENGTHS = 8192
 DISK_RESCAN_S = 600.0
-"""Nobody waits for the listing of a disk here: it only says how much there is."""
+"""No caller waits for the listing of a disk here: it only shows how much there is."""
 
 _TICK_S = 1.0
 
 
 _T = TypeVar("_T")
 Lend = Callable[[int], AbstractContextManager[memoryview]]
-"""Gives a buffer of exactly so many bytes for as long as its block runs."""
+"""Provides a buffer of exactly the given length for the duration of its block."""
 
 
 class NoRoomError(Exception):
@@ -52,19 +52,19 @@ class Tiers:
         self.journal = Journal(self._report)
         self._lock, self._complaining = threading.Lock(), threading.Lock()
         self._complaints = Complaints(logger)
-        self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries lately found
+        self._lengths: OrderedDict[EncoderCacheKey, int] = OrderedDict()  # of entries found recently
         self._closing, self._due = threading.Event(), threading.Event()
         tiers = opened(openings, self._report, _refuse)
         self.stack = Stack(
             tiers, self.journal, namespace, wake=self._due.set, copied_bytes=copied_bytes, signing=signing
         )
-        os.close(self.stack.presence.fd)  # nobody else is to map it
+        os.close(self.stack.presence.fd)  # no other process maps it
         self._keeper = threading.Thread(target=self._keep_house, name="entry-tiers", daemon=True)
         self._keeper.start()
 
     def hold(self, key: EncoderCacheKey, insist: bool = False) -> bool:
-        """Whether one of them has the entry, as far as they can be asked; `insist`: also where a listing lacks it. What
-        did not verify lately counts as absent, so that whoever asks first and writes then replaces it."""
+        """Whether one of them has the entry, as far as they can be asked; `insist`: even if a listing lacks it. One
+        that recently did not verify counts as absent, so that a caller who checks before writing replaces it."""
         number = self.stack.worth_asking(key, 0, insist)
         while number is not None:
             (length,) = self.stack.lengths(number, [key])
@@ -84,8 +84,8 @@ class Tiers:
         use: Callable[[int, memoryview, TensorSpec], _T | None],
         insist: bool = False,
     ) -> _T | None:
-        """What `use` makes of a verified entry, given the tier's number and the entry's bytes, or None if there is no
-        entry of which it makes something. Raises `NoRoomError` if `lend` or `use` does; all else is reported."""
+        """What `use` returns for a verified entry, given the tier's number and the entry's bytes; None if there is no
+        entry for which it returns something. Raises `NoRoomError` if `lend` or `use` does; all else is reported."""
         number = self.stack.worth_asking(key, 0, insist)
         while number is not None and not self._closing.is_set():
             try:
@@ -96,7 +96,7 @@ class Tiers:
                 self.complain("no_room", str(error))
                 self.journal.count("misses")
                 raise
-            except Exception as error:  # of the caller; the tier is none the worse for it
+            except Exception as error:  # the caller's; it does not count against the tier
                 name = self.stack.lanes[number].name
                 self.complain(f"{name}_read_errors", f"{name}: {type(error).__name__}: {error}")
             number = self.stack.worth_asking(key, number + 1, insist)
@@ -106,35 +106,35 @@ class Tiers:
     def _read(
         self, number: int, key: EncoderCacheKey, lend: Lend, use: Callable[[int, memoryview, TensorSpec], _T | None]
     ) -> _T | None:
-        """What `use` makes of what one tier has."""
+        """What `use` returns for one tier's entry."""
         length = self._length(number, key)
         while length is not None:
             with lend(length) as data:
                 (answer,) = self.stack.read(number, [Wanted(key, data)])
                 if isinstance(answer, Found):
                     return use(number, data, answer.spec)
-            length = answer.length if isinstance(answer, Elsewhere) else None  # it is no longer what it was
+            length = answer.length if isinstance(answer, Elsewhere) else None  # it has been replaced
         return None
 
     def remove(self, key: EncoderCacheKey) -> None:
-        """From each of them."""
+        """Remove it from each tier."""
         for lane in self.stack.lanes:
             self.stack.delete(lane, key)
 
     def _length(self, number: int, key: EncoderCacheKey) -> int | None:
-        """The length of an entry, in bytes: of one that was just found by `hold`, as it was then, and of others as
-        the tier says; None if it has none, or cannot say."""
+        """The length of an entry, in bytes: for one just found by `hold`, its length then; for others, as
+        the tier reports it; None if the tier has none, or cannot tell."""
         with self._lock:
             known = self._lengths.pop(key, None)
         return known or self.stack.lengths(number, [key])[0]
 
     def complain(self, kind: str, text: str) -> None:
-        """Count it, and log a line of this kind once in a while."""
+        """Count it, and log a line of this kind from time to time."""
         self.journal.count(kind)
         self._report(kind, text)
 
     def close(self) -> None:
-        """Release the tiers. What is still under way fails, or ends with the process."""
+        """Release the tiers. What is still in progress fails, or ends with the process."""
         self._closing.set()
         self._due.set()
         self._keeper.join()
@@ -147,7 +147,7 @@ class Tiers:
                 self._complaints.warn(kind, text)
 
     def _keep_house(self) -> None:
-        """Have the tiers surveyed and probed that are due for it: one that failed, at once."""
+        """Survey and probe the tiers that are due; one that failed, at once."""
         while not self._closing.is_set():
             self._due.clear()
             self.stack.survey_due()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries on their way into tiers."""
+"""Writes of entries to the tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmcache_ec.tiers.write_through import Put
 
 @dataclass(eq=False)
 class Write:
-    """One entry in a buffer of its own, which goes back once no tier reads it any more. `done` ends when every tier
+    """One entry in its own buffer, which is given back once no tier reads it any more. `done` completes when every tier
     has the entry, or will not have it; `stored`: one has."""
 
     put: Put
@@ -32,7 +32,7 @@ class Write:
 
 
 class Writes:
-    """At most `limit_bytes` in buffers, or a single larger one. Any thread may call it. `producer` is that of entries.
+    """At most `limit_bytes` in buffers, or a single larger one. Any thread may call it. `producer` goes into entries.
 
     `_sealer` completes entries, the tiers' own threads write them. `_lock` guards what is pending and is never held
     across I/O or a copy.
@@ -53,8 +53,8 @@ class Writes:
         return key in self._pending or self._tiers.stack.writes.writing(key)
 
     def copied(self, key: EncoderCacheKey, length: int, copy: Callable[[memoryview], None]) -> Write | None:
-        """A write of `length` bytes, once `copy` has filled them in; then `seal` it. None if it is under way already,
-        or there is no room. Raises what `copy` raises."""
+        """A write of `length` bytes, after `copy` has filled them in; then `seal` it. None if one is in progress
+        already, or there is no room. Raises what `copy` raises."""
         with self._lock:
             if key in self or self._closed:
                 return None
@@ -90,12 +90,12 @@ class Writes:
             self._abandon(write)
 
     def done(self, key: EncoderCacheKey) -> Future[None] | None:
-        """Ends as that entry's write does; None if it is not under way."""
+        """A future that completes with that entry's write; None if there is none in progress."""
         write = self._pending.get(key)
         return write.done if write else None
 
     def cancel(self, key: EncoderCacheKey) -> bool:
-        """Have an entry removed as soon as it has been written, if it is on its way."""
+        """Remove an entry as soon as it has been written, if its write is in progress. Whether it is."""
         with self._lock:
             write = self._pending.get(key)
             if write is not None:
@@ -103,7 +103,7 @@ class Writes:
         return self._tiers.stack.writes.cancel(key) or write is not None
 
     def close(self, patience_s: float) -> int:
-        """Take nothing more, and wait for what is under way. How many were not written in time."""
+        """Accept no more writes, and wait for those in progress. How many were not written in time."""
         with self._lock:
             self._closed = True
             writes = [write.done for write in self._pending.values()]

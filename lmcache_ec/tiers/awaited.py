@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that could not be opened when the engine started, and is opened by the first call that finds its store."""
+"""A tier that could not be opened when the engine started, and is opened by the first call that reaches its store."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lmcache_ec.tiers.catalog import Catalog
 
 
 class AwaitedTier(Tier):
-    """Stands for a tier whose store could not be reached: each call tries to open it, and until one succeeds all fail.
+    """Stands in for a tier whose store was unreachable: each call tries to open it; until one succeeds, all fail.
 
-    `opening` is an attempt that is still under way; it has to end before another one is made.
+    `opening` is an attempt still in progress; it has to end before another one is made.
     Runs in the store process, on the tier's own threads; `_lock` lets one of them try at a time.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier says it holds, in the place of a listing."""
+"""What a tier reports that it holds, in place of a listing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Shard(NamedTuple):
-    """What begins with the byte `number`: how many entries, and their bits, None for what it was at the last call."""
+    """Keys that begin with the byte `number`: how many, and their bits; None if unchanged since the last call."""
 
     number: int
     entries: int
@@ -20,8 +20,8 @@ class Shard(NamedTuple):
 class Catalog:
     """What is in a namespace, as bits of the presence filter. Used once, by the thread that asked for it.
 
-    `shards` makes requests, and may raise what a tier raises; None where all are as they were. `longest`: bytes of the
-    longest. `digests`: besides these. `again_s`: how soon there will be more to read, where that is known.
+    `shards` makes requests, and may raise what a tier raises; None if all are unchanged. `longest`: bytes of the
+    longest. `digests`: keys besides these. `again_s`: how soon there will be more to read, if that is known.
     """
 
     shards: Iterator[Shard] | None = None

@@ -1,35 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LocalDisk: one file an entry, on a file system that may be shared with other engines.
+"""LocalDisk: one file per entry, on a file system that may be shared with other engines.
 
     <root>/.usage                                   how much the folder holds (see disk_account.py)
     <root>/.epoch                                   what its users' namespaces end with (see disk_epoch.py)
-    <root>/.news/                                   what was written lately (see disk_news.py)
+    <root>/.news/                                   recent writes (see disk_news.py)
     <root>/<namespace>/<aa>/<sha256>.safetensors    an entry; its time of modification is that of its last use
     <root>/<namespace>/.tmp/<length>.<random>       an entry being written; its writer holds a lock (flock) on it
 
-There is one level of folders: with a second one nearly every put would make a folder first, for 0.13 ms and 4 KiB.
+There is one level of folders: with a second one, nearly every put would first make a folder, for 0.13 ms and 4 KiB.
 
-Engines of different users, and people, may write to the folder too. Whatever has one of these names and is a link, a
+Engines of other users, and people, may also write to the folder. Anything under one of these names that is a link, a
 pipe, a device, a mount or a file with a second name is not followed, opened for writing, or removed: see
 disk_folder.py, and for entries disk_files.py.
 
 A file is written under .tmp and then linked to its name, so that it appears whole and never replaces another (where
 the file system has no links it is renamed, and two processes that write one entry at once may both succeed). A
-temporary without a lock is what a writer left that was killed; where there are no locks, one an hour old. Nothing is
-synced: an entry outlives its processes; the loss of power may tear it, which its digest shows. What does not verify
-is deleted, not kept aside: it would take room that nothing accounts for. The folder, or any in it, may be removed by
-hand while engines run, or another mounted in its place: what was there is missed (after 50 ms at most where the old
-folder still exists), and what is written makes it again.
+temporary without a lock, or an hour old where there are no locks, was left by a writer that was killed. Nothing is
+synced: an entry outlives its processes; a power loss may tear it, which its digest shows. An entry that does not
+verify is deleted, not quarantined: it would take space that is not accounted for. The folder, or any in it, may be
+removed by hand while engines run, or another mounted in its place: its entries become misses (after 50 ms at most if
+the old folder still exists), and the next write makes it again.
 
 There is no index: the file's name alone decides whether an entry is there, the account whether there is room. What to
-evict is known from surveys, walks over the whole folder in the background: each leaves the paths of the least recently
-used entries with their times. Whichever of them still has that time when its turn comes is the least recently used of
-all, whoever used the others meanwhile. A put that finds no such list looks for itself, at a few thousand entries of
-shards drawn by chance, however many there are; what is oldest among them will do until a survey is through.
+evict is known from surveys, walks over the whole folder in the background: each yields the paths and times of the least
+recently used entries. The first of them whose time is still the same when its turn comes is the least recently used of
+all, regardless of later uses of others. A put that finds no such list samples a few thousand entries from randomly
+chosen shards, however many there are; the oldest of these will do until a survey has finished.
 
-Locking: `_guard` guards the list of victims and is never held across I/O; `_looking` lets one put look
-at a time, and nothing be removed meanwhile: of a file that goes just then the account would not know whether the look
-has seen it.
+Locking: `_guard` guards the list of victims and is never held across I/O; `_looking` lets one put sample at a time, and
+nothing be removed meanwhile: the account could not know whether the sample has seen a file that is removed just then.
 """
 
 import errno
@@ -71,18 +70,18 @@ from lmcache_ec.tiers.disk_survey import Survey
 
 _ATTEMPTS = 16
 _SAMPLE = 4096
-"""Entries a put looks at itself, about 20 µs each. Of a larger folder it takes the oldest sixteenth of them."""
+"""Entries that a put samples itself, about 20 µs each. In a larger folder it takes the oldest sixteenth of them."""
 
 
 class DiskTier(Tier):
-    """Entries in the files under `root`, at most `max_bytes` of them; the least recently used go first.
+    """Entries in the files under `root`, at most `max_bytes` in total; the least recently used are evicted first.
 
-    The limit is one for the folder, whoever wrote what is in it; bytes are the sizes of the files. Engines with
-    different limits each keep the folder to their own when they write. Where less than `min_free_bytes` of the file
-    system would stay free, nothing is written, and nothing evicted for it. A folder that can be read and not written
-    is served so: `read_only`, which `notice` says. ValueError if `root` cannot be made, or nothing in it can be read;
-    without `make`, nothing is made or written there before something is put or removed. One that does not evict
-    (`evicts`) fails with EDQUOT what finds no room.
+    The limit applies to the whole folder, whichever engine wrote the files; bytes are file sizes. Engines with
+    different limits each enforce their own when they write. If less than `min_free_bytes` of the file system would
+    stay free, nothing is written, and nothing is evicted for it. A folder that can be read but not written is served
+    as `read_only`, which `notice` reports. ValueError if `root` cannot be made, or nothing in it can be read; without
+    `make`, nothing is made or written there before the first put or removal. Without `evicts`, a put that finds no room
+    fails with EDQUOT.
 
     Runs in the store process, on the tier's own threads.
     """
@@ -114,7 +113,7 @@ class DiskTier(Tier):
         self._account = FolderAccount(root / ".usage")
         self._news = FolderNews(root / ".news")
         self._victims: deque[tuple[int, str]] = deque()  # time of last use in ns, name; the least recently used first
-        self._total: int | None = None  # of the folder as last seen: a guess, which spares most writes to look it up
+        self._total: int | None = None  # of the folder as last seen: an estimate that saves most writes a look-up
         self._guard = threading.Lock()
         self._looking = threading.Lock()
         self._swept: set[str] = set()  # namespaces
@@ -124,7 +123,7 @@ class DiskTier(Tier):
 
     @property
     def stored_bytes(self) -> int | None:
-        """What the folder holds and writes under way will add, all engines together; None if nobody has counted."""
+        """What the folder holds plus writes in progress, of all engines; None if it was never counted."""
         with self._reporting("read the account of", "the folder"):
             account = self._account.read()
         return None if account is None else account.total
@@ -144,11 +143,11 @@ class DiskTier(Tier):
         return None
 
     def put(self, key: EncoderCacheKey, data: memoryview, used: float | None = None) -> bool:
-        """As every tier. `used` (Unix) is when the entry was last used, if that was elsewhere; else it is now."""
+        """As every tier. `used` (Unix): when the entry was last used, if that was elsewhere; by default now."""
         return self._stored(NewEntry.of(key, data, used=used))
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
-        """As every tier; what took the place of `held` meanwhile is replaced, too."""
+        """As every tier; whatever took the place of `held` meanwhile is replaced, too."""
         return self._stored(NewEntry.of(key, data, over=True))
 
     def _stored(self, new: NewEntry) -> bool:
@@ -158,13 +157,13 @@ class DiskTier(Tier):
             except OSError as error:
                 if error.errno not in FORBIDDEN or isinstance(error, TierError):
                     raise
-                self._open_account()  # is it this entry alone, or all of the folder?
+                self._open_account()  # is it only this entry, or the whole folder?
                 if self.read_only:
                     raise self._refusal() from error
                 raise
 
     def contains(self, key: EntryName) -> int | None:
-        """As every tier, of the folder that the path leads to now: a producer announces what is there."""
+        """As every tier, in the folder that the path leads to now: a producer announces what is there."""
         name = key.object_name
         with self._reporting("look for", name):
             try:
@@ -191,7 +190,7 @@ class DiskTier(Tier):
             return self._remove(key.object_name) is not None
 
     def list(self, namespace: str) -> Iterator[Listed]:
-        """As every tier; and removes what killed writers left. The walk is the first part of a survey."""
+        """As every tier; also removes what killed writers left. The walk is the first part of a survey."""
         with self._reporting("list", check_namespace(namespace)):
             try:
                 root = open_root(self._path)
@@ -211,7 +210,7 @@ class DiskTier(Tier):
             return namespaces_in(root)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """As every tier; without a survey, and so without the sweep that goes with one."""
+        """As every tier; without a survey, and so without its sweep."""
         with self._reporting("list", "the folder"), Descriptor(open_root(self._path)) as root:
             for namespace in namespaces_in(root):
                 count, length, used_ns = 0, 0, 0
@@ -223,7 +222,7 @@ class DiskTier(Tier):
                     yield NamespaceUse(namespace, count, length, used=used_ns / 1e9)
 
     def remove(self, namespace: str) -> int:
-        """As every tier; the folders go too, unless a writer or a stranger has something in them."""
+        """As every tier; also removes the folders, unless a writer or a stranger has something in them."""
         removed = 0
         with self._reporting("remove", check_namespace(namespace)), Descriptor(open_root(self._path)) as root:
             check_no_stranger(root, namespace)
@@ -236,7 +235,7 @@ class DiskTier(Tier):
         return removed
 
     def born(self) -> str | None:
-        """As every tier: the account's number. A folder without an account is counted first."""
+        """As every tier: the account's number. A folder without an account is first counted."""
         with self._reporting("read the account of", "the folder"):
             account = self._account.read()
             if account is None:
@@ -245,13 +244,13 @@ class DiskTier(Tier):
         return None if account is None else f"{account.born:016x}"
 
     def maintain(self) -> None:
-        """Survey the folder, bring the account in line with it, evict what is over the limit."""
+        """Survey the folder, reconcile the account with it, evict what exceeds the limit."""
         survey, self._begun = self._begun, None
         with self._reporting("survey", "the folder"):
             self._open_account()
             self.notice = self._described()
             if self.read_only:
-                return  # nothing is written, so there is nothing to keep
+                return  # nothing is written, so there is nothing to maintain
             with Descriptor(open_root(self._path, make=True)) as root:
                 survey = survey or Survey(root, self._account)
                 for namespace in sorted(survey.unseen):
@@ -264,7 +263,7 @@ class DiskTier(Tier):
                 self._evict(account.total - self.max_bytes)
 
     def close(self) -> None:
-        """Release the folder. A call after that opens it again."""
+        """Release the folder. A later call opens it again."""
         self._kept.close()
         self._account.close()
 
@@ -276,7 +275,7 @@ class DiskTier(Tier):
         try:
             self._account.open()
         except BlockingIOError:
-            pass  # it is removed again and again: for whoever writes
+            pass  # it is removed again and again: left to the next write
         except OSError as error:
             if error.errno not in FORBIDDEN:
                 raise
@@ -285,15 +284,15 @@ class DiskTier(Tier):
             self.read_only = False
 
     def _notice(self) -> str:
-        """What the user has to know about the folder, if anything."""
+        """What the user has to know about the folder; empty if nothing."""
         try:
             self._open_account()
         except OSError:
-            return ""  # the first write will show whether it is still so
+            return ""  # the first write will show whether this persists
         return self._described()
 
     def look(self) -> str:
-        """What `notice` would say, as far as that shows without writing anything. OSError if that is unknown."""
+        """What `notice` would be, as far as that shows without writing anything. OSError if that is unknown."""
         self._forbidden = self._account.forbidden()
         self.read_only = bool(self._forbidden)
         if not self.read_only:
@@ -301,7 +300,7 @@ class DiskTier(Tier):
         return self._described()
 
     def _described(self) -> str:
-        """What is known of the account, where that is not as it should be."""
+        """What is wrong with the account, as far as known; empty if nothing."""
         if self.read_only:
             why = f"read only, because it cannot be written to: {self._forbidden}"
             return f"disk tier at {self.root}: {why}; nothing is saved there until user {os.geteuid()} may write to it"
@@ -313,7 +312,7 @@ class DiskTier(Tier):
         return WritesRefused(errno.EROFS, f"disk tier at {self.root} is read only: {self._forbidden}")
 
     def _check_room(self, root: int, length: int) -> None:
-        """TierError if `length` bytes are more than the tier may hold, or if the file system is too full for them."""
+        """TierError if `length` bytes exceed the tier's limit, or if the file system is too full for them."""
         if length > self.max_bytes:
             text = f"an entry of {length} bytes does not fit: the disk tier may hold {self.max_bytes} bytes"
             raise TierError(errno.EFBIG, text)
@@ -331,7 +330,7 @@ class DiskTier(Tier):
             try:
                 written = self._put_below(self._kept.current(make=True), new)
             except FileNotFoundError as error:
-                problem = error  # somebody removes the folder at this moment
+                problem = error  # the folder is being removed at this moment
                 continue
             if written:
                 self._news.announce(new.namespace, new.digest)
@@ -340,7 +339,7 @@ class DiskTier(Tier):
         raise problem
 
     def _put_below(self, root: Root, new: NewEntry) -> bool | None:
-        """As `put`, or `replace` if it goes over another; or None if a neighbour was quicker to take the room."""
+        """As `put`, or as `replace` if `new.over` is set; None if a neighbour took the room first."""
         above, _, last = new.name.rpartition("/")
         with Shard(root.fd, above) as shard:
             if not new.over and shard is not None and find_in(shard, last) is not None:
@@ -356,7 +355,7 @@ class DiskTier(Tier):
             return self._write(root, shard, new)
 
     def _make_room(self, length: int) -> None:
-        """Evict what is in the way of `length` bytes. TierError if that cannot be done."""
+        """Evict enough to make room for `length` bytes. TierError if that cannot be done."""
         for _ in range(_ATTEMPTS):
             account = self._account.read()
             if account is not None:
@@ -388,7 +387,7 @@ class DiskTier(Tier):
                     published = self._replace(workshop, temporary.name, root.fd, new.name)
                 else:
                     published = publish(workshop, temporary.name, root.fd, new.name, shard)
-                if new.used is not None:  # not before: a temporary of that age would be taken for a dead writer's
+                if new.used is not None:  # not earlier: a temporary of that age would be taken for a dead writer's
                     os.utime(temporary.fd, (new.used, new.used))
         finally:
             if reserved is not None and (not published or temporary.outlived_entry):
@@ -396,7 +395,7 @@ class DiskTier(Tier):
         return published
 
     def _evict(self, wanted: int) -> bool:
-        """Evict at least `wanted` bytes, as far as victims are known; False if none was."""
+        """Evict at least `wanted` bytes, as far as victims are known; False if none was known."""
         known = False
         while wanted > 0:
             with self._guard:
@@ -411,7 +410,7 @@ class DiskTier(Tier):
         return known
 
     def _remove(self, name: str, used: int | None = None) -> int | None:
-        """Remove an entry and give its room back: its length; None if it is not there, or used since `used` (ns)."""
+        """Remove an entry and release its room: its length; None if it is absent, or was used since `used` (ns)."""
         with self._looking:
             try:
                 root = self._kept.current()
@@ -423,7 +422,7 @@ class DiskTier(Tier):
             removed = remove_entry(root.fd, name, used)
             if removed is None:
                 return None
-            if removed.st_nlink == 1:  # else its writer gives them back, whose temporary still has them
+            if removed.st_nlink == 1:  # else its writer gives them back: its temporary still has them
                 self._give_back(removed.st_size, account, root.fd)
             return removed.st_size
 
@@ -437,28 +436,28 @@ class DiskTier(Tier):
         try:
             self._account.release(length, since, root)
         except OSError:
-            pass  # the account says too much until the next survey
+            pass  # the account is too high until the next survey
 
     def _look(self) -> None:
-        """Find victims among a sample of the folder; look at all of it where nobody has counted it yet."""
+        """Find victims in a sample of the folder; walk all of it if it was never counted."""
         with self._looking:
             counted = self._account.read() is not None
             if counted and self._victims:
-                return  # found by another thread meanwhile
+                return  # another thread found some meanwhile
             with Descriptor(open_root(self._path, make=True)) as root:
                 survey = Survey(root, self._account)
                 survey.sample(root, _SAMPLE if counted else None)
             self._settle(survey)
 
     def _settle(self, survey: Survey) -> None:
-        with suppress(BlockingIOError):  # removed again and again: the next survey is about the next one
+        with suppress(BlockingIOError):  # removed again and again: the next survey settles the next account
             survey.settle(self._account)
         with self._guard:
             self._victims = deque(survey.oldest())
 
 
 class _Reporting:
-    """What the system says of a call comes out as a TierError that says what was to be done to what."""
+    """Turns the OSError of a call into a TierError that names the action and its object."""
 
     __slots__ = ("_action", "_name", "_root")
 

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a folder holds, known to all who write into it: the account, a small file that they share.
+"""How much a folder holds: the account, a small file shared by all processes that write to the folder.
 
 It is changed under a lock (flock) that is held for an addition and never across other I/O, so a put learns whether
-there is room without looking at the folder. The rule that makes it safe to be killed anywhere: room is reserved before
-bytes are written and given back after they are removed. So the account never states less than the folder holds; what a
+there is room without reading the folder. The rule that makes it safe to be killed anywhere: room is reserved before
+bytes are written and given back after they are removed. So the account never states less than the folder holds. What a
 killed writer reserved and did not use, or removed and did not give back, is found by the next survey of the folder.
 
-A survey takes its time while others go on. It says between which bounds the truth lies: what it saw, less what was
-given back meanwhile, and what it saw with what was reserved meanwhile. `settle` moves the total into these bounds and
-no further: where nothing happened they are one number, and the account equals the folder.
+A survey takes time while other processes continue. It yields bounds for the true total: what it saw minus what was
+given back meanwhile, and what it saw plus what was reserved meanwhile. `settle` moves the total into these bounds and
+no further: if nothing happened they are one number, and the account equals the folder.
 
-The folder may be removed under its users, or another one mounted in its place: the account is then begun anew. Each has
-a number of its own (`born`), so that nothing is given back to one that was reserved in another. A survey that misses
-more than half of what was held, and was not given back, has come upon a folder that was emptied by hand (the account's
-own file may have stayed): it gives the account a new number, too.
+The folder may be removed while in use, or another one mounted in its place: a new account is then begun. Each account
+has its own number (`born`), so that room reserved in one is not given back to another. If a survey misses more than
+half of what was held and not given back, the folder was emptied by hand (the account's own file may have stayed): the
+account then gets a new number, too.
 """
 
 import errno
@@ -47,9 +47,9 @@ _MAGIC = b"LMCECUS2"
 _LOCK_TIMEOUT_S = 5.0
 _LOCK_RETRY_S = 0.0002
 _REMADE = 16
-"""Times that the file is made again for one call, if somebody removes it each time."""
+"""How often the file is made again for one call, if it is removed each time."""
 _MOST = 1 << 62
-"""Bytes; what a survey saw is counted as this if it is more, as sparse files of strangers may be."""
+"""Bytes; the upper limit for what a survey saw, which sparse files of strangers may exceed."""
 
 
 class Account(NamedTuple):
@@ -65,24 +65,24 @@ class Account(NamedTuple):
 class FolderAccount:
     """The account of one folder, at `path`. Any thread or process; on a file system without locks, one process each.
 
-    It may block for as long as the file system does, and at most 5 s (a thread after the other) for a neighbour that
+    It may block for as long as the file system does, and at most 5 s (one thread after another) for a neighbour that
     holds the lock. `root` is a descriptor of the folder, if the caller has one. OSError if the file cannot be read or
-    changed. What has the account's name and is not a regular file with this one name is left
-    alone, and this process then counts for itself, as without locks.
+    changed. Anything with the account's name that is not a regular file with only this name is left untouched, and
+    this process then counts for itself, as without locks.
     """
 
     def __init__(self, path: Path) -> None:
         self.shared = True
-        """Whether neighbours see it; false from when the file system is found to have no locks."""
+        """Whether neighbours see it; false once the file system is found to have no locks."""
         self.problem = ""
-        """Why it is not, if so."""
+        """Why it is not shared."""
         self._folder, self._name = str(path.parent), path.name
         self._alone: Account | None = None
         self._file: _File | None = None
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Find out whether the account can be changed; OSError if not. And whether it can be shared by now."""
+        """Check whether the account can be changed (OSError if not), and whether it can be shared by now."""
         self.close()
         self.shared = True
         self._change(lambda account: account)
@@ -90,8 +90,8 @@ class FolderAccount:
             self._alone, self.problem = None, ""
 
     def forbidden(self) -> str:
-        """Why this user cannot change it, as far as that shows without writing; empty if nothing says so. OSError if
-        the folder cannot be opened."""
+        """Why this user cannot change it, as far as that shows without writing; empty if no reason is found. OSError
+        if the folder cannot be opened."""
         with Descriptor(open_root(self._folder)) as folder:
             try:
                 with Descriptor(open_file(folder, self._name, os.O_RDWR)):
@@ -105,12 +105,12 @@ class FolderAccount:
                 return (error.strerror or "") if error.errno in FORBIDDEN else ""
 
     def close(self) -> None:
-        """Release the file. A call after that opens it again."""
+        """Release the file. A later call opens it again."""
         self._file = None
 
     def read(self, root: int | None = None) -> Account | None:
-        """The state, None while nobody has counted the folder. With `root` perhaps a little older, where the file
-        system is one of a network."""
+        """The state, None while the folder has not been counted. With `root`, it may be slightly stale on a network
+        file system."""
         if not self.shared:
             return self._alone
         file = self._file
@@ -129,12 +129,12 @@ class FolderAccount:
             self._count_alone(str(error.strerror))
             return self._alone
         account = _decode(data)
-        if account is None and data:  # read in the middle of a change, or damaged
+        if account is None and data:  # read during a change, or damaged
             account = self._change(lambda account: account, root)
         return account
 
     def reserve(self, length: int, limit: int, root: int | None = None) -> Account | None:
-        """Reserve `length` bytes: the state that results, or None if they do not fit under `limit` at this moment."""
+        """Reserve `length` bytes: the resulting state, or None if they do not fit under `limit` at this moment."""
         fits = False
 
         def change(account: Account | None) -> Account | None:
@@ -149,10 +149,10 @@ class FolderAccount:
         return after if fits else None
 
     def release(self, length: int, since: Account | None, root: int | None = None) -> None:
-        """Give back `length` bytes that were removed from the folder, `since` being a state from before that.
+        """Give back `length` bytes that were removed from the folder; `since` is a state from before the removal.
 
-        Where a survey has corrected the total in between, it may have missed them already: then they are not taken off
-        a second time.
+        If a survey has corrected the total in between, it may already have found them missing: then they are not
+        subtracted a second time.
         """
 
         def change(account: Account | None) -> Account | None:
@@ -166,12 +166,12 @@ class FolderAccount:
         self._change(change, root)
 
     def settle(self, since: Account | None, least: int, most: int) -> None:
-        """A survey that began after `since` saw `least` to `most` bytes (writes under way may count or not)."""
+        """A survey that began after `since` saw `least` to `most` bytes (writes in progress may count or not)."""
         least, most = min(least, _MOST), min(most, _MOST)
 
         def change(account: Account | None) -> Account | None:
             if (account and account.born) != (since and since.born):
-                return account  # removed or begun anew meanwhile: this survey does not know what was reserved before
+                return account  # removed or begun anew meanwhile: this survey does not know earlier reservations
             if account is None:
                 return Account(total=most, born=_new_number())
             before = since or Account()
@@ -186,7 +186,7 @@ class FolderAccount:
         self._change(change)
 
     def _change(self, change: Callable[[Account | None], Account | None], root: int | None = None) -> Account | None:
-        """Replace the state by what `change` makes of it."""
+        """Replace the state with what `change` returns for it."""
         with self._guard:
             file = self._locked(root) if self.shared else None
             if file is None:
@@ -202,7 +202,7 @@ class FolderAccount:
                 unlock(file.fd)
 
     def _locked(self, root: int | None) -> "_File | None":
-        """The file, locked, which has no name but this one; None, and not `shared` from here on, if that cannot be.
+        """The file, locked, with only this one name; if that is impossible, None, and no longer `shared`.
         OSError if it is removed each time: neighbours share the next one."""
         removed = False
         try:
@@ -212,7 +212,7 @@ class FolderAccount:
                     if file is None or file.process != os.getpid():
                         file = self._open(folder)
                     if file is None:
-                        root, removed = None, True  # the folder may have been, too
+                        root, removed = None, True  # the folder may have been removed, too
                         continue
                     if not _lock(file.fd):
                         self._count_alone("no locks on this file system")
@@ -225,7 +225,7 @@ class FolderAccount:
                     if alone:
                         self._file = file
                         return file
-                    removed |= alone is False  # since it was opened: nobody will see it again
+                    removed |= alone is False  # since it was opened: no other process will see it again
             if removed:
                 raise OSError(errno.EAGAIN, f"{self._name} is removed again and again")
             self._count_alone("this file system does not count links")
@@ -234,7 +234,7 @@ class FolderAccount:
         return None
 
     def _open(self, root: int) -> "_File | None":
-        """The file, made if need be; None if somebody makes or removes it, or the folder, at this moment."""
+        """The file, made if missing; None if it or the folder is being made or removed at this moment."""
         try:
             return _File(open_file(root, self._name, os.O_RDWR))
         except FileNotFoundError:
@@ -251,10 +251,10 @@ class FolderAccount:
 class _File:
     """The account's file, open, and its status when it was opened. Closed with its last reference.
 
-    It belongs to its `FolderAccount`, which keeps it until it finds that it has lost its name or is closed, and to each
-    call that has it in use. It is used only while its name leads to it, in the folder that the caller has opened. A
-    lock on it is that of one thread of this process, which releases it when it is done. A child that was forked would
-    have the same lock, and so opens the file anew.
+    It belongs to its `FolderAccount`, which keeps it until the file has lost its name or the account is closed, and to
+    each call that uses it. It is used only while its name leads to it, in the folder that the caller has opened. A
+    lock on it belongs to one thread of this process, which releases it when done. A forked child would share the lock,
+    and so opens the file anew.
     """
 
     __slots__ = ("fd", "process", "status")
@@ -273,7 +273,7 @@ def _new_number() -> int:
 
 
 def _lock(fd: int) -> bool:
-    """Lock the account; False if there are no locks. Never waits without end: a holder may have been stopped."""
+    """Lock the account; False if there are no locks. Never waits forever: a holder may have been stopped."""
     deadline = 0.0
     while (locked := try_lock(fd)) is False:
         deadline = deadline or time.monotonic() + _LOCK_TIMEOUT_S
@@ -289,7 +289,7 @@ def _encode(account: Account) -> bytes:
 
 
 def _decode(data: bytes) -> Account | None:
-    """None for what is no account: a new file, or a damaged one; the folder is then counted again."""
+    """None if this is no account: a new file, or a damaged one; the folder is then counted again."""
     if len(data) != _SIZE or _CHECKSUM.unpack_from(data, _FIELDS.size) != (zlib.crc32(data[: _FIELDS.size]),):
         return None
     magic, *numbers = _FIELDS.unpack_from(data)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The epoch of a folder: a number that only rises, and is part of the namespace of whoever uses the folder.
+"""The epoch of a folder: a number that only rises, and is part of the namespace of every engine that uses the folder.
 
-    <root>/.epoch    the number in decimal digits and the end of a line; without the file it is 0
+    <root>/.epoch    the number in decimal digits and a newline; without the file it is 0
 
-Whoever raises it holds a lock (flock) on the folder meanwhile, writes a temporary and renames it: so a reader finds the
-number before or the one after, and two who raise it at once leave the higher one. What stayed of one who was killed is
-removed by the next. Both are synced, unlike entries: a loss of power must not bring back an epoch that was left. Plain
-functions, which block as long as the file system does.
+A process that raises it holds a lock (flock) on the folder, writes a temporary and renames it: so a reader finds the
+number before or the one after, and two processes that raise it at once leave the higher one. A temporary that a killed
+process left is removed by the next. File and folder are synced, unlike entries: a power loss must not restore an old
+epoch. Plain functions, which block as long as the file system does.
 """
 
 import errno
@@ -30,7 +30,7 @@ _LOCK_RETRY_S = 0.01
 
 
 class EpochError(ValueError):
-    """The file cannot be read, or holds no epoch. The text names it and says what is accepted."""
+    """The file cannot be read, or holds no epoch. The text names it and states what is accepted."""
 
 
 def read_epoch(folder: Path) -> int:
@@ -45,14 +45,14 @@ def read_epoch(folder: Path) -> int:
 
 
 def present_epoch(folder: Path) -> int:
-    """As `read_epoch`, of a folder that an engine has used: FileNotFoundError for any other, OSError for one that
-    cannot be read."""
+    """As `read_epoch`, for a folder that an engine has used: FileNotFoundError for any other folder, OSError for one
+    that cannot be read."""
     with Descriptor(open_root(str(folder))) as root:
         return _present(root, folder)
 
 
 def raise_epoch(folder: Path, to: int) -> None:
-    """Have the folder in epoch `to`. ValueError if that is not above the present one; OSError if the file cannot be
+    """Set the folder's epoch to `to`. ValueError if that is not above the present one; OSError if the file cannot be
     written, and whatever `present_epoch` raises."""
     with Descriptor(open_root(str(folder))) as root, Descriptor(open_below(root, ".", LISTED)) as locked:
         alone = _lock(locked)
@@ -65,14 +65,14 @@ def raise_epoch(folder: Path, to: int) -> None:
 
 
 def check_above(epoch: int, present: int) -> None:
-    """ValueError for what cannot follow the present epoch."""
+    """ValueError if `epoch` cannot follow the present one."""
     if not present < epoch <= MAX_EPOCH:
         raise ValueError(f"must be above the present epoch, {present}: a whole number up to {MAX_EPOCH}, not {epoch}")
 
 
 def _present(root: int, folder: Path) -> int:
     with Descriptor(open_file(root, _ACCOUNT, os.O_RDONLY)):
-        pass  # every engine makes one, at its start
+        pass  # every engine makes one when it starts
     return _read(root, folder)
 
 
@@ -100,7 +100,7 @@ def _write(root: int, epoch: int) -> None:
             os.write(fd, f"{epoch}\n".encode())
             owner = os.fstat(root).st_uid
             if owner != os.fstat(fd).st_uid:
-                with suppress(OSError):  # only root may; the group's rights have to do then
+                with suppress(OSError):  # only root may; otherwise the group's rights have to suffice
                     os.fchown(fd, owner, -1)
             os.fsync(fd)
             os.rename(temporary, EPOCH_FILE, src_dir_fd=root, dst_dir_fd=root)
@@ -110,7 +110,7 @@ def _write(root: int, epoch: int) -> None:
 
 
 def _sweep(folder: int) -> None:
-    """Remove what others, killed before they renamed it, left: whoever has the lock knows that nobody writes there."""
+    """Remove temporaries of processes killed before the rename: with the lock held, no other process writes there."""
     for name in os.listdir(folder):
         if _TEMPORARY.fullmatch(name):
             with suppress(OSError):  # a folder of that name, or another user's file
@@ -118,7 +118,7 @@ def _sweep(folder: int) -> None:
 
 
 def _lock(folder: int) -> bool:
-    """Alone from here on; False where there are no locks."""
+    """Take the folder's lock; False if there are no locks."""
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while (locked := try_lock(folder)) is False:
         if time.monotonic() > deadline:

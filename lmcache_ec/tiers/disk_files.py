@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a disk tier: found, read, written whole under a name of their own, published, swept.
+"""Files of a disk tier: find, read, write whole under a temporary name, publish, sweep.
 
-Plain functions over descriptors of folders, which know neither the account nor what is evicted. They block as long as
-the file system does. OSError if it fails; `Foreign` (see disk_folder.py) if a folder on the way is a link or a mount.
+Plain functions over folder descriptors, which know neither the account nor what is evicted. They block as long as
+the file system does. OSError if it fails; `Foreign` (see disk_folder.py) if a folder on the path is a link or a mount.
 Any thread.
 
-Whatever carries an entry's name and is no regular file is no entry: it is not read, listed or removed. If it is a link,
-the next write of that entry replaces it (the link, not what it leads to); if it is anything else, that write fails.
+Anything with an entry's name that is not a regular file is not an entry: it is not read, listed or removed. If it is a
+link, the next write of that entry replaces it (the link, not its target); if it is anything else, that write fails.
 """
 
 import errno
@@ -37,7 +37,7 @@ from lmcache_ec.tiers.disk_folder import (
 )
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
-_renaming = threading.Lock()  # where links are not to be had: a rename replaces what another thread just published
+_renaming = threading.Lock()  # where there are no links: a rename would replace what another thread just published
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _TEMPORARY = re.compile(r"([0-9]{1,15})\.[0-9a-f]{24}")
 _ATTEMPTS = 16
@@ -45,7 +45,7 @@ _DEAD_AFTER_S = 3600.0
 
 
 def find(root: int, name: str) -> int | None:
-    """The length of the entry of this name, None if there is none."""
+    """The length of the entry with this name, None if there is none."""
     above, _, last = name.rpartition("/")
     try:
         with Descriptor(open_below(root, above, FOLDER)) as folder:
@@ -57,7 +57,7 @@ def find(root: int, name: str) -> int | None:
 
 
 def find_in(folder: int, last: str) -> int | None:
-    """As `find`, in the folder that holds it."""
+    """As `find`, in the folder that holds the entry."""
     try:
         status = os.stat(last, dir_fd=folder, follow_symlinks=False)
     except OSError as error:
@@ -68,11 +68,11 @@ def find_in(folder: int, last: str) -> int | None:
 
 
 def _opened(root: int, name: str) -> int | None:
-    """What has this name, open for reading; None if that cannot be an entry."""
+    """The file with this name, open for reading; None if it cannot be an entry."""
     try:
         return open_below(root, name, os.O_RDONLY | FILE)
     except Foreign:
-        find(root, name)  # again Foreign if it is a folder on the way, else there is no entry
+        find(root, name)  # Foreign again if it is a folder on the path, else there is no entry
     except OSError as error:
         if error.errno not in GONE | NO_FILE:
             raise
@@ -80,7 +80,7 @@ def _opened(root: int, name: str) -> int | None:
 
 
 def read_start(root: int, name: str, most: int) -> bytes | None:
-    """The first `most` bytes of the entry of this name, None if there is none. Does not mark it as used."""
+    """The first `most` bytes of the entry with this name, None if there is none. Does not mark it as used."""
     fd = _opened(root, name)
     if fd is None:
         return None
@@ -93,7 +93,7 @@ def read_start(root: int, name: str, most: int) -> bytes | None:
 
 
 def read_into(root: int, name: str, buffer: memoryview) -> int | None:
-    """Fill `buffer` from the entry of this name, if that is as long: its length, None if there is none."""
+    """Fill `buffer` from the entry with this name if the lengths match: its length, None if there is none."""
     fd = _opened(root, name)
     if fd is None:
         return None
@@ -104,8 +104,8 @@ def read_into(root: int, name: str, buffer: memoryview) -> int | None:
                 return None
             if status.st_size == len(buffer):
                 if not _read_full(fd, buffer):
-                    return None  # cut short by somebody since it was opened
-                if status.st_nlink == 1:  # else the time is that of a file elsewhere, too
+                    return None  # truncated since it was opened
+                if status.st_nlink == 1:  # else the time also belongs to a file elsewhere
                     mark_used(fd)
         except OSError as error:
             if error.errno not in GONE:
@@ -115,7 +115,7 @@ def read_into(root: int, name: str, buffer: memoryview) -> int | None:
 
 
 def remove_entry(root: int, name: str, used: int | None = None) -> os.stat_result | None:
-    """Remove an entry: its status before that; None if there is none, or if it was used since `used` (ns)."""
+    """Remove an entry: its status before removal; None if there is none, or if it was used since `used` (ns)."""
     above, _, last = name.rpartition("/")
     try:
         with Descriptor(open_below(root, above, FOLDER)) as folder:
@@ -134,8 +134,8 @@ def remove_entry(root: int, name: str, used: int | None = None) -> os.stat_resul
 
 
 class NewEntry(NamedTuple):
-    """What is to be written: over another entry of its name or not, and when it was last used (Unix), if that was
-    elsewhere. The name is that of its object."""
+    """An entry to be written. `over`: replace an entry of this name. `used` (Unix): its last use, if that was
+    elsewhere. `name` is that of its object."""
 
     namespace: str
     digest: bytes
@@ -151,7 +151,7 @@ class NewEntry(NamedTuple):
 
 
 class TemporaryFile:
-    """A new file of ours in the folder `workshop`, to be `length` bytes long; locked while it has a name there.
+    """Our new file in the folder `workshop`, to become `length` bytes long; locked while it has a name there.
 
     FileNotFoundError if neighbours remove it each time before it is locked. One thread."""
 
@@ -160,7 +160,7 @@ class TemporaryFile:
     def __init__(self, of_root: os.stat_result, workshop: int, length: int) -> None:
         self._workshop = workshop
         self.outlived_entry = False
-        """Whether its name here was the last that the file had: so it was if somebody removed the entry by then."""
+        """Whether its name here was the file's last: true if the entry had been removed by then."""
         for _ in range(_ATTEMPTS):
             self.name = f"{length}.{os.urandom(12).hex()}"
             self.fd = create_file(workshop, self.name, of_root)
@@ -178,7 +178,7 @@ class TemporaryFile:
 
     def __exit__(self, *_: object) -> None:
         try:
-            is_last = os.fstat(self.fd).st_nlink == 1  # not asked afterwards, when the entry's may be the last
+            is_last = os.fstat(self.fd).st_nlink == 1  # not read afterwards, when the entry's name may be the last
             self.outlived_entry = _unlink(self._workshop, self.name) and is_last
         finally:
             os.close(self.fd)
@@ -190,15 +190,15 @@ def write_full(fd: int, data: memoryview) -> None:
 
 
 def mark_used(fd: int) -> None:
-    """Now, to the nanosecond: the kernel's own stamps are milliseconds apart, uses are not."""
+    """Stamp the present, to the nanosecond: the kernel's timestamps are milliseconds apart, uses are not."""
     now = time.time_ns()
     try:
         os.utime(fd, ns=(now, now))
     except OSError:
         try:
-            os.utime(fd)  # all that may be done to a file of another user that we may write
+            os.utime(fd)  # all that is allowed on another user's file that we may write
         except OSError:
-            pass  # a folder that we may only read: its owner decides what is used
+            pass  # a folder that we may only read: its owner decides what counts as used
 
 
 class Shard:
@@ -223,8 +223,8 @@ class Shard:
 
 
 def publish(workshop: int, temporary: str, root: int, name: str, folder: int | None = None) -> bool:
-    """Give a temporary the entry's name; False if another file has it already. `folder` is the one that is to hold it,
-    if the caller has it open."""
+    """Give a temporary the entry's name; False if another file already has it. `folder`: the destination folder, if
+    the caller has it open."""
     above, _, last = name.rpartition("/")
     if folder is not None:
         try:
@@ -243,7 +243,7 @@ def publish(workshop: int, temporary: str, root: int, name: str, folder: int | N
 
 
 def publish_over(workshop: int, temporary: str, root: int, name: str) -> int:
-    """Give a temporary the entry's name, whatever file or link has it: the length of the file that is replaced."""
+    """Give a temporary the entry's name, whatever file or link has it: the length of the replaced file."""
     above, _, last = name.rpartition("/")
     with Descriptor(open_or_make(root, above)) as folder, _renaming:
         try:
@@ -270,13 +270,13 @@ def _name(workshop: int, temporary: str, folder: int, name: str) -> bool:
         if kind not in (None, stat.S_IFREG, stat.S_IFLNK):
             raise FileExistsError(errno.EEXIST, "something that is not a regular file has its name")
         if kind == stat.S_IFREG or (kind is None and not replaces):
-            return False  # if it is not there any more, it was one when it was in the way
+            return False  # if it has been removed since, it was a regular file when it was in the way
         os.rename(temporary, name, src_dir_fd=workshop, dst_dir_fd=folder)
     return True
 
 
 def _kind(folder: int, name: str) -> int | None:
-    """The type of what has this name, None if nothing has it."""
+    """The type of the file with this name, None if there is none."""
     try:
         return stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     except FileNotFoundError:
@@ -284,7 +284,7 @@ def _kind(folder: int, name: str) -> int | None:
 
 
 def _read_full(fd: int, buffer: memoryview) -> bool:
-    """Fill `buffer` from the file; False if the file ends before."""
+    """Fill `buffer` from the file; False if the file is too short."""
     while buffer:
         count = os.readv(fd, [buffer])
         if count == 0:
@@ -309,7 +309,7 @@ def _unlink(folder: int, name: str) -> bool:
 
 @contextmanager
 def listing(folder: int, name: str) -> Iterator[tuple[int, list[os.DirEntry[str]]]]:
-    """A folder below, and what it holds; nothing if it was removed, or is no folder."""
+    """A folder below `folder`, and what it holds; nothing if it was removed, or is not a folder."""
     try:
         fd = open_below(folder, name, LISTED)
     except OSError as error:
@@ -322,7 +322,7 @@ def listing(folder: int, name: str) -> Iterator[tuple[int, list[os.DirEntry[str]
 
 
 def scan(folder: int) -> list[os.DirEntry[str]]:
-    """What an open folder holds. Only while it is open the status of what was found can be asked for."""
+    """What an open folder holds. The status of what was found can be read only while it is open."""
     try:
         with os.scandir(folder) as found:
             return list(found)
@@ -381,9 +381,9 @@ def _status(file: os.DirEntry[str]) -> os.stat_result | None:
 
 
 def sweep(root: int, namespace: str) -> list[tuple[int, os.stat_result]]:
-    """Remove the temporaries that no living writer holds; of those that stay the length reserved and the status.
+    """Remove the temporaries that no living writer holds; return the reserved length and status of those that stay.
 
-    Only regular files with names of ours count, and nothing does in a folder that is a link or a mount.
+    Only regular files with our names count, and none in a folder that is a link or a mount.
     """
     left = []
     try:
@@ -399,7 +399,7 @@ def sweep(root: int, namespace: str) -> list[tuple[int, os.stat_result]]:
 
 
 def _left(folder: int, name: str) -> os.stat_result | None:
-    """The status of a temporary that stays; None if it was removed by now, or is not ours."""
+    """The status of a temporary that stays; None if it has been removed, or is not ours."""
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if not stat.S_ISREG(status.st_mode) or _removed_as_dead(folder, name):
@@ -422,9 +422,9 @@ def _removed_as_dead(folder: int, name: str) -> bool:
 
 
 def remove_empty(root: int, namespace: str) -> None:
-    """Remove the folders of a namespace that holds nothing; a writer that misses its folder makes it again."""
+    """Remove the folders of an empty namespace; a writer that misses its folder makes it again."""
     try:
-        os.close(open_below(root, f"{namespace}/.tmp", FOLDER))  # else it is a stranger's
+        os.close(open_below(root, f"{namespace}/.tmp", FOLDER))  # without it the folder is a stranger's
         for name in (*shards_of(root, namespace), f"{namespace}/.tmp"):
             above, _, last = name.rpartition("/")
             with Descriptor(open_below(root, above, FOLDER)) as folder:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that others may write to as well, used so that nothing outside it is touched.
+"""A folder that others may also write to, used so that nothing outside it is touched.
 
 Every name below the root is opened from a descriptor of the root, in one call that follows no link and enters no other
-mount (openat2, Linux 5.6): the kernel refuses, so there is no moment between a check and a use. Where that call is
-missing (older kernels, some sandboxes), each folder on the way is opened in turn with O_NOFOLLOW, which keeps links out
-and does not see mounts. Nothing is opened in a way that could wait, and what was opened is used only if its descriptor
-says that it is a regular file, or a folder. What is not ours is left where it is: `Foreign` says what it was.
+mount (openat2, Linux 5.6): the kernel refuses, so there is no gap between check and use. Where that call is missing
+(older kernels, some sandboxes), each folder on the path is opened in turn with O_NOFOLLOW, which excludes links but
+does not detect mounts. Every open is non-blocking, and its result is used only if the descriptor shows a regular file,
+or a folder. What is not ours is left in place: `Foreign` states what it was.
 
-The root is what the user configured: it may be reached by links, may be a mount, and may belong to anybody. What is
+The root is what the user configured: it may be reached through links, may be a mount, and may have any owner. What is
 made below it gets the root's group and that group's rights on the root, and no rights for others. A root that is made
-here is for its user alone.
+here is accessible to its user only.
 """
 
 import ctypes
@@ -22,22 +22,22 @@ import time
 from functools import cache
 
 GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-"""What the system says of what is not there, or not any more."""
+"""Error numbers for what is absent, or was removed."""
 FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
-"""What the system says of what may not be changed."""
+"""Error numbers for what may not be changed."""
 FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-"""Flags of a folder in which names are used, and which may be closed to readers."""
+"""Flags for a folder in which names are used, and which may be unreadable."""
 LISTED = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""Flags of whatever should be a file: to open it never waits, and changes nothing but for devices."""
+"""Flags for whatever should be a file: opening it never blocks, and changes nothing except for devices."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 NO_FILE = {errno.EISDIR, errno.ENXIO, errno.ENODEV}
-"""What the system says where a file was to be opened, and it is something else."""
+"""Error numbers from opening as a file what is something else."""
 _REMADE = 16
-"""Times that a folder is made again for one call, if somebody removes it each time."""
+"""How often a folder is made again for one call, if it is removed each time."""
 
 _TRUSTED_S = 0.05
-"""How long a root that is kept open is taken for the folder that its path leads to."""
+"""How long an open root is assumed to be the folder that its path leads to."""
 
 # <linux/openat2.h>. The number is the same on every architecture that Linux added calls to in 2020.
 _OPENAT2 = 437
@@ -51,7 +51,7 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class Foreign(OSError):
-    """Something that is not ours has a name of ours, or a folder on the way to it. It was left as it is."""
+    """Something that is not ours has one of our names, or that of a folder on the path to it. It was left as it is."""
 
 
 class Descriptor:
@@ -70,8 +70,8 @@ class Descriptor:
 
 
 class Root:
-    """An open root, and its status when it was last looked at. Closed with its last reference, so that no thread uses
-    a number that is another file's by then."""
+    """An open root, and its status when it was last checked. Closed with its last reference, so that no thread uses
+    a descriptor number that by then belongs to another file."""
 
     __slots__ = ("checked", "fd", "status")
 
@@ -85,7 +85,7 @@ class Root:
             os.close(self.fd)
 
     def is_at(self, path: str) -> bool:
-        """Whether the path leads to this folder. As long as it is open, no other has its number."""
+        """Whether the path leads to this folder. While it is open, no other has its inode number."""
         now = time.monotonic()
         try:
             status = os.stat(path)
@@ -100,13 +100,13 @@ class Root:
 class KeptRoot:
     """The root, kept open: it is used far more often than it is replaced. Any thread; no lock.
 
-    Whoever finds an entry below a root that was checked in the last 50 ms reads it, even if another folder has taken
-    the root's place since: it is that entry all the same (`recent`). Whoever writes, removes, or says that nothing is
-    there looks at the path first (`current`): one call, where to open the root and to close it takes two.
+    A call that finds an entry below a root checked in the last 50 ms reads it, even if another folder has taken the
+    root's place since: it is still that entry (`recent`). A call that writes, removes, or reports that nothing
+    is there checks the path first (`current`): one call, while opening and closing the root takes two.
 
-    The descriptor belongs to a `Root`, and that to all who refer to it: this object, until it finds another folder at
-    the path or is closed, and each call that is under way. The last of them closes it, in whatever thread. Nothing else
-    is kept: what is opened below the root is closed by the call that opened it, but for the log of disk_news.py.
+    The descriptor belongs to a `Root`, which is shared by all that refer to it: this object, until it finds another
+    folder at the path or is closed, and each call in progress. The last of them closes it, in any thread. Nothing else
+    is kept: what is opened below the root is closed by the call that opened it, except the log of disk_news.py.
     """
 
     def __init__(self, path: str) -> None:
@@ -131,7 +131,7 @@ class KeptRoot:
 
 
 def open_root(path: str, *, make: bool = False) -> int:
-    """A descriptor of the root, whatever leads to it; made if it is missing and `make` is set."""
+    """A descriptor of the root, even if reached by links; made if it is missing and `make` is set."""
     for _ in range(_REMADE if make else 0):
         try:
             return os.open(path, FOLDER)
@@ -141,16 +141,16 @@ def open_root(path: str, *, make: bool = False) -> int:
 
 
 def _make_root(path: str) -> None:
-    """Make the root, for its user alone. A link may outlive the folder that it names: that is made again."""
+    """Make the root, for its user only. If a link has outlived its target folder, the target is made again."""
     try:
         os.makedirs(os.path.realpath(path), 0o700, exist_ok=True)
     except (FileNotFoundError, FileExistsError):
-        pass  # removed while it was made; if something that is no folder has its name, to open it says so
+        pass  # removed while it was made; if something that is no folder has its name, opening it fails
 
 
 def open_below(folder: int, name: str, flags: int, mode: int = 0) -> int:
-    """Open `name`, a path relative to `folder`. Foreign if a link or another mount is on the way, or at its end (to
-    which there is one exception: O_PATH with O_NOFOLLOW opens a link at the end as what it is)."""
+    """Open `name`, a path relative to `folder`. Foreign if a link or another mount is on the path, or at its end (with
+    one exception: O_PATH with O_NOFOLLOW opens a link at the end as the link itself)."""
     try:
         return (_openat2 if _kernel_resolves() else _walk)(folder, name, flags, mode)
     except OSError as error:
@@ -161,7 +161,7 @@ def open_below(folder: int, name: str, flags: int, mode: int = 0) -> int:
 
 
 def open_file(folder: int, name: str, flags: int) -> int:
-    """Open a file that is there, for reading or writing. Foreign if that is no regular file."""
+    """Open an existing file for reading or writing. Foreign if it is not a regular file."""
     try:
         fd = open_below(folder, name, flags | FILE)
         if stat.S_ISREG(os.fstat(fd).st_mode):
@@ -174,18 +174,18 @@ def open_file(folder: int, name: str, flags: int) -> int:
 
 
 def create_file(folder: int, name: str, of_root: os.stat_result) -> int:
-    """A new file for writing and reading, `name` in the folder itself; `of_root` is the root's status, which decides
-    its rights. FileExistsError if anything has its name."""
-    # Not by open_below: what is made anew is neither a link nor a mount.
+    """A new file for writing and reading, `name` directly in the folder; `of_root` is the root's status, which
+    determines its rights. FileExistsError if anything has its name."""
+    # Not by open_below: a new file is neither a link nor a mount.
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE, _rights(of_root, 0o666), dir_fd=folder)
     _share(fd, of_root, 0o666)
     return fd
 
 
 def present(folder: int) -> float:
-    """The time (Unix) by the clock that dates files there: a share's server has its own, and ours may be hours from
-    it. Needs the right to make a file; without, ours has to do."""
-    name = f"0.{os.urandom(12).hex()}"  # as a temporary, so that one which stays is swept
+    """The time (Unix) by the clock that dates files there: a share's server has its own, which may differ from ours by
+    hours. Needs the right to make a file; without it, ours has to do."""
+    name = f"0.{os.urandom(12).hex()}"  # named as a temporary, so that it is swept if it stays
     try:
         with Descriptor(open_below(folder, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE, 0o600)) as fd:
             os.unlink(name, dir_fd=folder)
@@ -195,7 +195,7 @@ def present(folder: int) -> float:
 
 
 def open_or_make(root: int, name: str) -> int:
-    """A descriptor (FOLDER) of a folder below the root, made where it is missing or being removed meanwhile."""
+    """A descriptor (FOLDER) of a folder below the root, made if it is missing or is removed meanwhile."""
     for _ in range(_REMADE):
         try:
             return open_below(root, name, FOLDER)
@@ -205,10 +205,10 @@ def open_or_make(root: int, name: str) -> int:
 
 
 def is_its_only_name(opened: os.stat_result, folder: int, name: str) -> bool | None:
-    """Whether the file that was opened has this name and no other: only then nobody outside the folder has it.
+    """Whether the opened file has this name and no other: only then is it inaccessible from outside the folder.
 
-    False if it has lost its name; None if it has that, and the file system counts none (or somebody removes it just
-    now). Foreign if it has another one beside it, wherever that is.
+    False if it has lost its name; None if it has it, but the file system counts no links (or it is being removed right
+    now). Foreign if it has another name as well, wherever that is.
     """
     try:
         named = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -223,7 +223,7 @@ def is_its_only_name(opened: os.stat_result, folder: int, name: str) -> bool | N
 
 def try_lock(fd: int) -> bool | None:
     """Lock the open file (flock): True if that was possible at once, False if another holds it, None if there are no
-    locks. Its holder's end releases it, however it comes."""
+    locks. It is released when its holder ends, for whatever reason."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -236,7 +236,7 @@ def try_lock(fd: int) -> bool | None:
 
 
 def unlock(fd: int) -> None:
-    """Release what `try_lock` has locked."""
+    """Release a lock taken by `try_lock`."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
@@ -250,7 +250,7 @@ def _make(root: int, name: str) -> None:
             with Descriptor(open_below(parent, last, LISTED)) as made:
                 _share(made, of_root, 0o777)
         except (FileExistsError, FileNotFoundError):
-            pass  # made by another, or removed already
+            pass  # made by another process, or removed already
 
 
 def _rights(of_root: os.stat_result, full: int) -> int:
@@ -258,10 +258,10 @@ def _rights(of_root: os.stat_result, full: int) -> int:
 
 
 def _share(fd: int, of_root: os.stat_result, full: int) -> None:
-    """Give what was just made the root's group and its rights, whatever the umask; to no group if that cannot be."""
+    """Give what was just made the root's group and its rights, whatever the umask; no group rights if that fails."""
     mode = _rights(of_root, full)
     if not mode & 0o070:
-        return  # it was made so
+        return  # it was made with these rights
     made = os.fstat(fd)
     try:
         if made.st_gid != of_root.st_gid:
@@ -306,7 +306,7 @@ def _walk(folder: int, name: str, flags: int, mode: int) -> int:
 def _open_no_link(folder: int, name: str, flags: int, mode: int) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
-    except NotADirectoryError:  # so Linux says of a link, too, where a folder is wanted
+    except NotADirectoryError:  # Linux also raises this for a link where a folder is wanted
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name) from None
         raise

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neighbours on a folder have just written: a small log for each writer, which the others follow.
+"""What other writers of a folder have just written: a small log for each writer, which the others follow.
 
     <root>/.news/<24 hex digits>    records of 36 bytes: the digest of a key, and a CRC-32 over it and its namespace
 
-A writer appends a record once the entry has its name. It has one log at a time, with a lock (flock) on it; a full one
-is left for a new one, and the two before that are kept. Whoever follows reads what was added since it last looked,
-and began before its first listing; so what it lists and what it reads leave nothing out. But nothing depends on a log:
-what was never in one (no room, no right to write), what was not read before it went, and what a network file system
-shows late (NFS keeps sizes and folders for seconds to a minute) is found by the next listing.
+A writer appends a record once the entry has its name. It has one log at a time, with a lock (flock) on it; when it is
+full, a new one is begun, and the two before that are kept. A follower reads what was added since its last read, and
+begins before its first listing; so listing and logs together leave nothing out. But nothing depends on a log: what was
+never in one (no room, no right to write), what was not read before its removal, and what a network file system shows
+late (NFS caches sizes and folders for seconds to a minute) is found by the next listing.
 
-A log is input from outside. Nothing in it is believed but records that verify, and those cost a false "maybe" in the
-presence filter at worst. Only regular files with such names in a real folder are opened, never waited for, and read no
-further than a log may reach. A torn record, the tail of a writer that was killed, is passed over; the records of other
-namespaces and of other versions do not verify.
+A log is untrusted input. Only records that verify are accepted, and those cost at worst a false "maybe" in the presence
+filter. Only regular files with such names in a real folder are opened, without blocking, and read no further than a log
+may reach. A torn record, left at the end by a killed writer, is skipped; records of other namespaces and of other
+versions do not verify.
 
-Who removes a log: its writer, as above; and anybody's survey of the folder once it has had no writer and no change for
-a minute, by when every follower has read it (no writer: no lock on it; or, where there are no locks, an hour old). The
-folder may be removed by hand: a writer looks after each append whether its log still has its name, and appends to
+Who removes a log: its writer, as above; and any process's survey of the folder, once the log has had no writer and no
+change for a minute, by when every follower has read it (no writer: no lock on it; or, without locks, an hour old). The
+folder may be removed by hand: a writer checks after each append whether its log still has its name, and appends to
 another if not. Logs are not in the account: each process that writes has at most 192 KiB of them.
 """
 
@@ -53,13 +53,13 @@ _LOG_BYTES = 1820 * _RECORD.size  # 64 KiB
 _KEPT_LOGS = 3
 _NAME = re.compile(r"[0-9a-f]{24}")
 _FOLLOWED = 256
-"""Files in the folder that a follower looks at, at most."""
+"""The most files in the folder that a follower looks at."""
 _TURN_BYTES = 1 << 20
-"""Read by one call, at most; the rest waits for the next."""
+"""The most that one call reads; the rest waits for the next."""
 _UNREAD_S = 60.0
 _DEAD_AFTER_S = 3600.0
 _REMADE = 16
-"""Times that the folder is made again for one log, if somebody removes it each time."""
+"""How often the folder is made again for one log, if it is removed each time."""
 
 
 class _LogFolder(NamedTuple):
@@ -76,8 +76,8 @@ class _LogFolder(NamedTuple):
 class FolderNews:
     """The news of one folder, at `path`: what this process writes there, and what it reads. Any thread may call it.
 
-    No method fails, nor makes the folder but `tell`. `_telling` is held across an append and `_hearing` across a look
-    at the logs: who waits for one of them was about to do the same.
+    No method fails, and only `announce` makes the folder. `_telling` is held across an append and `_hearing` across a
+    read of the logs: a thread that waits for one of them was about to do the same.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +96,7 @@ class FolderNews:
                 self._log.leave()  # the next entry tries again
 
     def hear(self, namespace: str) -> list[bytes]:
-        """Digests of entries that others have written since the last call. The first call begins here: it has none."""
+        """Digests of entries that others have written since the last call. The first call only marks the start."""
         heard: list[bytes] = []
         seed, left = _seed(namespace), _TURN_BYTES
         with self._hearing:
@@ -115,7 +115,7 @@ class FolderNews:
         return heard
 
     def sweep(self) -> None:
-        """Remove the logs that nobody writes any more."""
+        """Remove the logs that no process writes any more."""
         now: float | None = None
         try:
             for folder, name, status in _logs(self._where):
@@ -127,15 +127,15 @@ class FolderNews:
 
 
 class _Log:
-    """The log of one writer, and those that it has filled before. The caller has the lock."""
+    """The log of one writer, and those that it filled before. The caller has the lock."""
 
     def __init__(self, where: _LogFolder) -> None:
         self.writer = os.urandom(8).hex()
-        """What the names of its logs begin with."""
+        """The prefix of its logs' names."""
         self._where = where
         self._names: deque[str] = deque()
         self._begun = 0
-        self._file: FileIO | None = None  # not a descriptor: it is closed with whatever the tier was part of
+        self._file: FileIO | None = None  # not a descriptor: it is closed with the tier's owner
         self._identity = (0, 0)
         self._room = 0
 
@@ -149,7 +149,7 @@ class _Log:
             self.leave()
 
     def leave(self) -> None:
-        """Write no more to the log that there is."""
+        """Stop writing to the current log."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -181,13 +181,13 @@ def _seed(namespace: str) -> int:
 
 
 def _whole(length: int) -> int:
-    """How many of so many bytes are whole records."""
+    """How many of `length` bytes are whole records."""
     return length - length % _RECORD.size
 
 
 def _logs(where: _LogFolder, at_most: int | None = None) -> Iterator[tuple[int, str, os.stat_result]]:
-    """The folder's descriptor, and name and status of each log in it; of so many files at most. OSError if there is no
-    folder."""
+    """The folder's descriptor, and name and status of each log in it, among the first `at_most` files. OSError if there
+    is no folder."""
     with where.open(LISTED) as folder, os.scandir(folder) as found:
         for file in islice(found, at_most):
             if _NAME.fullmatch(file.name) and file.is_file(follow_symlinks=False):
@@ -198,7 +198,7 @@ def _logs(where: _LogFolder, at_most: int | None = None) -> Iterator[tuple[int, 
 
 
 def _read(folder: int, name: str, begin: int, end: int) -> bytes:
-    """Whole records between two places in a log; none if it was removed, or is not ours to read."""
+    """Whole records between two offsets in a log; none if it was removed, or may not be read."""
     if begin >= end:
         return b""
     try:
@@ -210,7 +210,7 @@ def _read(folder: int, name: str, begin: int, end: int) -> bytes:
 
 
 def _create(where: _LogFolder, name: str) -> FileIO:
-    """A new log; the folder is made where it is missing, or is being removed meanwhile."""
+    """A new log; the folder is made if it is missing or is removed meanwhile."""
     for _ in range(_REMADE):
         try:
             with (
@@ -238,4 +238,4 @@ def _remove_dead(folder: int, name: str, age: float) -> None:
             if locked or (locked is None and age > _DEAD_AFTER_S):
                 os.unlink(name, dir_fd=folder)
     except OSError:
-        pass  # another user's, or swept by somebody else
+        pass  # another user's, or swept by another process

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether there can be a disk tier at a path, in the words of whoever has to correct it.
+"""Whether there can be a disk tier at a path; errors are written for the user who has to correct it.
 
-An engine that is about to make the folder and `lmcache-ec doctor`, which makes nothing, ask the same function: what
-ends a start is found before it.
+An engine about to make the folder and `lmcache-ec doctor`, which makes nothing, call the same function: what would
+end a start is found before it.
 """
 
 import errno
@@ -14,8 +14,8 @@ from lmcache_ec.tiers.disk_folder import open_root
 
 
 def check_place(folder: Path) -> None:
-    """ValueError if this user can neither open the folder nor make it. It names the path, what is in the way and what
-    to do. Makes and changes nothing."""
+    """ValueError if this user can neither open the folder nor make it. It names the path, the obstacle and the
+    remedy. Makes and changes nothing."""
     try:
         os.close(open_root(str(folder)))
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def _why_not_opened(folder: Path, error: OSError) -> str:
 
 
 def _looping(folder: Path) -> Path:
-    """The first link on the way that leads nowhere."""
+    """The first link on the path that leads nowhere."""
     for path in (*reversed(folder.parents), folder):
         try:
             os.stat(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder holds, and what of it was used least recently: one walk over it."""
+"""How much a folder holds, and what in it was used least recently: one walk over it."""
 
 import os
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ _chance = SystemRandom()  # not `random`'s own generator, which vLLM seeds alike
 
 
 class Survey:
-    """One walk over the folder: how much it holds, and what of it was used least recently. Belongs to one thread.
+    """One walk over the folder: how much it holds, and what in it was used least recently. Belongs to one thread.
 
-    `root` is a descriptor of the folder, each time: whoever walks on later opens it anew. Writes under way are counted
-    first: what is published before its shard is walked is then seen in one of the two
-    places at least, and what is reserved later the account itself knows.
+    `root` is always a descriptor of the folder: a caller that continues the walk later opens it anew. Writes in
+    progress are counted first: an entry published before its shard is walked is then seen in at least one of the two
+    places, and the account itself knows what is reserved later.
     """
 
     def __init__(self, root: int, account: FolderAccount) -> None:
@@ -47,7 +47,7 @@ class Survey:
                 yield Listed(digest, status.st_size, status.st_mtime)
 
     def sample(self, root: int, at_most: int | None) -> None:
-        """All namespaces, shard by shard in an order drawn by chance, until `at_most` entries have been seen."""
+        """All namespaces, shard by shard in random order, until `at_most` entries have been seen."""
         shards = [shard for namespace in self.unseen for shard in shards_of(root, namespace)]
         _chance.shuffle(shards)
         for shard in shards:
@@ -58,7 +58,7 @@ class Survey:
                 self._add(name, status)
 
     def oldest(self) -> list[tuple[int, str]]:
-        """Time of last use (ns) and name of the least recently used entries, in this order."""
+        """Time of last use (ns) and name of the least recently used entries, oldest first."""
         self._found.sort()
         return self._found[: max(1, self._seen // 16) if self._cut else _VICTIMS]
 
@@ -70,7 +70,7 @@ class Survey:
     def _add(self, name: str, status: os.stat_result) -> None:
         self._seen += 1
         if (status.st_dev, status.st_ino) in self._writing:
-            return  # counted as a write under way
+            return  # already counted as a write in progress
         self._least += status.st_size
         self._most += status.st_size
         used = status.st_mtime_ns

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks now and then whether a tier was emptied as a whole (see `Tier.born`)."""
+"""Checks periodically whether a tier was emptied as a whole (see `Tier.born`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lmcache_ec.tiers.remote import Lookup
 
 @dataclass(slots=True)
 class _Look:
-    """When a tier is looked at next, and what its holdings were called at last."""
+    """When a tier is checked next, and the last known name of its content."""
 
     number: int
     lane: Lane
@@ -25,10 +25,10 @@ class _Look:
 
 
 class Looks:
-    """Every `every_s` seconds, or a little sooner; where a request costs something, as often as it is listed.
+    """Checks every `every_s` seconds, or a little sooner; where a request is not free, as often as it is listed.
 
-    `changed` is called with a tier's number and the name of what it holds, when that is first known and when it is
-    another; `wake` when `due_at` may have changed. Both from the tiers' threads.
+    `changed` is called with a tier's number and the name of its content, when that is first known and when it
+    changes; `wake` when `due_at` may have changed. Both are called from the tiers' threads.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Looks:
                 look.lane.scans.submit(self._look, look)
 
     def _look(self, look: _Look) -> None:
-        """A tier that cannot say is asked again: whatever is wrong, those who need the tier find out."""
+        """A tier that cannot answer is asked again: a fault shows in the calls that need the tier."""
         lane = look.lane
         try:
             born = None if lane.rests else lane.tier.born()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of a catalog as bytes: shards of a filter, and the keys that were written since.
+"""The objects of a catalog as bytes: shards of a filter, and the keys written since.
 
     header (magic, number of keys) | shard: the bits (presence.shard_of) or delta: 16 bytes a key | 16 bytes of tag
 
-The tag is over the namespace, the name of the object, header and payload: xxh3, or keyed BLAKE3 where entries are
-signed. So nothing torn passes, nothing under another name or of another namespace, and with a key nothing forged; an
-older object of the same name does. Whatever is in one, it decides no more than which keys are asked for.
+The tag covers the namespace, the object's name, header and payload: xxh3, or keyed BLAKE3 where entries are signed. So
+nothing passes that is torn, has another name or is of another namespace, and with a key nothing forged; an older object
+of the same name does. Whatever an object holds, it decides only which keys are asked for.
 
-Input from outside: lengths are checked before anything is read into memory, and no count in it sizes anything.
+Untrusted input: lengths are checked before anything is read into memory, and no count in it sizes an allocation.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"LMCECAT1"
 _TAG_BYTES = 16
 MOST_KEYS = 1 << 16
-"""Of one delta."""
+"""In one delta."""
 MAX_OBJECT_BYTES = _HEADER.size + max(MAX_SHARD_BYTES, MOST_KEYS * KEY_BYTES) + _TAG_BYTES
 
 
 class NoCatalogObject(ValueError):
-    """It is torn, forged, of another name, or no object of a catalog at all."""
+    """It is torn, forged, has another name, or is not an object of a catalog at all."""
 
 
 def encode(name: str, keys: int, payload: bytes, signing: SigningKey | None) -> bytes:
-    """The object of this name, which begins with its namespace."""
+    """The object with this name, which begins with its namespace."""
     data = _HEADER.pack(_MAGIC, keys) + payload
     return data + _tag(name, data, signing)
 
 
 def decode_shard(name: str, data: bytes, signing: SigningKey | None) -> tuple[int, bytes]:
-    """How many keys are in it, and its bits."""
+    """The number of keys in it, and its bits."""
     keys, payload = _decode(name, data, signing)
     if not is_shard(payload):
         raise NoCatalogObject(f"{name}: {len(payload)} bytes are not a shard")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tier is asked to read, and whether it is asked to write: each has a health of its own.
+"""Whether a tier is asked to read, and whether it is asked to write: the health of each is tracked separately.
 
-Only what says that the *tier* cannot be used counts (`TierUnreachable`, `WritesRefused`); what it answers about one
-entry does not. Any success ends a rest.
+Only errors that mean the *tier* cannot be used count (`TierUnreachable`, `WritesRefused`); those about one entry do
+not. Any success ends a rest.
 
-- *Reads* pause at the first such failure, so that nobody waits for a store that may be dead, and a probe goes out at
-  once: it tries a few times in a row, and one answer ends the pause, within milliseconds where the failure was one
-  request's. Without an answer the tier rests, longer each time, and each rest ends with one probe.
-- *Writes* rest after a few failures in a row. A rest ends with one probe, where the tier has one that changes nothing;
-  then writes go out one at a time until one is taken, and one that fails begins a longer rest. A store that refuses
-  them twice is *read only*, is asked again less often, and is read all the while.
+- *Reads* pause at the first such failure, so that no caller waits for a store that may be dead, and a probe is sent at
+  once: it tries a few times in a row, and one answer ends the pause, within milliseconds if the failure concerned only
+  one request. Without an answer the tier rests, longer each time, and each rest ends with one probe.
+- *Writes* rest after a few failures in a row. A rest ends with one probe, if the tier has one that changes nothing;
+  then writes are sent one at a time until one succeeds, and one that fails begins a longer rest. A store that refuses
+  them twice is *read only*: it is probed less often, and still serves reads.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class ReadHealth:
     def __init__(self) -> None:
         self.paused = False
         self.probe_at = NEVER
-        """When the tier is to be probed (monotonic seconds)."""
+        """When to probe the tier (monotonic seconds)."""
         self._rests = 0
         self._failed_at = 0.0
 
     @property
     def rests(self) -> bool:
-        """Whether a probe has had no answer, either."""
+        """Whether a probe has gone unanswered, too."""
         return self.paused and self._rests > 0
 
     def failed(self, error: Exception) -> bool:
-        """A read failed. Whether the tier pauses from now on."""
+        """A read failed. Whether reads pause from now on."""
         if self.paused or not isinstance(error, TierUnreachable):
             return False
         self.paused, self._failed_at = True, time.monotonic()
@@ -58,7 +58,7 @@ class ReadHealth:
         self._rests += 1
 
     def succeeded(self) -> float:
-        """Something was answered. For how many seconds the tier had been left alone, 0 if it was not."""
+        """There was an answer. For how many seconds the tier had been resting, 0 if it was not."""
         rested_s = time.monotonic() - self._failed_at if self.rests else 0.0
         self.paused, self.probe_at, self._rests = False, NEVER, 0
         return rested_s
@@ -72,13 +72,13 @@ class WriteHealth:
         self.refusal = ""
         """Why the store is read only; empty if it is not."""
         self.probe_at = NEVER
-        """When the tier is to be asked whether it takes writes (monotonic seconds)."""
+        """When to test whether the tier takes writes (monotonic seconds)."""
         self._in_a_row = 0
         self._rests = 0
 
     @property
     def on_trial(self) -> bool:
-        """Whether it has rested, and no write was taken since."""
+        """Whether it has rested, and no write has succeeded since."""
         return self._rests > 0 and not self.rests
 
     def failed(self, error: Exception) -> None:
@@ -89,14 +89,14 @@ class WriteHealth:
         if self._in_a_row >= _WRITE_FAILURES:
             self._rest(error)
         elif isinstance(error, WritesRefused):
-            self.probe_at = time.monotonic()  # is it this entry that was refused, or would any be?
+            self.probe_at = time.monotonic()  # was only this entry refused, or would any be?
 
     def probe_failed(self, error: TierError) -> None:
-        """As `failed`, of a probe: that one is believed at once."""
+        """As `failed`, for a probe: a single failure is enough."""
         self._rest(error)
 
     def probe_passed(self, certain: bool) -> None:
-        """Writes may go on, perhaps only to see whether they do. The next one that fails begins a longer rest."""
+        """Writes may resume, perhaps only as a trial. The next one that fails begins a longer rest."""
         if self.rests:
             self._in_a_row = _WRITE_FAILURES - 1
         self.rests, self.probe_at = False, NEVER
@@ -104,7 +104,7 @@ class WriteHealth:
             self.refusal = ""
 
     def succeeded(self) -> bool:
-        """A write was taken. Whether the store had been left alone, or was read only."""
+        """A write succeeded. Whether the store had been resting, or was read only."""
         ended = self._rests > 0
         self.rests, self.probe_at, self.refusal = False, NEVER, ""
         self._in_a_row = self._rests = 0
@@ -114,18 +114,18 @@ class WriteHealth:
         refused = isinstance(error, WritesRefused)
         lengths = _READ_ONLY_S if refused else _REST_S
         self.rests = True
-        if refused and self._rests:  # the first time it may have been full for a moment
+        if refused and self._rests:  # the first time it may have been full only for a moment
             self.refusal = message(error)
         self.probe_at = time.monotonic() + varied(lengths[min(self._rests, len(lengths) - 1)])
         self._rests += 1
 
 
 def varied(seconds: float) -> float:
-    """As long, give or take a fifth: a fleet that was refused at one moment does not come back at one moment."""
+    """`seconds`, plus or minus a fifth: replicas that were refused at the same moment do not return at the same one."""
     return seconds * _chance.uniform(1 - _JITTER, 1 + _JITTER)
 
 
 def shortened(seconds: float) -> float:
-    """At most as long, and up to a tenth less: a fleet that was started at one moment gets out of step, and nobody
-    waits longer than was promised."""
+    """`seconds`, or up to a tenth less: replicas that were started at the same moment get out of step, and the
+    documented time is never exceeded."""
     return seconds * _chance.uniform(1 - _SOONER, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens in the tiers: counted, and a line for whoever keeps the log."""
+"""Events in the tiers: counted, and reported as lines for the log."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Report = Callable[[str, str], None]
 
 
 _ERRORS = ("read", "write", "corrupt", "delete", "copy", "scan", "open")
-"""The kinds of reports that are about something that failed."""
+"""The kinds of reports that concern failures."""
 
 
 class Times(NamedTuple):
-    """So many calls took so long together."""
+    """How many calls took how long in total."""
 
     calls: int = 0
     seconds: float = 0.0
 
 
 class LastError(NamedTuple):
-    """When something failed last (Unix), and what."""
+    """When something last failed (Unix), and what."""
 
     at: float
     text: str
 
 
 class Journal:
-    """Counts of everything, and reports of what deserves a line. Any thread may call it.
+    """Counts of everything, and reports of what deserves a log line. Any thread may call it.
 
-    Both are named after the tier: `redis_hits` counts, `redis-read` is reported.
+    Both are named after the tier: `redis_hits` is a count, `redis-read` a report.
     """
 
     def __init__(self, report: Report) -> None:
@@ -49,7 +49,7 @@ class Journal:
         self._lock = threading.Lock()
 
     def share(self, tally: Tally) -> None:
-        """From now on whoever maps the tally sees these counts, as far as it keeps them."""
+        """From now on every process that maps the tally sees these counts, as far as it keeps them."""
         with self._lock:
             self._tally = tally
             for name, number in self.counts.items():
@@ -62,7 +62,7 @@ class Journal:
                 self._tally.add(name, number)
 
     def took(self, name: str, seconds: float) -> None:
-        """Something, `redis_read_ns`, took so long. Histograms are kept by the tally alone."""
+        """Something, such as `redis_read_ns`, took `seconds`. Only the tally keeps histograms."""
         with self._lock:
             calls, total_s = self.times.get(name, Times())
             self.times[name] = Times(calls + 1, total_s + seconds)
@@ -74,5 +74,5 @@ class Journal:
         self._report(kind, text)
 
     def last_error(self, tier: str) -> LastError | None:
-        """The last of a tier that was reported."""
+        """The last reported error of a tier."""
         return max((found for kind in _ERRORS if (found := self._errors.get(f"{tier}-{kind}"))), default=None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of remote tiers, by the scheme of their URLs.
 
-A new kind is a module that defines a `RemoteKind` and a line in `KINDS`; nothing else asks which kind a remote is of.
+A new kind is a module that defines a `RemoteKind`, and a line in `KINDS`; nothing else depends on a remote's kind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REFUSED: Mapping[str, str] = {scheme: why for kind in KINDS for scheme, why in k
 
 
 def kind_of(url: str) -> RemoteKind:
-    """The kind of the remote at `url`. ValueError, which quotes the scheme alone, if there is none."""
+    """The kind of the remote at `url`. ValueError, which quotes only the scheme, if there is none."""
     scheme = url.partition("://")[0].lower() if "://" in url else ""
     if why := REFUSED.get(scheme):
         raise ValueError(f"{scheme}:// cannot keep encoder outputs: {why}")
@@ -38,7 +38,7 @@ def kind_of(url: str) -> RemoteKind:
 
 
 def _unserved(scheme: str) -> str:
-    """Two dozen schemes would help nobody to see which one was meant."""
+    """Names only the nearest scheme: a list of two dozen would not help."""
     given = f"{scheme}://" if scheme else "an address without a scheme"
     near = difflib.get_close_matches(scheme, SCHEMES, 1)
     if near:
@@ -58,7 +58,7 @@ def configured(
     lookup: Lookup = Lookup.AUTO,
     refresh_s: float = REFRESH_S,
 ) -> Remote:
-    """The remote at `url` with what its kind reads of `extra_config`, and with what AUTO means for its kind.
+    """The remote at `url`, with the keys of `extra_config` that its kind reads, and with AUTO resolved for its kind.
 
     ValueError as `kind_of`.
     """
@@ -69,7 +69,7 @@ def configured(
 
 
 def check_remote(remote: Remote) -> None:
-    """ValueError, which holds no secret, for a remote that cannot be meant. Imports no client, makes no request."""
+    """ValueError, which holds no secret, for an invalid remote. Imports no client, makes no request."""
     try:
         urlsplit(remote.url)
     except ValueError:
@@ -88,7 +88,7 @@ def is_read_only(remote: Remote) -> bool:
 
 
 def can_list(url: str) -> bool:
-    """Whether the tier at `url` can say what it holds. ValueError as `kind_of`."""
+    """Whether the tier at `url` can be listed. ValueError as `kind_of`."""
     return kind_of(url).lists(url)
 
 
@@ -98,7 +98,7 @@ def is_remote_key(key: object) -> bool:
 
 
 def environment_of(urls: Iterable[str]) -> tuple[str, ...]:
-    """Beginnings of the names of environment variables that the clients of these remotes read. ValueError as
+    """Prefixes of the names of environment variables that the clients of these remotes read. ValueError as
     `kind_of`."""
     found = (name for url in urls for name in (*kind_of(url).environment, *kind_of(url).environment_for(url)))
     return tuple(dict.fromkeys(found))

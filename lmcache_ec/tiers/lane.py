@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier as its stack drives it: threads of its own, and whether it is asked at all."""
+"""A tier as its stack drives it: its own threads, and whether it is asked at all."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _T = TypeVar("_T")
 _SMOOTHING = 0.25
 
 _PROBES = 3
-"""Look-ups that a tier which failed once is given to show that it answers."""
+"""Look-ups with which a tier that failed once can show that it answers."""
 
 _LOOK_UPS = 3
-"""Of a survey: the quickest of them says how the tier answers, the others how busy this machine is."""
+"""Per survey: the quickest one measures the tier, the others only how busy this machine is."""
 
 _REMEASURED_S = 5.0
-"""A tier that was found slow is measured again so often."""
+"""How often a tier that was found slow is measured again."""
 
 _DOUBTED_S = 60.0
-"""How long something that proved nothing counts as absent where it would be recognized by its name alone."""
+"""How long an entry that did not verify counts as absent where it would be recognized by its name alone."""
 
 _QUEUED_ITEMS = 4096
 _QUEUED_BYTES = 1 << 30
@@ -45,10 +45,10 @@ _QUEUED_BYTES = 1 << 30
 class Habits:
     """How a tier is treated.
 
-    `slow_s`: with AUTO, one whose answers take longer on average is not asked about what it has not listed.
-    `refresh_s` between two listings at most, and up to a tenth less, by chance; but never more than a twentieth of the
-    time spent on them.
-    `local`: a look-up is so cheap that it is always asked, and a fault is one file's, not the tier's.
+    `slow_s`: with AUTO, a tier whose answers take longer on average is not asked about what it has not listed.
+    `refresh_s`: the longest time between two listings, randomly shortened by up to a tenth; but at most a twentieth of
+    the time is spent on listing.
+    `local`: a look-up is so cheap that it is always asked, and a fault concerns one file, not the tier.
     """
 
     lookup: Lookup
@@ -58,14 +58,14 @@ class Habits:
 
 
 def lane_names(tiers: Sequence[str]) -> list[str]:
-    """Names of tiers as they are counted and listed: a second one of a kind gets its position in the order, `s3_2`."""
+    """Names of tiers in counters and lists: a second one of a kind gets its position in the order appended, `s3_2`."""
     return [name if tiers.index(name) == index else f"{name}_{index}" for index, name in enumerate(tiers)]
 
 
 class Lane:
-    """One tier, its threads, and what is known of how it answers; a stuck tier holds up nothing but itself.
+    """One tier, its threads, and what is known of how it responds; a stuck tier blocks nothing but itself.
 
-    Its "complete" flag in the presence filter says to the scheduler side: do not wait for this tier about what the
+    Its "complete" flag in the presence filter means to the scheduler side: do not wait for this tier for what the
     filter does not hold. So it is set when a listing is complete, while a tier is slow, and while it is not asked
     because it failed. Methods may be called from any thread; `_lock` guards the numbers and is never held across I/O.
     """
@@ -79,7 +79,7 @@ class Lane:
         self._due_at = 0.0
         self._reading, self._writing = ReadHealth(), WriteHealth()
         if not habits.local:
-            self._writing.probe_at = 0.0  # whether it takes writes is asked once at the start
+            self._writing.probe_at = 0.0  # whether it takes writes is tested once at the start
         self._readers = 4 if habits.local else 8
         self.reads = ThreadPoolExecutor(self._readers, f"{name}-read")
         self.writes = ThreadPoolExecutor(1 if habits.local else 4, f"{name}-write")
@@ -87,12 +87,12 @@ class Lane:
         self.probes = ThreadPoolExecutor(1, f"{name}-probe")  # not behind a listing
         self._presence = presence
         self.signing: SigningKey | None = None
-        """What entries are signed with, and a tier's catalog."""
+        """The key that signs entries and a tier's catalog."""
         self._lists = habits.local or habits.lookup is Lookup.CATALOG
         self._follows = False
         self._list_at = 0.0
-        self._moved_to = ""  # the namespace to list, if that is not the first any more
-        self._known = False  # while it is well, nobody waits for it about what its listing lacks
+        self._moved_to = ""  # the namespace to list, if it is no longer the first one
+        self._known = False  # if set, no caller waits for a healthy tier for what its listing lacks
         self._answer_s = 0.0
         self._doubted: Recent[bytes] = Recent(_DOUBTED_S)
         self._queued_items = self._queued_bytes = 0
@@ -102,7 +102,7 @@ class Lane:
 
     @property
     def rests(self) -> bool:
-        """Whether it is left alone for now, because it cannot be reached."""
+        """Whether it is not called for now, because it cannot be reached."""
         return self._reading.rests
 
     @property
@@ -124,19 +124,19 @@ class Lane:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Writes that wait or are under way, and their bytes."""
+        """Writes that are queued or in progress, and their bytes."""
         with self._lock:
             return self._queued_items, self._queued_bytes
 
     @property
     def new_notice(self) -> bool:
-        """Whether the tier's notice is another than at the last call. The first one is reported by who opened it."""
+        """Whether the tier's notice has changed since the last call. The first one is reported when it is opened."""
         new = self.tier.notice not in ("", self._notice)
         self._notice = self.tier.notice
         return new
 
     def asks(self, digest: bytes, insist: bool = False) -> bool:
-        """Whether the tier is worth asking for the entry of this key; `insist`: even if its listing lacks it."""
+        """Whether to ask the tier for the entry of this key; `insist`: even if its listing lacks it."""
         if self.habits.local:
             return True
         if self._reading.paused:
@@ -144,7 +144,7 @@ class Lane:
         return insist or not self._presence.complete(self.name) or self._presence.may_contain(digest, self.name)
 
     def read(self, seconds: float | None = None) -> float:
-        """It answered; a look-up that moved no payload took `seconds`. For how long it had been left alone, else 0."""
+        """It answered; a look-up without payload took `seconds`. How long it had been resting, else 0."""
         with self._lock:
             away_s = self._recovered()
             if seconds is None:
@@ -158,7 +158,7 @@ class Lane:
         return away_s
 
     def read_failed(self, error: Exception) -> None:
-        """It did not answer. If that says more than that about one entry, nobody asks it or waits for it for now."""
+        """It did not answer. If that concerns more than one entry, no caller asks it or waits for it for now."""
         if self.habits.local:
             return
         with self._lock:
@@ -166,7 +166,7 @@ class Lane:
                 self._publish()
 
     def leave_alone(self) -> None:
-        """It could not be reached just now: as after a probe that had no answer."""
+        """It could not be reached just now: treat it as after an unanswered probe."""
         if self.habits.local:
             return
         with self._lock:
@@ -175,7 +175,7 @@ class Lane:
             self._publish()
 
     def wrote(self) -> bool:
-        """It took a write. Whether it had been left alone with them."""
+        """It took a write. Whether its writes had been resting."""
         with self._lock:
             return self._writing.succeeded()
 
@@ -192,7 +192,7 @@ class Lane:
         return min(self._reading.probe_at, self._writing.probe_at)
 
     def due_probes(self) -> tuple[bool, bool]:
-        """Whether it is time to probe reads, and writes. Whoever asks has to do it."""
+        """Whether it is time to probe reads, and writes. The caller has to run the probes that are due."""
         now = time.monotonic()
         with self._lock:
             if self.tier.read_only:
@@ -206,8 +206,8 @@ class Lane:
         return reads, writes
 
     def probe_reads(self, namespace: str) -> float:
-        """See whether a tier that failed answers. For how long it had been left alone, 0 if that failure was the only
-        one. Raises whatever the tier raises, and leaves it alone for a while."""
+        """Test whether a tier that failed answers. How long it had been resting, 0 if there was only that one failure.
+        Raises whatever the tier raises, and lets it rest for a while."""
         for left in reversed(range(_PROBES)):
             try:
                 self._timed_look_up(namespace)
@@ -223,7 +223,7 @@ class Lane:
             return self._recovered()
 
     def probe_writes(self) -> str | None:
-        """See whether the tier takes writes: why not, "" if it does now, None if there is nothing new."""
+        """Test whether the tier takes writes: why not, "" if it does now, None if nothing has changed."""
         certain = False
         try:
             certain = self.tier.check_writes()
@@ -267,7 +267,7 @@ class Lane:
         self._due_at = moment
 
     def survey(self, namespace: str) -> None:
-        """Measure how it answers, and list what it holds where that decides whether it is asked. On its scan thread.
+        """Measure how fast it answers, and list it if its listing decides whether it is asked. On its scan thread.
 
         Raises whatever the tier raises; it is then surveyed again later.
         """
@@ -297,8 +297,8 @@ class Lane:
                 self._due_at = min(self._list_at, measured_at) if remeasured else self._list_at
 
     def _list(self, namespace: str) -> float | None:
-        """Know what the tier holds, and forget what it holds no longer. In how many seconds there is more to know."""
-        self._take_news(namespace)  # so that what is written from here on is listed, or news
+        """Learn what the tier holds, and forget what it no longer holds. In how many seconds there is more to learn."""
+        self._take_news(namespace)  # so that what is written from here on is listed, or is news
         self._follows = True
         catalog = self.tier.catalog(namespace, self.signing)
         if catalog is None:
@@ -326,18 +326,18 @@ class Lane:
                 for shard in catalog.shards:
                     lay(*shard)
                     listed += shard.entries
-                for digest in catalog.digests:  # into both, as whatever is written meanwhile
+                for digest in catalog.digests:  # into both, like whatever is written meanwhile
                     listed += self._presence.add(self.name, digest)
             self.listed = listed
         else:
             self.listed += sum(self._presence.add(self.name, digest) for digest in catalog.digests)
 
     def _has_moved(self, namespace: str) -> bool:
-        """Whether another namespace is asked for by now, which has yet to be listed. Under the lock."""
+        """Whether another namespace is in use by now, which has yet to be listed. Under the lock."""
         return self._moved_to not in ("", namespace)
 
     def follow(self, namespace: str) -> None:
-        """Take in what neighbours have written lately, once a listing has begun. Never during another call of it."""
+        """Take in recent writes of neighbours, once a listing has begun. Never during another call of this method."""
         if self._follows:
             self._take_news(namespace)
 
@@ -347,42 +347,42 @@ class Lane:
                 self._count_listed()
 
     def has(self, digest: bytes, new: bool) -> None:
-        """The tier has this entry; `new` if it was written just now."""
+        """The tier has this entry; `new`: it was written just now."""
         self.trust(digest)
         if self.habits.lookup is Lookup.PROBE:
-            return  # it is asked, whatever is known
-        unheard = self._presence.add(self.name, digest)  # a neighbour may have been quicker to write it
+            return  # it is always asked, whatever is known
+        unheard = self._presence.add(self.name, digest)  # a neighbour may have written it first
         if (new or unheard) and self.habits.local:
             self._count_listed()
 
     def lost(self) -> None:
-        """What did not verify was deleted. Of a remote only its next listing counts."""
+        """An entry that did not verify was deleted. For a remote, only its next listing counts."""
         if self.habits.local:
             with self._lock:
                 self.listed = max(0, self.listed - 1)
 
     def doubt(self, digest: bytes) -> None:
-        """What the tier has under this name did not verify, and stays there until it is replaced."""
+        """What the tier has under this name did not verify, and stays until it is replaced."""
         with self._lock:
             self._doubted.add(digest, time.monotonic())
 
     def trust(self, digest: bytes) -> None:
-        """It did verify, or was written here."""
+        """The entry did verify, or was written here."""
         if len(self._doubted):
             with self._lock:
                 self._doubted.discard(digest)
 
     def doubts(self, digest: bytes) -> bool:
-        """Whether what is there did not verify lately."""
+        """Whether the entry there recently did not verify."""
         with self._lock:
             return self._doubted.holds(digest, time.monotonic())
 
     def _count_listed(self) -> None:
         with self._lock:
-            self.listed += 1  # the next listing sees what was evicted for it
+            self.listed += 1  # the next listing shows what was evicted for it
 
     def relist(self, namespace: str) -> None:
-        """This namespace is asked for from now on, another was listed: list anew, and ask until that is done."""
+        """From now on this namespace is in use, and another was listed: list anew, and ask until that is done."""
         with self._lock:
             self._moved_to = namespace
             self._list_at = self._due_at = 0.0
@@ -396,8 +396,8 @@ class Lane:
         return time.monotonic() - began
 
     def _measured(self, seconds: float) -> None:
-        """What a survey found: the one way in which a tier that was slow is seen to be quick again, and the other way
-        round where nothing else asks it."""
+        """A survey measured this: the only way to find a slow tier quick again, and, if nothing else asks it, a quick
+        one slow."""
         with self._lock:
             if self.habits.lookup is not Lookup.AUTO:
                 return
@@ -410,15 +410,15 @@ class Lane:
                 self._list_at = 0.0
 
     def shares(self, asked: Sequence[_T]) -> list[Sequence[_T]]:
-        """What to ask for, in parts for one thread each; several in a part where the tier asks for them at once."""
+        """What to ask for, in parts for one thread each; a part has several if the tier requests them in one batch."""
         if not self.tier.batches or len(asked) <= self._readers:
             return [[one] for one in asked]
         return [asked[start :: self._readers] for start in range(self._readers)]
 
-    # ---- what waits to be written
+    # ---- queued writes
 
     def enqueue(self, length: int, job: Callable[[], None]) -> bool:
-        """Have a write of `length` bytes done by the tier's own threads. False if too many wait, or it takes none."""
+        """Queue a write of `length` bytes on the tier's threads. False if the queue is full, or it takes none now."""
         with self._lock:
             full = self._queued_items >= _QUEUED_ITEMS or self._queued_bytes + length > _QUEUED_BYTES
             tried = self._writing.on_trial and self._queued_items  # one at a time

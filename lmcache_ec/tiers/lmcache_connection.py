@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of LMCache's own connectors: made, given memory to read into, and shared by the calls of a tier.
 
-LMCache, and torch with it, is imported by `connector_maker`, and not before: it takes seconds, and 350 MB.
+LMCache, and torch with it, is not imported before `connector_maker` runs: it takes seconds, and 350 MB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from lmcache_ec.tiers.base import TierError
 from lmcache_ec.tiers.lmcache_url import ConnectorTraits, connector_address, plugin_name
 
-_LONGEST_NAME = 75  # with the rest of the key, the 150 characters that `lm://` sends
+_LONGEST_NAME = 75  # fits, with the rest of the key, into the 150 characters that `lm://` sends
 _READ_FOR_NOTHING = 4 << 20  # a longer value is not read only to discard it
 _STRIPES = 64
 _OLD_S = 86_400
@@ -34,7 +34,7 @@ _TEMPORARY_KEY = "fs_connector_relative_tmp_dir"
 
 @dataclass(slots=True)
 class Reading:
-    """What one call wants of the connector, and what it has learned: `wanted` and `found` are lengths in bytes."""
+    """What one call wants from the connector, and what it has found: `wanted` and `found` are lengths in bytes."""
 
     wanted: int
     found: int | None = None
@@ -42,13 +42,13 @@ class Reading:
 
 
 reading_now: ContextVar[Reading | None] = ContextVar("reading_now", default=None)
-"""What the call that runs in this context wants."""
+"""The request of the call that runs in this context."""
 
 
 class _Memory:
-    """Where a connector gets its memory; stands for LMCache's LocalCPUBackend. Runs on the tier's loop, mostly.
+    """Where a connector gets its memory; replaces LMCache's LocalCPUBackend. Runs mostly on the tier's loop.
 
-    `allocate` knows which call it serves by the context. A connector that asks from elsewhere gets what it asks for.
+    `allocate` knows from the context which call it serves. A connector that calls from elsewhere gets what it asks for.
     """
 
     memory_allocator = None
@@ -60,7 +60,7 @@ class _Memory:
         self._limit_bytes = limit_bytes
 
     def allocate(self, shapes: Any, dtypes: Any, fmt: Any = None, *_: Any, **__: Any) -> Any:
-        """Memory for a value that the store has; None if nobody wants it, or it is longer than any may be. ValueError
+        """Memory for a value that the store has; None if it is not wanted, or is longer than any may be. ValueError
         for a shape that no value has: what follows it on the connection is then unknown."""
         shapes, dtypes = ([one] if not isinstance(one, list) else one for one in (shapes, dtypes))
         if any(size < 0 for shape in shapes for size in shape):
@@ -87,7 +87,7 @@ def _memory_object(shapes: Any, dtypes: Any, fmt: Any) -> Any:
 
 
 def memory_with(data: memoryview) -> Any:
-    """A copy of `data` as LMCache's connectors take it; a call that is given up may go on reading it."""
+    """A copy of `data` as LMCache's connectors take it; after a timeout the connector may still read it."""
     import torch
     from lmcache.v1.memory_management import MemoryFormat
 
@@ -98,7 +98,7 @@ def memory_with(data: memoryview) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a tier is asked about."""
+    """The entry that a call is about."""
 
     namespace: str
     digest: bytes
@@ -113,7 +113,7 @@ class Entry:
 
 
 class Connection:
-    """A connector and who may use it now. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
+    """A connector and the locks for its use. Belongs to the tier's loop; only `sever` may be called from elsewhere."""
 
     def __init__(self, connector: Any, traits: ConnectorTraits) -> None:
         self.connector = connector
@@ -123,12 +123,12 @@ class Connection:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def turn(self, entry: Entry | None) -> asyncio.Lock:
-        """Held by whoever uses the connector for an entry: one at a time, and one for all where there is one stream."""
+        """The lock to hold while using the connector for an entry; one lock for all entries if there is one stream."""
         return self._locks[hash(entry) % len(self._locks)]
 
     async def exists(self, entry: Entry) -> bool:
         found = int(await self.connector.exists(entry.engine_key))
-        if found < 0:  # so does mooncake say that it could not look
+        if found < 0:  # mooncake's way to report that it could not look
             raise TierError(errno.EIO, f"mooncake answers {found} to whether {entry.digest.hex()} is there")
         return bool(found)
 
@@ -142,7 +142,7 @@ class Connection:
         await self.connector.put(entry.engine_key, carried)
 
     def sever(self) -> None:
-        """Wake a thread that waits for the other side for good. LMCache's sockets have no limit of time."""
+        """Wake a thread that would wait forever for the other side. LMCache's sockets have no timeout."""
         if self._socket is not None:
             try:
                 self._socket.shutdown(socket.SHUT_RDWR)
@@ -162,8 +162,8 @@ def _temporary_folders(connector: Any) -> list[Path]:
 
 
 def _sweep(connector: Any) -> None:
-    """Remove what killed writers left. A living one that wrote nothing for a day makes itself a new folder. Our own was
-    made just now, by the clock that dates the others."""
+    """Remove what killed writers left. A living one that wrote nothing for a day makes a new folder. Our own was made
+    just now, by the clock that dates the others."""
     for own in _temporary_folders(connector):
         now = own.stat().st_mtime
         for folder in own.parent.glob(f"{_TEMPORARY}*"):
@@ -177,8 +177,8 @@ def _sweep(connector: Any) -> None:
 def connector_maker(
     url: str, extra_config: Mapping[str, object], traits: ConnectorTraits, limit_bytes: int
 ) -> Callable[[asyncio.AbstractEventLoop], Any]:
-    """What makes connectors for a loop. Imports LMCache, and has it be silent where it was not there before us: it logs
-    URLs and each miss of a file."""
+    """A function that makes connectors for a loop. Imports LMCache, and silences it unless it was imported before: it
+    logs URLs and each miss of a file."""
     if "lmcache" not in sys.modules:
         os.environ.setdefault("LMCACHE_LOG_LEVEL", "CRITICAL")
     import torch
@@ -203,7 +203,7 @@ def connector_maker(
 
 
 def model_name(namespace: str) -> str:
-    """What stands for the model in LMCache's key: no two namespaces share it, and no model has it."""
+    """The model name in LMCache's key: no two namespaces share it, and no model has it."""
     name = f"ec.{namespace}"
     if len(name) <= _LONGEST_NAME:
         return name

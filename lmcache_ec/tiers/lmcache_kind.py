@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All remotes that LMCache's own connectors serve, as one kind."""
+"""All remotes served by LMCache's own connectors, as one kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LMCACHE = RemoteKind(
         r"|master_server_address|transfer_timeout|storage_root_dir"
     ),
     refused=REFUSED,
-    # Not `fs://` either: its connector knows no times, and makes folders wherever it is opened.
+    # Nor can `fs://`: its connector knows no times, and makes folders wherever it is opened.
     no_namespaces="cannot be listed through LMCache's connector, and nothing can be removed by namespace",
     no_probe="LMCache's connector may change what is stored",
 )

@@ -3,23 +3,22 @@
 
     ec.<namespace>@1@0@<sha256 of the identifier>@uint8
 
-A connector reads into memory that it asks for, and says with that how much the store has: which shows the length of an
-entry. It never gets the caller's own memory, because a connector cannot be stopped: what arrives after a call was given
-up must not land in a place that belongs to another entry by then.
+A connector reads into memory that it requests from us, and the requested size shows the length of an entry. It never
+gets the caller's own memory, because a connector cannot be stopped: what arrives after a call has timed out must not
+overwrite memory that belongs to another entry by then.
 
 What LMCache's connectors do not promise, and this tier therefore does not:
 
-- Nothing excludes two processes. If both put one key at once, both write, and the bytes of the later one stay.
-- Nothing ages. Neither a server of `lm://` nor a folder of `fs://` has a limit of size.
-- `fs://` hides why a file cannot be read. What is there and cannot be read is an error, without the reason; in a folder
-  that cannot be looked into nothing is there.
-- A server of `lm://` neither lists nor deletes. What is deleted is absent for this tier alone, until it is put
+- There is no mutual exclusion. If two processes put one key at once, both write, and the later bytes stay.
+- Nothing expires. Neither a server of `lm://` nor a folder of `fs://` has a size limit.
+- `fs://` hides why a file cannot be read. An unreadable entry is an error, without the reason; in a folder that cannot
+  be searched all entries are absent.
+- A server of `lm://` neither lists nor deletes. A deleted entry is absent for this tier only, until it is put
   again. A writer that is killed in the middle of a put leaves a key there that has no value.
-
 - `mooncakestore://` does not list, delete or replace either, and keeps no value of 0 bytes.
 
-What is there and cannot be read is an error once. From then on it counts as absent, and the next put replaces it if the
-store replaces anything.
+An entry that exists but cannot be read is an error once. After that it counts as absent, and the next put replaces it
+if the store replaces anything.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ from lmcache_ec.tiers.remote import MAX_ENTRY_BYTES, TIMEOUT_S
 
 _LONGEST = (1 << 31) - 1  # LMCache sends a length as a C int
 _SLOWEST = 4 << 20  # bytes a second; slower is a hang
-_LIST_PATIENCE = 6  # a list may take so many times as long as a look-up
+_LIST_PATIENCE = 6  # how many times as long as a look-up a list may take
 _PAGE = 256
 _NO_LENGTH = -1
 _VOID_ENTRIES = 4096
 
 _REFUSE_WRITES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 
-_PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # no whole number of any token
+_PROBE = memoryview(hashlib.shake_128(b"lmcache-ec").digest(1009))  # not a whole number of tokens of any size
 
 _T = TypeVar("_T")
 
@@ -76,8 +75,8 @@ def open_lmcache_remote(
 ) -> LMCacheRemoteTier:
     """The tier at a URL of LMCache, after a request that shows that it can be used.
 
-    TierUnreachable if nobody answers, ValueError if something else is wrong, for example that its connector is not
-    known to keep a value as it is and gave back another one. Takes seconds where LMCache is not imported yet.
+    TierUnreachable if nothing answers, ValueError if something else is wrong, for example if its connector is not
+    known to keep values unchanged and returned another one. Takes seconds if LMCache is not imported yet.
     """
     if timeout_s <= 0:
         raise ValueError(f"{masked_url(url)}: timeout_s={timeout_s} must be above 0")
@@ -92,12 +91,12 @@ def open_lmcache_remote(
 
 
 class _Unreadable(Exception):
-    """A value is there, and did not arrive."""
+    """A value exists, but could not be read."""
 
 
 @dataclass(slots=True)
 class _Call:
-    """One call of the tier on its way: what it is about, when its caller gives up, and the connection it uses."""
+    """One call of the tier in progress: its entry, when its caller gives up, and the connection it uses."""
 
     entry: Entry | None
     gives_up_at: float
@@ -105,12 +104,12 @@ class _Call:
 
 
 class LMCacheRemoteTier(Tier):
-    """Entries in whatever one of LMCache's connectors keeps; see the top of this file for what that cannot promise.
+    """Entries in the store of one of LMCache's connectors; see the top of this file for what that cannot promise.
 
-    Runs in the store process, on the tier's own threads. All that it knows, the connection and the entries that count
-    as absent, is touched by one more thread alone, that of its asyncio loop; so there is no lock. A connector may block
-    that thread: callers then give up in time all the same. A connection that failed is replaced, and what failed on it
-    is tried once more, since it may have ended long ago.
+    Runs in the store process, on the tier's own threads. Its state, the connection and the entries that count as
+    absent, is accessed only by one more thread, that of its asyncio loop; so there is no lock. A connector may block
+    that thread: callers still give up in time. A failed connection is replaced, and the call that failed on it is
+    retried once, since the connection may have ended long ago.
     """
 
     name = "lmcache"
@@ -137,9 +136,9 @@ class LMCacheRemoteTier(Tier):
         return f"LMCacheRemoteTier({self._address})"
 
     def check(self) -> None:
-        """Ask for an entry that nobody has; where the connector is not proven, have it keep and give back a small one.
+        """Ask for an entry that does not exist; if the connector is not proven, have it store and return a small one.
 
-        TierUnreachable if nobody answers, ValueError for anything else that is wrong.
+        TierUnreachable if nothing answers, ValueError for anything else that is wrong.
         """
         try:
             kept = self._ask(None, self._timeout_s, "open", self._prove)
@@ -175,10 +174,10 @@ class LMCacheRemoteTier(Tier):
         async def write(there: Connection) -> bool:
             if not (self._traits.replaces and entry in self._void) and await there.exists(entry):
                 return False
-            if self._traits.replaces:  # until it is there for certain: who knows what a write that breaks off leaves
+            if self._traits.replaces:  # until it is certainly there: an interrupted write may leave anything
                 self._count_as_absent(entry)
             await there.put(entry, carried)
-            if not await there.exists(entry):  # no connector says what came of a put
+            if not await there.exists(entry):  # no connector reports the outcome of a put
                 raise TierError(errno.EIO, f"{self._address}: {key.object_name} was written, but is not there")
             self._void.pop(entry, None)
             return True
@@ -196,7 +195,7 @@ class LMCacheRemoteTier(Tier):
         entry = Entry(key.namespace, key.digest)
 
         async def remove(there: Connection) -> None:
-            try:  # not on the loop's thread: a connector may have it wait for the loop
+            try:  # not on the loop's thread: a connector may make it wait for the loop
                 removed = await self._loop.run_in_executor(None, there.connector.remove_sync, entry.engine_key)
             except NotImplementedError:
                 self._count_as_absent(entry)
@@ -209,7 +208,7 @@ class LMCacheRemoteTier(Tier):
         return True
 
     def list(self, namespace: str) -> Iterator[Listed]:
-        """Every entry of `fs://`, with 0 for the time, which is not known; of any other connector nothing at all."""
+        """Every entry of `fs://`, with 0 for the unknown time; nothing at all for any other connector."""
         check_namespace(namespace)
         if not self._traits.lists:
             return
@@ -240,7 +239,7 @@ class LMCacheRemoteTier(Tier):
         try:
             asyncio.run_coroutine_threadsafe(end(), self._loop).result(self._timeout_s)
         except TimeoutError:
-            return  # a connector holds the thread; it ends with the process
+            return  # a connector blocks the thread; it ends with the process
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(self._timeout_s)
         if not self._thread.is_alive():
@@ -256,7 +255,7 @@ class LMCacheRemoteTier(Tier):
         use: Callable[[Connection], Awaitable[_T]],
         writes: bool = False,
     ) -> _T:
-        """What `use` makes of the connection, on the loop; TierError if it fails or takes longer than `seconds`."""
+        """What `use` returns for the connection, on the loop; TierError if it fails or takes longer than `seconds`."""
         call = _Call(entry, time.monotonic() + seconds)
         future = asyncio.run_coroutine_threadsafe(self._served(call, use), self._loop)
         try:
@@ -270,7 +269,7 @@ class LMCacheRemoteTier(Tier):
                 self._loop.call_soon_threadsafe(self._forget, connection)
             raise TierUnreachable(errno.ETIMEDOUT, f"{self._address}: {what}: no answer in time") from None
         except Exception as error:
-            if isinstance(error, struct.error):  # LMCache takes apart what it got of an answer
+            if isinstance(error, struct.error):  # LMCache tried to unpack a truncated answer
                 error = ConnectionResetError(errno.ECONNRESET, "the connection broke")
             number = getattr(error, "errno", None) or errno.EIO
             kind = TierUnreachable if number in UNREACHABLE else TierError
@@ -279,13 +278,13 @@ class LMCacheRemoteTier(Tier):
             raise kind(number, f"{self._address}: {what}: {self._explained(error)}") from None
 
     def _explained(self, error: Exception) -> str:
-        """What an error says, with the name of a key in place of each value of `extra_config`: one may be a secret."""
+        """An error's text, with the key's name in place of each value of `extra_config`: one may be a secret."""
         values = {key: value for key, value in self._extra_config.items() if isinstance(value, str) and len(value) > 3}
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         return without_secrets(text, values)
 
     def _limits(self, ttl_s: float | None) -> str:
-        """What a user has to know who reads no source."""
+        """What a user has to know about the connector's limits."""
         limits = ["it never removes anything"]
         if ttl_s is not None:
             limits.append("ec.ttl_s has no effect")
@@ -309,7 +308,7 @@ class LMCacheRemoteTier(Tier):
             except Exception as error:
                 self._forget(connection)
                 if time.monotonic() > call.gives_up_at:
-                    raise  # to nobody: the connection was severed
+                    raise  # no caller waits for it: the connection was severed
                 if again:
                     if isinstance(error, _Unreadable) and call.entry is not None:
                         self._count_as_absent(call.entry)
@@ -317,7 +316,7 @@ class LMCacheRemoteTier(Tier):
                 again = True
 
     def _connected(self) -> Connection:
-        """A new connection. Holds up the loop, and what waits on it, for as long as LMCache takes."""
+        """A new connection. Blocks the loop, and what waits on it, for as long as LMCache takes."""
         if address := listener(self._url, self._extra_config):
             socket.create_connection(address, self._timeout_s).close()
         return Connection(self._connector(self._loop), self._traits)
@@ -328,7 +327,7 @@ class LMCacheRemoteTier(Tier):
             connection.discard()
 
     def _count_as_absent(self, entry: Entry) -> None:
-        """Until it is written."""
+        """Treat it as absent until it is written."""
         self._void[entry] = None
         if len(self._void) > _VOID_ENTRIES:
             del self._void[next(iter(self._void))]
@@ -344,14 +343,14 @@ class LMCacheRemoteTier(Tier):
             return held.get_size(), held
         if reading.declined and reading.found is not None:
             if not self._traits.declines:
-                self._forget(there)  # and with it the value that nobody takes
+                self._forget(there)  # and with it the value that was not read
             return reading.found, None
         if reading.found is not None or (not self._traits.one_stream and await there.exists(entry)):
             raise _Unreadable("there is a value, but LMCache's connector could not read it")
         return None
 
     async def _prove(self, there: Connection) -> bool:
-        """Whether a value of a length that no KV chunk has comes back as it was. It stays, under a name of its own."""
+        """Whether a value whose length no KV chunk has is returned unchanged. It stays, under its own name."""
         entry = Entry("lmcache-ec-probe", hashlib.sha256(_PROBE).digest())
         kept = await there.exists(entry)
         if self._traits.proven:

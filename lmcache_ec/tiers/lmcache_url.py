@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a remote of LMCache's is: its URL, read, and what is known of the connector behind it. Imports nothing of
+"""Where one of LMCache's remotes is: parses its URL, and has what is known of its connector. Imports nothing of
 LMCache, and makes no request."""
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MOONCAKE_MASTER = ("mooncake_master_server_addr", "mooncake_master_server_addre
 class ConnectorTraits:
     """What one of LMCache's connectors is known to do.
 
-    `one_stream`: a single connection, on which whoever speaks out of turn reads the answer to another question.
-    `declines`: given no memory for a value, it leaves that unread and goes on. `lists`: it can say what it has.
-    `replaces`: a second put of a key counts, not the first. `reconnects`: it finds its store again by itself, and a
-    new one is dear. `proven`: it is in the tests of this tier; another one has to keep a small entry when it is opened.
+    `one_stream`: a single connection, on which interleaved requests would read each other's answers.
+    `declines`: given no memory for a value, it leaves that unread and continues. `lists`: it can list its entries.
+    `replaces`: the last put of a key counts, not the first. `reconnects`: it finds its store again by itself, and a
+    new one is expensive. `proven`: it is in this tier's tests; another one has to keep a small entry when opened.
     """
 
     one_stream: bool = False
@@ -57,7 +57,7 @@ _TRAITS = {
 
 
 def check_lmcache_url(url: str, extra_config: Mapping[str, object]) -> None:
-    """ValueError, which holds no secret, for a URL that cannot be meant. Imports nothing of LMCache."""
+    """ValueError, which holds no secret, for an invalid URL. Imports nothing of LMCache."""
     parts = urlsplit(url)
     scheme = parts.scheme.lower()
     if "@" in parts.netloc:
@@ -89,14 +89,14 @@ def plugin_name(url: str) -> str:
 
 
 def connector_address(url: str) -> str:
-    """The URL as LMCache wants it: its scheme in small letters, and a host, which means nothing, even with `fs://`."""
+    """The URL as LMCache wants it: its scheme in lower case, and a host even with `fs://`, where it means nothing."""
     scheme, _, rest = url.partition("://")
     host = "localhost:0" if scheme.lower() == "fs" and rest.startswith("/") else ""
     return f"{scheme.lower()}://{host}{rest}"
 
 
 def _type_of(url: str) -> str:
-    """The scheme, or, for a plugin, the type that its name begins with."""
+    """The scheme, or for a plugin the type with which its name begins."""
     return plugin_name(url).partition(".")[0] or urlsplit(url).scheme.lower()
 
 
@@ -107,7 +107,7 @@ def traits_of(url: str) -> ConnectorTraits:
 def listener(url: str, extra_config: Mapping[str, object]) -> tuple[str, int] | None:
     """Host and port at which something has to listen before a connector may be made; None if that does not matter.
 
-    It does for connectors that wait without end if nothing listens there. Mooncake's even holds the interpreter
+    It does for connectors that wait forever if nothing listens there. Mooncake's even blocks the interpreter
     meanwhile, for 90 s, and with it every other tier.
     """
     if _type_of(url) == "mooncakestore":

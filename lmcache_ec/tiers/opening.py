@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers are opened side by side, and one whose store cannot be reached is waited for in the background."""
+"""Opens tiers in parallel; one whose store cannot be reached is opened later, in the background."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lmcache_ec.tiers.lane import Habits, lane_names
 from lmcache_ec.tiers.remote import Lookup, Remote
 
 _TIMEOUT_S = 8.0
-"""Of which importing LMCache for one of its remotes takes up to 6.5 s."""
+"""Importing LMCache for one of its remotes takes up to 6.5 s of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A tier that is to be opened. `what` stands in front of what refuses it, `where`, which holds no credential, is
-    where its store is, `name` is the tier's."""
+    """A tier to open. `what` is the prefix of the error that refuses it, `where` (without credentials) is the location
+    of its store, `name` is the tier's."""
 
     what: str
     where: str
@@ -57,8 +57,8 @@ def opened(
     """The tiers, in order. `refuse` is called as soon as one turns out to be unusable, even while others are still
     being opened; if it returns, that tier is left out.
 
-    A remote that cannot be reached is opened later (`AwaitedTier`), and so is, where `restarted`, any tier: an engine
-    has been served with it already.
+    A remote that cannot be reached is opened later (`AwaitedTier`). If `restarted`, so is any tier that fails: the
+    engine has already used it.
     """
     pool = ThreadPoolExecutor(max(1, len(openings)), "open")
     attempts = {pool.submit(opening.open): opening for opening in openings}
@@ -82,7 +82,7 @@ def opened(
 
 
 def _as_they_end(attempts: Collection[Future[Tier]]) -> Iterator[Future[Tier]]:
-    """Each as soon as it has ended; after `_TIMEOUT_S` also those that have not."""
+    """Each as soon as it has finished; after `_TIMEOUT_S` also those that have not."""
     waiting = dict.fromkeys(attempts)
     with suppress(TimeoutError):
         for future in as_completed(attempts, _TIMEOUT_S):

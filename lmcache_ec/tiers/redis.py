@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis (or Valkey, or what speaks like it): one value an entry, on a single server, behind Sentinels, or a Cluster.
+"""Redis (or Valkey, or a compatible store): one value per entry, on a single server, behind Sentinels, or a Cluster.
 
-An entry is under `<prefix><object name>`. It is written with SET NX and lives until its time (PX, counted from the
-write) is over or the server evicts it: both are plain misses. Under `<prefix>born` the store has a name, without a time
-to live (see `Tier.born`).
+An entry's key is `<prefix><object name>`. It is written with SET NX and lives until its TTL (PX, counted from the
+write) expires or the server evicts it: both are plain misses. `<prefix>born` holds the store's name, without a TTL
+(see `Tier.born`).
 """
 
 import errno
@@ -56,12 +56,12 @@ _NO_VALUE = "WRONGTYPE"  # what a server answers where a key holds a list, a has
 _Replies = list[object]
 _Numbers = list[int]
 _Keys = dict[bytes, ObjectName]
-"""Keys of the server under which entries are, with what their names say."""
+"""Keys of entries on a server, with their parsed names."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An entry that a server has, and when it was last used (Unix), None if the server does not say."""
+    """An entry that a server has, and when it was last used (Unix), None if the server does not tell."""
 
     namespace: str
     digest: bytes
@@ -71,7 +71,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What `born` found: the name that the store bears, the one that was reported, and what the servers counted."""
+    """What `born` found: the store's name, the name that was reported, and the servers' counts."""
 
     marker: bytes
     reported: bytes
@@ -79,7 +79,7 @@ class _Look:
 
 
 class _Call:
-    """One call of a tier: it has an end, one of the slots, and TierError for whatever goes wrong. One thread's."""
+    """One call of a tier: it has a deadline, one of the slots, and raises TierError for any failure. One thread."""
 
     __slots__ = ("_action", "_key", "_tier", "_writes")
 
@@ -110,8 +110,8 @@ class RedisTier(Tier):
     """Entries as values of a Redis store; made by `open_redis`.
 
     Runs in the store process, on the tier's own threads: any number, of which `connections` are served at once. A call
-    takes at most a little more than twice `timeout_s` (a listing: each step of it). A full server that evicts nothing
-    fails `put` with ENOSPC. The time that an entry has left is not prolonged by reading it.
+    takes at most a little more than twice `timeout_s` (a listing: each step of it). If the server is full and evicts
+    nothing, `put` fails with ENOSPC. Reading an entry does not extend its TTL.
     """
 
     name = "redis"
@@ -126,7 +126,7 @@ class RedisTier(Tier):
         self._lifetime = () if options.ttl_s is None else ("PX", max(1, round(options.ttl_s * 1000)))
         self._last_look: _Look | None = None
         self.slots = SimpleQueue[None]()
-        """One for each call that may be under way."""
+        """One for each call that may be in progress."""
         for _ in range(options.connections):
             self.slots.put(None)
         self._fan_out = ThreadPoolExecutor(options.connections, "redis-fan-out")  # only a Cluster starts its threads
@@ -143,13 +143,13 @@ class RedisTier(Tier):
         if len(data) > limit:
             raise TierError(errno.EFBIG, f"an entry of {len(data)} bytes does not fit: the Redis tier takes {limit}")
         with _Call(self, "write", key, writes=True):
-            # Asked first: what another engine has stored already would be sent for nothing.
+            # Asked first: an entry that another engine has already stored would be sent for nothing.
             if self._taken(name):
                 return False
             return bool(self._ask(Command(("SET", name, data, "NX", *self._lifetime))))
 
     def held(self, key: EncoderCacheKey, most_bytes: int) -> Held | None:
-        """As every tier; a list or the like, which nobody here wrote, is no value."""
+        """As every tier; a list or the like, which was not written here, is not a value."""
         try:
             return super().held(key, most_bytes)
         except TierError as error:
@@ -158,12 +158,12 @@ class RedisTier(Tier):
             return Held(0, None)
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
-        """As every tier; what took the place of `held` meanwhile is written over, too."""
+        """As every tier; whatever took the place of `held` meanwhile is overwritten, too."""
         with _Call(self, "replace", key, writes=True):
             return bool(self._ask(Command(("SET", self._name(key), data, *self._lifetime))))
 
     def check_writes(self) -> bool:
-        """As every tier: to write over a key that does not exist writes nothing, and is refused as any write is."""
+        """As every tier: overwriting a key that does not exist writes nothing, but is refused like any write."""
         with _Call(self, "write", writes=True):
             self._ask(Command(("SET", f"{self.options.prefix}is-anybody-there", b"", "XX")))
         return True
@@ -175,7 +175,7 @@ class RedisTier(Tier):
         return answer
 
     def peek(self, key: EntryName, most: int) -> bytes | None:
-        """As every tier; no use of the entry from Redis 7.2 and Valkey 7.2 on."""
+        """As every tier; does not count as a use of the entry from Redis 7.2 and Valkey 7.2 on."""
         with _Call(self, "look at", key):
             name = self._name(key)
             look = Command(("GETRANGE", name, 0, most - 1))
@@ -190,10 +190,10 @@ class RedisTier(Tier):
             return bool(self._ask(Command(("UNLINK", self._name(key)))))
 
     def get_each_into(self, wanted: Sequence[tuple[EncoderCacheKey, memoryview]]) -> Answers:
-        """`get_into` for several entries, in the time that one call may take.
+        """`get_into` for several entries, within the time limit of one call.
 
-        One round trip: to each server of a Cluster, side by side; and one for each `batch_bytes` of buffers. What fails
-        is the answer for its entry; TierError is raised only where nothing could be asked.
+        One round trip to each server of a Cluster, in parallel, and for each `batch_bytes` of buffers. An error is the
+        answer for its entry; TierError is raised only if nothing could be requested.
         """
         action = f"read {_entries(len(wanted))}"
         with _Call(self, action):
@@ -204,7 +204,7 @@ class RedisTier(Tier):
         """`contains` for several entries, in one round trip, as `get_each_into`."""
         action, names = f"look for {_entries(len(keys))}", [self._name(key) for key in keys]
         with _Call(self, action):
-            # STRLEN says 0 of what is not there, too.
+            # STRLEN is also 0 for a missing key.
             replies = self._ask_each([Command((verb, name)) for name in names for verb in ("EXISTS", "STRLEN")])
             return [
                 self._answer(action, self._known_length(name, there, length))
@@ -212,9 +212,9 @@ class RedisTier(Tier):
             ]
 
     def list(self, namespace: str) -> Iterator[Listed]:
-        """As every tier; `modified` is the present where the server does not say when an entry was last used.
+        """As every tier; `modified` is the present if the server does not tell when an entry was last used.
 
-        It says so unless it evicts by frequency. Listing does not update it, from Redis 7.2 and Valkey 7.2 on.
+        It does unless it evicts by frequency. Listing does not update that time, from Redis 7.2 and Valkey 7.2 on.
         """
         now = time.time()
         for page in self._pages(f"list {namespace}", f"{check_namespace(namespace)}/"):
@@ -222,8 +222,8 @@ class RedisTier(Tier):
                 yield Listed(found.digest, found.length, now if found.used is None else found.used)
 
     def namespaces(self) -> Iterator[NamespaceUse]:
-        """As every tier; a server that evicts by frequency says nothing of the time. Counting does not update it from
-        Redis 7.2 and Valkey 7.2 on. Looks at every key of the database, in steps."""
+        """As every tier; a server that evicts by frequency does not report the time. Counting does not update it from
+        Redis 7.2 and Valkey 7.2 on. Scans every key of the database, in steps."""
         uses: dict[str, NamespaceUse] = {}
         for page in self._pages("list the namespaces", ""):
             for found in page:
@@ -244,10 +244,10 @@ class RedisTier(Tier):
         return removed
 
     def born(self) -> str | None:
-        """As every tier. Needs the right to INFO; where a server does not count evictions, it is unknown.
+        """As every tier. Needs permission for INFO; None if a server does not count evictions.
 
-        Under a policy that evicts any key the name may go by itself, and comes back: what the servers have counted
-        distinguishes this from a flush. One thread calls it. Of a Cluster the server with the name is watched.
+        Under a policy that evicts any key the name itself may be evicted, and is restored: the servers' counts
+        distinguish this from a flush. Called by one thread. In a Cluster, the server that has the name is watched.
         """
         with _Call(self, "look whether it was emptied"):
             try:
@@ -255,7 +255,7 @@ class RedisTier(Tier):
                 last = self._last_look
                 reported = marker if last is None else last.reported
                 if last is not None and marker != last.marker:
-                    counts = self._counts()  # after the name was missed: a flush in between is in them
+                    counts = self._counts()  # after the name was missed: they include a flush in between
                     reported = reported if counts.explain_loss_since(last.counts) else marker
             except (KeyError, ResponseError):
                 return None
@@ -267,7 +267,7 @@ class RedisTier(Tier):
         disconnect(self._client)
 
     def _marker(self) -> bytes:
-        """The name that the store bears, given to it if it has none."""
+        """The store's name; a store without one is given one."""
         name = f"{self.options.prefix}born".encode()
         found = self._ask(Command(("GET", name)))
         if found is None and self.read_only:
@@ -291,7 +291,7 @@ class RedisTier(Tier):
         number, reason = explain(error, self.address, self.options)
         kind = fault_of(error)
         if kind is WritesRefused and not writes:
-            kind = TierError  # the right to read, for one, concerns these keys
+            kind = TierError  # a missing right to read, for example, concerns only these keys
         return kind(number, f"Redis tier at {self.address} could not {action}: {reason}")
 
     def _answer(self, action: str, reply: object) -> Answer:
@@ -320,7 +320,7 @@ class RedisTier(Tier):
         return length or self._ask(Command(("GET", name), _NOTHING))  # empty; or removed in between
 
     def _keys(self, action: str, folder: str) -> Iterator[tuple[Any, _Keys]]:
-        """The names of the entries below `folder`, as each server lists them step by step; each name once."""
+        """The names of the entries below `folder`, as each server scans them in steps; each name once."""
         prefix = f"{self.options.prefix}{folder}".encode()
         pattern = re.sub(rb"([\\*?\[\]])", rb"\\\1", prefix) + b"*"
         seen = set[bytes]()  # a key may come twice while the server's table of keys grows or shrinks
@@ -338,7 +338,7 @@ class RedisTier(Tier):
                     yield pool, new
 
     def _parsed(self, name: bytes) -> ObjectName | None:
-        """What the name of a key says, None if no entry has it."""
+        """The parsed name of a key, None if it is not an entry's."""
         if not name.startswith(self._prefix):
             return None
         return parse_object_name(name[len(self._prefix) :].decode("ascii", "replace"))
@@ -351,7 +351,7 @@ class RedisTier(Tier):
             yield found
 
     def _ask(self, command: Command) -> Any:
-        """One round trip, and what `_ask_again` makes of its failure."""
+        """One round trip; if it fails, the result of `_ask_again`."""
         (reply,) = replies = exchange(self._pool_of(command.args[1]), [command])
         if isinstance(reply, Exception):
             (reply,) = self._ask_again([command], replies)
@@ -363,7 +363,7 @@ class RedisTier(Tier):
         return self._client.execute_command(*command.args, **options)
 
     def _ask_each(self, commands: Sequence[Command]) -> _Replies:
-        """The reply of each, in order; for what failed, an exception. A Cluster's servers are asked side by side."""
+        """The reply of each, in order; for a failed one, an exception. A Cluster's servers are asked in parallel."""
         replies: _Replies = [None] * len(commands)
         servers: dict[Any, _Numbers] = {}
         for number, command in enumerate(commands):
@@ -384,10 +384,10 @@ class RedisTier(Tier):
         return replies
 
     def _ask_again(self, commands: Sequence[Command], replies: _Replies) -> _Replies:
-        """The replies, after one more try, one by one, for what another server has or a broken connection cost.
+        """The replies, after one retry, one by one, of those that another server has or a broken connection lost.
 
-        A replica answers a write who was the master: the connections to it are given up, for reading as well, and the
-        master is looked for anew, at the same address or by the Sentinels.
+        A former master, now a replica, refuses a write: the connections to it are dropped, for reading as well, and the
+        master is looked up again, at the same address or through the Sentinels.
         """
         clustered = self.address.deployment is Deployment.CLUSTER
         lost = (RedisConnectionError, RedisTimeoutError) if clustered else (RedisConnectionError,)
@@ -412,10 +412,10 @@ class RedisTier(Tier):
         try:
             self._client.nodes_manager.initialize()
         except Exception:
-            pass  # what is then asked says why
+            pass  # the next command reports why
 
     def _pool_of(self, name: bytes) -> Any:
-        """The connections to the server that has this key; None if a Cluster's slot is nobody's, as far as is known."""
+        """The connections to the server that has this key; None if no known server of a Cluster has its slot."""
         if self.address.deployment is not Deployment.CLUSTER:
             return self._client.connection_pool
         try:
@@ -425,7 +425,7 @@ class RedisTier(Tier):
         return self._client.get_redis_connection(node).connection_pool
 
     def _masters(self, learn: bool = True) -> Sequence[Any]:
-        """The connections to each server that has entries of its own, a Cluster's as it says itself if `learn`."""
+        """The connections to each server that has its own entries; with `learn`, a Cluster's topology is read anew."""
         if self.address.deployment is not Deployment.CLUSTER:
             return [self._client.connection_pool]
         if learn:
@@ -441,8 +441,8 @@ def _described(pool: Any, names: _Keys) -> list[_Stored]:
     now, found = time.time(), []
     for entry, idle_s, length in zip(names.values(), replies[::2], replies[1::2], strict=True):
         if isinstance(length, ResponseError):
-            continue  # it is another server's by now, or no entry
-        if _or_raise(length) or isinstance(idle_s, int):  # else it was removed
+            continue  # it has moved to another server, or is no entry
+        if _or_raise(length) or isinstance(idle_s, int):  # otherwise it was removed
             used = now - idle_s if isinstance(idle_s, int) else None
             found.append(_Stored(entry.namespace, entry.digest, _or_raise(length), used))
     return found
@@ -459,9 +459,9 @@ def _entries(number: int) -> str:
 
 
 def open_redis(url: str, options: RedisOptions | None = None) -> RedisTier:
-    """The tier at `url`, once a question was answered that only a store which can be used answers.
+    """The tier at `url`, after a probe that only a usable store answers.
 
-    ValueError says which it is: the URL, the address, the credentials, the rights, TLS, or what kind of store it is;
+    ValueError states what is wrong: the URL, the address, the credentials, the rights, TLS, or the kind of store;
     it shows no credentials. Takes at most a little more than twice `timeout_s`.
     """
     address, options = parse_redis_url(url, options or RedisOptions())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""redis-py's client for each deployment of a store, with connections of ours, and what its errors mean."""
+"""redis-py's client for each deployment of a store, with our own connections, and what its errors mean."""
 
 import errno
 import re
@@ -57,14 +57,14 @@ def _any_answers(servers: Sequence[Any]) -> None:
 
 
 def connect(address: RedisAddress, options: RedisOptions) -> Any:
-    """redis-py's client for the store. That of a Cluster asks for the topology at once."""
+    """redis-py's client for the store. A Cluster's client requests the topology at once."""
     settings: dict[str, Any] = {
         "protocol": 2,
         "username": options.username,
         "password": options.password,
         "socket_timeout": options.timeout_s,
         "socket_connect_timeout": options.connect_timeout_s,
-        "max_connections": 2 * options.connections,  # a call may ask the same server for the topology as well
+        "max_connections": 2 * options.connections,  # a call may also request the topology from the same server
     }
     if provider := credentials.source(options):
         settings |= {"username": None, "password": None, "credential_provider": provider}
@@ -83,9 +83,9 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
     if address.deployment is Deployment.CLUSTER:
         first, *others = address.servers
         return RedisCluster(
-            url=f"redis://{host_and_port(first)}",  # only with a URL may we name the class of its connections
+            url=f"redis://{host_and_port(first)}",  # only with a URL can we set the connection class
             startup_nodes=[ClusterNode(host, port) for host, port in others],
-            require_full_coverage=False,  # what a lost server had is a miss, the rest goes on
+            require_full_coverage=False,  # a lost server's entries are misses, the rest continues
             retry=once_more,
             connection_class=connection,
             connection_pool_class=ReadyFirst,
@@ -106,7 +106,7 @@ def connect(address: RedisAddress, options: RedisOptions) -> Any:
 
 
 def _check_files(options: RedisOptions) -> None:
-    """ValueError for those of TLS that cannot be used: redis-py loads them anew for each connection, and says less."""
+    """ValueError for unusable TLS files: redis-py loads them anew for each connection, and its errors tell less."""
     context = ssl.create_default_context()
     files = f"ssl_ca_certs {options.ca_file}"
     try:
@@ -155,13 +155,13 @@ def probe(client: Any, address: RedisAddress, options: RedisOptions) -> None:
         try:
             clustered = client.info("cluster").get("cluster_enabled")
         except ResponseError:
-            return  # a user without the right to ask
+            return  # a user without permission for INFO
         if clustered:
             raise AskError("0 another:1")
 
 
 def give_up(pool: Any) -> None:
-    """Have a pool connect anew: idle connections end now, others when they come back."""
+    """Make a pool reconnect: idle connections are closed now, others when they are released."""
     with pool._lock:
         for connection in pool._in_use_connections:
             connection.mark_for_reconnect()
@@ -169,28 +169,28 @@ def give_up(pool: Any) -> None:
 
 
 def fault_of(error: BaseException) -> type[TierError]:
-    """What an error says about the store: of an error reply, as a rule, only that this command failed."""
+    """What an error means for the store: an error reply usually means only that this command failed."""
     if isinstance(error, _NOT_READY) or str(error).startswith(_NOT_READY_WORDS):
         return TierNotReady
     if isinstance(error, _REFUSE_WRITES) or str(error).startswith(_REFUSING_WORDS):
         return WritesRefused
-    # Some errors of a connection, and of who may use it, are error replies.
+    # Some errors of a connection, and of authentication, are error replies.
     entry_only = isinstance(error, ResponseError) and not isinstance(error, _NO_ENTRY)
     return TierError if entry_only else TierUnreachable
 
 
 _NOT_READY = (BusyLoadingError, MasterDownError, ClusterDownError, TryAgainError)
-_NOT_READY_WORDS = ("BUSY ",)  # a script holds the server
+_NOT_READY_WORDS = ("BUSY ",)  # a script blocks the server
 _REFUSE_WRITES = (ReadOnlyError, OutOfMemoryError, NoPermissionError)
 _REFUSING_WORDS = ("MISCONF", "NOREPLICAS")  # it cannot save what it has, or has too few replicas
 _NO_ENTRY = (AuthenticationError, AskError)
 
 
 def explain(error: BaseException, address: RedisAddress, options: RedisOptions) -> tuple[int, str]:
-    """What went wrong: a number of `errno`, and a text that holds no credentials."""
+    """What went wrong: an `errno` number, and a text that holds no credentials."""
     text = str(error) or type(error).__name__
     link: BaseException | None = error
-    while link is not None:  # the outermost that says something; further in is what was tried before
+    while link is not None:  # the outermost one that is known; further in is what was tried before
         if isinstance(link, ssl.SSLError) or "handshake" in str(link):
             return _explain_tls(link)
         if isinstance(link, ConnectionResetError | BrokenPipeError) or CLOSED in str(link):
@@ -217,7 +217,7 @@ def explain(error: BaseException, address: RedisAddress, options: RedisOptions) 
             f"the server has no database {options.database}: name a lower number in the URL, "
             "or raise `databases` in the server's configuration"
         )
-    # A server may answer an AUTH that it does not know with what it was sent.
+    # A server that does not know AUTH may echo what it was sent.
     return errno.EIO, without_secrets(text, options.secrets)
 
 

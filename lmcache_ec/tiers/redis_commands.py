@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that go to one server together, and their replies."""
+"""Commands that are sent to one server together, and their replies."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 
 class Command(NamedTuple):
-    """Concerns the key `args[1]`. If `into` is there, the reply's payload goes there and its length is the reply."""
+    """Concerns the key `args[1]`. If `into` is set, the payload is received there and the reply is its length."""
 
     args: tuple[Any, ...]
     into: memoryview | None = None
 
 
 def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
-    """The commands as they are sent, large values as they are."""
+    """The commands in the form in which they are sent; large values are not copied."""
     pieces: list[bytes | memoryview] = []
     texts: list[bytes] = []
     for command in commands:
@@ -35,7 +35,7 @@ def packed(commands: Sequence[Command]) -> list[bytes | memoryview]:
 
 
 def parts(numbers: Sequence[int], commands: Sequence[Command], most_bytes: int) -> Iterator[Sequence[int]]:
-    """`numbers` in runs whose buffers are not more than `most_bytes` together; one alone may be larger."""
+    """`numbers` in runs whose buffers total at most `most_bytes`; a single one may be larger."""
     run: list[int] = []
     total = 0
     for number in numbers:
@@ -51,7 +51,7 @@ def parts(numbers: Sequence[int], commands: Sequence[Command], most_bytes: int) 
 
 
 def exchange(pool: Any, commands: Sequence[Command]) -> list[object]:
-    """All commands in one go to one server, then their replies; for those that failed, or never came, an exception."""
+    """Send all commands to one server at once, then read the replies; an exception for each failed or missing one."""
     replies: list[object] = []
     failure: Exception = ClusterDownError("no server has this slot")
     if pool is not None:
@@ -63,7 +63,7 @@ def exchange(pool: Any, commands: Sequence[Command]) -> list[object]:
                     replies.append(connection.answer())
             finally:
                 if len(replies) < len(commands):
-                    connection.disconnect()  # answers may still come, and nobody would expect them
+                    connection.disconnect()  # replies may still arrive, and would be unexpected
                 pool.release(connection)
         except TimeoutError as error:
             failure = RedisTimeoutError(str(error))

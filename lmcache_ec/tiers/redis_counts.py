@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis servers count about their keys: the difference between a store that was emptied and one that evicts."""
+"""What Redis servers count about their keys: it tells a store that was emptied from one that evicts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _FIELD = re.compile(rb"^(run_id|evicted_keys|expired_keys):([0-9a-f]+)\r?$", re.
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of all servers of a store together, at one moment: which runs of theirs, the keys that were evicted and those
-    that expired since each began, and the keys that they hold."""
+    """The totals of all servers of a store, at one moment: their run ids, the keys evicted and expired since each run
+    began, and the keys that they hold."""
 
     runs: frozenset[bytes]
     evicted: int
@@ -22,7 +22,7 @@ class Counts:
 
     @classmethod
     def of(cls, servers: Iterable[tuple[bytes, int]]) -> Counts:
-        """From each server's INFO and DBSIZE. KeyError where the store is one that does not count so."""
+        """From each server's INFO and DBSIZE. KeyError if the store does not report these counts."""
         answers = [(dict(_FIELD.findall(info)), keys) for info, keys in servers]
         return cls(
             runs=frozenset(fields[b"run_id"] for fields, _ in answers),
@@ -32,10 +32,10 @@ class Counts:
         )
 
     def explain_loss_since(self, before: Counts) -> bool:
-        """Whether a key without a time to live that was there `before` may have been evicted since.
+        """Whether a key without a TTL that was there `before` may have been evicted since.
 
-        Not if nothing was evicted; nor if more keys are missing than were evicted or expired. A run that began since
-        counts from its beginning.
+        Not if nothing was evicted, nor if more keys are missing than were evicted or expired. A run that began since
+        counts from its start.
         """
         same = self.runs == before.runs
         evicted = self.evicted - before.evicted * same

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a Redis store's user and password come from, anew for each connection: files, or a command.
+"""Where a Redis store's user and password come from, for each new connection: files, or a command.
 
-They may change while engines run: files are read for each connection, and what a command printed is used until it
-expires or a server refuses it. Both classes are what redis-py calls a credential provider; any thread may call them.
+They may change while engines run: files are read for each connection, and a command's output is used until it expires
+or a server refuses it. Both classes are what redis-py calls a credential provider; any thread may call them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from lmcache_ec.tiers.redis_url import RedisOptions
 
 _COMMAND_S = 30.0
-"""The longest that a command may run. Calls of the tier wait for it as long as they may take, and no longer."""
+"""The longest that a command may run. Calls of the tier wait for it until their own deadline, and no longer."""
 _AGAIN_S = 1.0
-"""Not more often is it run, whatever servers say to what it printed."""
+"""The shortest time between two runs, even if servers refuse its output."""
 _MOST_BYTES = 64 << 10
 
 Presented = tuple[str] | tuple[str, str]
 
 
 class CredentialsUnavailable(RedisConnectionError):
-    """There are none at the moment: a file cannot be read, or the command failed. Shows neither."""
+    """There are none at the moment: a file cannot be read, or the command failed. Shows the content of neither."""
 
     errno = errno.ETIMEDOUT
 
@@ -54,7 +54,7 @@ class SecretFile:
     path: str
 
     def read(self) -> str:
-        """CredentialsUnavailable, which says nothing of what is in it."""
+        """The secret. CredentialsUnavailable does not show the content."""
         name = f"{self.parameter} {self.path}"
         try:
             text = Path(self.path).read_text().strip()
@@ -67,7 +67,7 @@ class SecretFile:
         return text
 
     def read_at_start(self) -> str:
-        """ValueError."""
+        """As `read`, with ValueError."""
         try:
             return self.read()
         except CredentialsUnavailable as error:
@@ -75,11 +75,11 @@ class SecretFile:
 
 
 Source = SecretFile | str | None
-"""Of a user or a password: a file, the text itself, or nothing."""
+"""Where a user or a password is: a file, the text itself, or nothing."""
 
 
 class FileCredentials:
-    """User and password, each as its file has it or as it was given."""
+    """User and password, each from its file or as it was given."""
 
     def __init__(self, username: Source, password: Source) -> None:
         _check_at_start(username, password)
@@ -93,7 +93,7 @@ class FileCredentials:
         """The files are read again anyway."""
 
     def hidden(self, text: str) -> str:
-        """`text` without what they hold."""
+        """`text` without their contents."""
         try:
             return without_secrets(text, _named(self.get_credentials()))
         except CredentialsUnavailable:
@@ -108,11 +108,11 @@ class _Printed:
 
 
 class CommandCredentials:
-    """What a command prints: a password, or a JSON object with `password` and, if need be, `username` and `expires_in`
+    """A command prints a password, or a JSON object with `password` and optionally `username` and `expires_in`
     (seconds).
 
-    It is run without a shell, on a thread of its own, by one caller for all; nothing that it prints is logged. `_lock`
-    guards what is known and is never held while it runs.
+    It is run without a shell, on its own thread, by one caller for all; nothing that it prints is logged. `_lock`
+    guards the state and is never held while the command runs.
     """
 
     def __init__(self, command: str, username: Source) -> None:
@@ -140,25 +140,25 @@ class CommandCredentials:
             raise CredentialsUnavailable(text) from None
 
     def refused(self) -> None:
-        """A server did not take what it was given last."""
+        """A server refused the last credentials."""
         with self._lock:
             self._refused = True
 
     def hidden(self, text: str) -> str:
-        """`text` without what it printed."""
+        """`text` without the command's output."""
         future = self._future
         done = future is not None and future.done() and future.exception() is None
         return without_secrets(text, _named(future.result().presented)) if future is not None and done else text
 
     def _is_over(self, future: Future[_Printed]) -> bool:
-        """Whether it is to be run again. Under the lock."""
+        """Whether to run the command again. Under the lock."""
         if not future.done() or time.monotonic() - self._ran_at < _AGAIN_S:
             return False
         return future.exception() is not None or self._refused or future.result().expires_at <= time.monotonic()
 
     @property
     def _program(self) -> str:
-        """Its arguments may hold what is nobody's business."""
+        """Without the arguments, which may hold secrets."""
         return self._arguments[0]
 
     def _run(self) -> _Printed:
@@ -181,7 +181,7 @@ class CommandCredentials:
 
 
 def _output_of(arguments: list[str]) -> bytes:
-    """What a command prints, at most 64 KiB. CredentialsUnavailable, which shows none of it, if it fails."""
+    """A command's output, at most 64 KiB. CredentialsUnavailable, which shows none of it, if the command fails."""
     what = f"password_command {arguments[0]}"
     try:
         process = subprocess.Popen(
@@ -231,8 +231,8 @@ def _named(presented: Presented) -> Mapping[str, str]:
 
 
 def source(options: RedisOptions) -> CommandCredentials | FileCredentials | None:
-    """Where a server's user and password come from, if they are to be asked for. ValueError for a file or program that
-    is not there at the start."""
+    """Where a server's user and password come from, if from a file or command. ValueError for a file or program that
+    is missing at the start."""
     username = _file("username_file", options.username_file) or options.username
     if options.password_command:
         return CommandCredentials(options.password_command, username)
@@ -242,7 +242,7 @@ def source(options: RedisOptions) -> CommandCredentials | FileCredentials | None
 
 
 def none(options: RedisOptions) -> bool:
-    """Whether servers are asked without a password."""
+    """Whether servers are used without a password."""
     return not (options.password or options.password_file or options.password_command)
 
 
@@ -253,7 +253,7 @@ def sentinel_source(options: RedisOptions) -> FileCredentials | None:
 
 
 def key_password(options: RedisOptions) -> str:
-    """Of the key of the client's certificate; empty if it needs none, as None would ask at a terminal."""
+    """The password for the client certificate's key; empty if it needs none: None would prompt at a terminal."""
     file = _file("ssl_password_file", options.key_password_file)
     return file.read_at_start() if file else options.key_password or ""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis as a kind of remotes."""
+"""Redis as a kind of remote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _open(remote: Remote) -> Tier:
 
 
 def _environment(url: str) -> tuple[str, ...]:
-    """What commands that print credentials read, where there is one."""
+    """What a command that prints credentials reads, if there is one."""
     _, options = parse_redis_url(url, RedisOptions())
     return ("AWS_", "AZURE_", "CLOUDSDK_", "GOOGLE_", "VAULT_") if options.password_command else ()
 
@@ -42,7 +42,7 @@ REDIS = RemoteKind(
     open=_open,
     quick=True,
     read_only=_read_only,
-    environment=("SSL_CERT_",),  # where OpenSSL finds the authorities that it trusts
+    environment=("SSL_CERT_",),  # where OpenSSL finds its trusted authorities
     environment_for=_environment,
     credentials=_credentials,
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""redis-py's pools of connections, with a short way for a connection that is ready to be used.
+"""redis-py's connection pools, with a fast path for a connection that is ready to be used.
 
-redis-py's own way counts each connection, tells listeners of it and asks the socket, some thirty calls a command. After
-an entry has gone through the processor's caches they take longer than the server takes for a small command.
+redis-py's own path counts each connection, notifies listeners and polls the socket: some thirty calls a command. After
+an entry has passed through the processor's caches, they take longer than the server takes for a small command.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from redis.sentinel import SentinelConnectionPool
 
 
 class ReadyFirst(ConnectionPool):
-    """A pool of `PayloadConnection`s. Any thread; a connection is one thread's between the two calls."""
+    """A pool of `PayloadConnection`s. Any thread; a connection belongs to one thread between the two calls."""
 
     def get_connection(self, *args: Any, **options: Any) -> Any:
         self._checkpid()
@@ -38,4 +38,4 @@ class ReadyFirst(ConnectionPool):
 
 
 class SentinelReadyFirst(ReadyFirst, SentinelConnectionPool):
-    """To the master that the Sentinels name."""
+    """Connections to the master that the Sentinels name."""

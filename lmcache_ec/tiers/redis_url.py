@@ -6,8 +6,8 @@
     redis-cluster://[user:password@]host[:6379][,…]             rediss-cluster:// with TLS
     unix://[user:password@]/path/of/the/socket
 
-Parameters after `?` have redis-py's names, but for `read_only` and for where credentials come from, which is in
-`redis_credentials.py`. `_PARAMETERS` has those that are understood.
+Parameters after `?` have redis-py's names, except `read_only` and the sources of credentials, which are described in
+`redis_credentials.py`. `_PARAMETERS` has those that are supported.
 """
 
 import difflib
@@ -43,37 +43,37 @@ _ONE_OF = (
 
 @dataclass(frozen=True, slots=True)
 class RedisOptions:
-    """How a store is used. What the URL says of it wins. ValueError for what cannot be."""
+    """How a store is used. Values in the URL take precedence. ValueError for invalid values."""
 
     prefix: str = "lmcache-ec/"
-    """Of each key."""
+    """Prefix of each key."""
     ttl_s: float | None = None
-    """How long an entry lives from its write on; None: as long as the server keeps it."""
+    """How long an entry lives after its write; None: as long as the server keeps it."""
     max_entry_bytes: int = MAX_ENTRY_BYTES
     """Larger ones are not sent (a server's own limit, `proto-max-bulk-len`, is 512 MiB)."""
     timeout_s: float = TIMEOUT_S
-    """The longest silence of a server. A whole call takes at most twice as long, retries and all."""
+    """The longest silence of a server. A whole call takes at most twice as long, including retries."""
     connect_timeout_s: float = 1.0
-    """For one address. A Sentinel that is silent for so long is passed over."""
+    """For one address. A Sentinel that is silent for this long is skipped."""
     connections: int = 16
-    """Calls that may be under way at once; more wait."""
+    """Calls that may be in progress at once; more wait."""
     batch_bytes: int = 64 * MIB
-    """Of replies that one server is asked for in one go."""
+    """Bytes of replies requested from one server at once."""
     database: int = 0
     service: str = "mymaster"
-    """Whose master the Sentinels are asked for."""
+    """The service whose master the Sentinels name."""
     username: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None
-    """Holds the password, alone; read for each new connection, so that it may be replaced at any time."""
+    """Holds only the password; read for each new connection, so that it may be replaced at any time."""
     username_file: str | None = None
     password_command: str | None = None
-    """Prints the password, or user and password: see `redis_credentials.py`. Split into arguments as a shell does."""
+    """Prints the password, or user and password: see `redis_credentials.py`. Split into arguments as by a shell."""
     sentinel_username: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     sentinel_password_file: str | None = None
     ca_file: str | None = None
-    """Certificates (PEM) that a server's is checked by; None: the system's."""
+    """Certificates (PEM) against which a server's is verified; None: the system's."""
     certificate_file: str | None = None
     """The client's certificate (PEM), if the server asks for one."""
     key_file: str | None = None
@@ -108,14 +108,14 @@ class RedisOptions:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Name to value of what no text may contain, as far as it was given: what files and commands say is kept out of
-        errors where it is used."""
+        """Name to value of secrets that no text may contain, as far as given here: those from files and commands are
+        kept out of errors where they are used."""
         names = ("username", "password", "sentinel_username", "sentinel_password", "key_password")
         return {name: secret for name in names if (secret := getattr(self, name))}
 
     @property
     def credentials_from(self) -> str:
-        """Where user and password come from, without either; empty where that is the address."""
+        """Where user and password come from, without showing either; empty if from the address."""
         if self.password_command:
             return f"password_command {shlex.split(self.password_command)[0]}"
         names = ("username_file", "password_file", "sentinel_password_file")
@@ -124,7 +124,7 @@ class RedisOptions:
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """Where a store is: its servers (those that are asked first), or the path of a socket."""
+    """Where a store is: its servers (those contacted first), or the path of a socket."""
 
     deployment: Deployment
     servers: tuple[tuple[str, int], ...]
@@ -138,7 +138,7 @@ class RedisAddress:
 
 
 def host_and_port(server: tuple[str, int]) -> str:
-    """As in a URL."""
+    """As written in a URL."""
     host, port = server
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -198,7 +198,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str], object]]] = {
 
 
 def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, RedisOptions]:
-    """Where the store is, and `options` with what the URL says of them. ValueError, which quotes nothing of the URL."""
+    """Where the store is, and `options` updated from the URL. ValueError, which quotes nothing of the URL."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -224,7 +224,7 @@ def parse_redis_url(url: str, options: RedisOptions) -> tuple[RedisAddress, Redi
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in _PARAMETERS:
             nearest = difflib.get_close_matches(name, _PARAMETERS, n=1)
-            # One that is like none may be the rest of a password.
+            # A name that resembles none may be part of a password.
             advice = f" {name}: did you mean {nearest[0]}?" if nearest else f": must be among {', '.join(_PARAMETERS)}"
             raise ValueError(f"URL of a Redis tier: unknown parameter{advice}")
         option, reads = _PARAMETERS[name]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""redis-py's connections, with three things of ours: where a payload is received, when a call ends, and a short way.
+"""redis-py's connections with three additions: where a payload is received, a deadline for a call, and a fast path.
 
 Where: the reply to a command that was sent with `into` is received straight into that buffer (`PayloadParser`, RESP2);
 its length is the answer. Everything else that a connection does, from authentication to redirects, is redis-py's.
 
-When: `until` gives all that this thread asks of any connection one moment at which it ends. A socket's own timeout
-starts again with every byte, and redis-py connects, retries and asks for the topology inside one command.
+Deadline: `until` sets one deadline for all requests of this thread to any connection. A socket's own timeout starts
+again with every byte, and redis-py connects, retries and requests the topology inside one command.
 
-A short way: `ask` and `answer`, on a connection that is `ready`, do what `send_command` and `read_response` do in a
-third of the steps. Behind an entry of megabytes the interpreter's own data is in no cache, and each step counts.
+Fast path: `ask` and `answer`, on a connection that is `ready`, do what `send_command` and `read_response` do in a
+third of the steps. After an entry of megabytes the interpreter's own data is in no cache, and each step counts.
 """
 
 import select
@@ -30,13 +30,13 @@ from lmcache_ec.tiers.redis_commands import Command, packed
 
 CLOSED = "the server closed the connection"
 _BUFFER_BYTES = 64 << 10
-_HEAD_BYTES = 512  # read at once where a payload follows: what comes with them is copied once more
+_HEAD_BYTES = 512  # read at once if a payload follows: payload that comes with them is copied once more
 _CHUNK_BYTES = 256 << 10
-_DISCARD_BYTES = 4 << 20  # up to here reading what nobody wants is cheaper than to connect again
-_TEXT_BYTES = 16 << 20  # of a reply that is received into no buffer: a page of a listing, the topology
-_ELEMENT_BYTES = 64  # what an element of a list counts for at least
+_DISCARD_BYTES = 4 << 20  # up to here, reading unwanted data is cheaper than reconnecting
+_TEXT_BYTES = 16 << 20  # limit for a reply received into no buffer: a page of a listing, the topology
+_ELEMENT_BYTES = 64  # the least that an element of a list counts for
 _NESTED = 8
-_SHORTEST_S = 0.001  # 0 would mean: do not wait, which a socket reports in another way
+_SHORTEST_S = 0.001  # 0 would mean non-blocking, which a socket reports differently
 
 
 class _Deadline(threading.local):
@@ -44,11 +44,11 @@ class _Deadline(threading.local):
 
 
 this_thread = _Deadline()
-"""`ends_at`: when what a thread is doing has to end (monotonic seconds)."""
+"""`ends_at`: the deadline for what a thread is doing (monotonic seconds)."""
 
 
 class until:
-    """What this thread asks of connections inside ends at `moment` (monotonic seconds), if it need not earlier."""
+    """This thread's requests to connections inside the `with` end at `moment` (monotonic seconds) at the latest."""
 
     __slots__ = ("_moment", "_outer")
 
@@ -72,15 +72,15 @@ def left(longest_s: float) -> float:
 
 
 class PayloadParser(BaseParser):
-    """Reads RESP2 replies off one connection's socket; used by the thread that holds the connection.
+    """Reads RESP2 replies from one connection's socket; used by the thread that holds the connection.
 
-    A reply that is not read to its end leaves the stream at an unknown place: after any error, and where `abandoned`
+    A reply that is not read to its end leaves the stream at an unknown position: after any error, and if `abandoned`
     is set, the connection has to be closed. Values are bytes, never decoded.
     """
 
     def __init__(self, socket_read_size: int) -> None:
         self.targets: deque[memoryview | None] = deque()
-        """Where the payloads of the coming replies go, in order; none named, or None: into bytes of their own."""
+        """Where the payloads of the next replies go, in order; if none is given, or None: into new bytes."""
         self.abandoned = False
         self._sock: Any = None
         self._timeout_s = 0.0
@@ -105,11 +105,11 @@ class PayloadParser(BaseParser):
 
     @property
     def holds_more(self) -> bool:
-        """Whether something was received that belongs to no reply so far."""
+        """Whether bytes were received that belong to no reply so far."""
         return self._start < self._end
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether something was sent that nobody has asked for. redis' ConnectionError if the connection has ended."""
+        """Whether unrequested data has arrived. redis' ConnectionError if the connection has ended."""
         if self.holds_more:
             return True
         if self._sock is None:
@@ -132,7 +132,7 @@ class PayloadParser(BaseParser):
             if self._start == self._end:
                 self._more()
             expected = b"$%d\r\n" % len(target)
-            if self._buffer.startswith(expected, self._start, self._end):  # as nearly always
+            if self._buffer.startswith(expected, self._start, self._end):  # nearly always
                 self._start += len(expected)
                 return self._fill(target)
         return self._reply(target, 0)
@@ -141,7 +141,7 @@ class PayloadParser(BaseParser):
         if self._start == self._end:
             self._more()
         kind = bytes(self._view[self._start : self._start + 1])
-        if kind not in (b"-", b"$", b"+", b":", b"*"):  # at once: a line of what is no Redis may never end
+        if kind not in (b"-", b"$", b"+", b":", b"*"):  # at once: a line from what is not Redis may never end
             raise InvalidResponse(f"no reply of Redis begins with {kind!r}")
         rest = self._line()[1:]
         if kind == b"-":
@@ -181,13 +181,13 @@ class PayloadParser(BaseParser):
         return length
 
     def _take_text(self, length: int) -> None:
-        """InvalidResponse if a reply has more text than any that was asked for, in one value or in many."""
+        """InvalidResponse if a reply has more text than any request can return, in one value or in many."""
         self._text_left -= length
         if self._text_left < 0:
             raise InvalidResponse(f"a value of {length} bytes where text was expected")
 
     def _line(self) -> bytes:
-        """The next line, without its end."""
+        """The next line, without its line end."""
         while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             self._more()
         line = bytes(self._view[self._start : end])
@@ -195,7 +195,7 @@ class PayloadParser(BaseParser):
         return line
 
     def _more(self) -> None:
-        """Wait for more of a reply to come into the buffer."""
+        """Wait for more of a reply to arrive in the buffer."""
         unread = self._buffer[self._start : self._end]
         self._buffer[: len(unread)] = unread
         self._start, self._end = 0, len(unread)
@@ -204,20 +204,20 @@ class PayloadParser(BaseParser):
         self._end += self._wait(self._view[self._end : self._end + self._ahead])
 
     def _fill(self, target: memoryview) -> int:
-        """Receive a payload, and the end of line after it. Its length."""
+        """Receive a payload and the line end after it. Its length."""
         have = min(len(target), self._end - self._start)
         target[:have] = self._view[self._start : self._start + have]
         self._start += have
         while have < len(target):
             have += self._wait(target[have:], self._view[:_HEAD_BYTES])
-        if have > len(target):  # what came behind it
+        if have > len(target):  # what came after it
             self._start, self._end = 0, have - len(target)
         if self._line():
             raise InvalidResponse(f"a value of more than the {len(target)} bytes that were announced")
         return len(target)
 
     def _wait(self, *views: memoryview) -> int:
-        """Receive into these in turn, or into the first of them; how many bytes."""
+        """Receive into these in turn, or only into the first; the number of bytes."""
         if self._sock is None:
             raise RedisConnectionError("the connection is closed")
         self._sock.settimeout(left(self._timeout_s))
@@ -235,19 +235,19 @@ def _number(text: bytes) -> int:
 
 
 class PayloadConnection(AbstractConnection):
-    """What every kind of connection here adds to redis-py's; used by one thread at a time, as its pool sees to it."""
+    """What every kind of connection here adds to redis-py's; its pool ensures that one thread uses it at a time."""
 
     _parser: PayloadParser
     _arrivals: select.poll
 
     def __init__(self, **settings: Any) -> None:
-        # The packer is named because with hiredis installed redis-py's choice is one that copies each payload.
+        # The packer is set because with hiredis installed redis-py would choose one that copies each payload.
         packer = PythonRespSerializer(_BUFFER_BYTES, Encoder("utf-8", "strict", False).encode)
         super().__init__(parser_class=PayloadParser, command_packer=packer, **settings)
 
     @property
     def socket_timeout(self) -> float:
-        """The longest silence, in seconds, and never past the end of the call that is under way."""
+        """The longest silence, in seconds, and never past the deadline of the current call."""
         return self._capped(self._socket_timeout)
 
     @socket_timeout.setter
@@ -268,9 +268,9 @@ class PayloadConnection(AbstractConnection):
         return max(_SHORTEST_S, min(seconds, this_thread.ends_at - time.monotonic()))
 
     def on_connect_check_health(self, *args: Any, **options: Any) -> None:
-        """As redis-py's; the source of the credentials hears that they were refused, and no error repeats them.
+        """As redis-py's; notifies the source of refused credentials, and no error repeats them.
 
-        A server may answer an AUTH that it does not know with what it was sent.
+        A server that does not know AUTH may echo what it was sent.
         """
         source = self.credential_provider
         self._arrivals = select.poll()
@@ -286,7 +286,7 @@ class PayloadConnection(AbstractConnection):
 
     @property
     def ready(self) -> bool:
-        """Whether a command may go out at once: it is connected, is not to be replaced, and nothing came unasked."""
+        """Whether a command can be sent at once: connected, not due for reconnection, and no unrequested data."""
         if self._sock is None or self.should_reconnect() or self._parser.holds_more:
             return False
         return not self._arrivals.poll(0)
@@ -298,8 +298,8 @@ class PayloadConnection(AbstractConnection):
             self._parser.targets.append(into)
 
     def ask(self, commands: Sequence[Command]) -> None:
-        """Send all of these at once, on a connection that is `ready`. As `answer`, for whoever closes it after any
-        error, and without redis-py's own errors."""
+        """Send all of these at once, on a connection that is `ready`. Like `answer`, for callers that close it after
+        any error; does not raise redis-py's own errors."""
         self._parser.targets.extend([command.into for command in commands])
         for piece in packed(commands):
             unsent = memoryview(piece)
@@ -318,7 +318,7 @@ class PayloadConnection(AbstractConnection):
         super().send_packed_command(self._paced(command), check_health)
 
     def _paced(self, pieces: Iterable[Any]) -> Iterator[memoryview]:
-        """Large values in pieces, each with the time that is then left: TLS takes a timeout for each record."""
+        """Large values in pieces, each with the time left at that point: TLS applies a timeout to each record."""
         for piece in pieces:
             view = memoryview(piece)
             for start in range(0, len(view), _CHUNK_BYTES):
@@ -326,7 +326,7 @@ class PayloadConnection(AbstractConnection):
                 yield view[start : start + _CHUNK_BYTES]
 
     def read_response(self, *args: Any, **options: Any) -> Any:
-        options["disconnect_on_error"] = True  # a Sentinel's connections would be kept, at an unknown place of a reply
+        options["disconnect_on_error"] = True  # or a Sentinel's connections would be kept, in the middle of a reply
         reply = super().read_response(*args, **options)
         if self._parser.abandoned:
             self.disconnect()

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3: one object an entry, in a bucket of AWS or of any store that speaks its protocol.
+"""S3: one object per entry, in a bucket of AWS or of any store that speaks its protocol.
 
     s3://<bucket>/<prefix>/<namespace>/<aa>/<sha256>.safetensors
 
 The bytes go through obstore, whose requests run outside the interpreter; boto3 finds the credentials and the address of
-the bucket, as it does for every program of an AWS user, and does what an administrator asks for. Both are imported when
-an S3 remote is opened, and not before.
+the bucket, as it does for every program of an AWS user, and performs administrative requests. Neither is imported
+before an S3 remote is opened.
 
 An object is written with `If-None-Match: *`, so that a fleet writes it once, and with the SHA-256 of its bytes, so
-that the server refuses what was torn or altered on the way. The object `<prefix>/lmcache-ec-born` holds the name of
-what is there (see `Tier.born`).
+that the server refuses what was torn or altered in transit. The object `<prefix>/lmcache-ec-born` holds the name of
+the store's content (see `Tier.born`).
 
-The age of an object is counted by the store's clock (`s3_clock.py`).
+The age of an object is measured by the store's clock (`s3_clock.py`).
 
-Every request is bounded. Reading is given up when nothing arrives for `timeout_s`. An upload cannot be watched like
-that, so it has a total that grows with its length, and a page of a list has a total of its own.
+Every request has a time limit. A read is aborted when nothing arrives for `timeout_s`. Silence cannot be detected in an
+upload, so it has a total limit that grows with its length; a page of a list has its own total limit.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from obstore import Attributes, ObjectMeta, PutMode
     from obstore.store import S3Store
 
-_LIST_PATIENCE = 6  # a page of a list may take so many times as long as a read may be silent
+_LIST_PATIENCE = 6  # a page of a list may take this many times as long as a read may be silent
 _SLOWEST_UPLOAD = 4 << 20  # bytes a second; slower is a hang
 _CHUNK = 256 << 10  # stays in the processor's cache between obstore's buffer and the caller's
 _NEVER_WRITTEN = "lmcache-ec-probe"
 _WRITE_PROBE = "lmcache-ec-write-probe"
 _BORN = "lmcache-ec-born"
 _BORN_REWRITTEN_S = 6 * 3600.0
-"""Before a lifecycle rule, which counts in days, takes it for an aged entry."""
+"""Soon enough that a lifecycle rule, which counts in days, does not remove it as an aged entry."""
 
 _Answer = TypeVar("_Answer")
 
@@ -76,8 +76,8 @@ def open_s3(
 ) -> S3Tier:
     """The tier at an S3 URL (see `s3_options`), after one request that shows that it can be read.
 
-    ValueError says what is wrong: URL, credentials, bucket, region, clock, TLS, or no answer. Takes half a second for
-    the imports, and `timeout_s` more if nobody answers. Call it in the process that uses the tier: obstore's threads
+    ValueError states what is wrong: URL, credentials, bucket, region, clock, TLS, or no answer. Takes half a second for
+    the imports, and `timeout_s` more if nothing answers. Call it in the process that uses the tier: obstore's threads
     do not survive a fork.
     """
     if timeout_s <= 0 or (ttl_s is not None and ttl_s <= 0):
@@ -94,8 +94,8 @@ class S3Tier(Tier):
 
     An aged object stays in the bucket until it is written again or a lifecycle rule (`set_lifecycle`) removes it.
 
-    Runs in the store process, on the tier's own threads; `list` starts some for itself. Its state is the clients, one
-    for each time limit, kept under `_lock`, whether the store knows conditional writes, and what its clock says.
+    Runs in the store process, on the tier's own threads; `list` starts some of its own. Its state is the clients, one
+    for each time limit, guarded by `_lock`, whether the store supports conditional writes, and its clock's offset.
     """
 
     name = "s3"
@@ -122,7 +122,7 @@ class S3Tier(Tier):
         return f"S3Tier({self._access.where})"
 
     def check(self) -> None:
-        """Ask for an object that is not there. ValueError for any other answer than that, TierUnreachable for none."""
+        """Request an object that does not exist. ValueError for any answer but that, TierUnreachable for none."""
         from obstore.exceptions import BaseError
 
         access = self._access
@@ -144,7 +144,7 @@ class S3Tier(Tier):
         raise ValueError(f"S3 at {access.where}: {advice}")
 
     def _check_customer_key(self) -> None:
-        """ValueError if what is there was written with another key: nothing of it could be read, or replaced."""
+        """ValueError if the objects were written with another key: none could be read or replaced."""
         from obstore.exceptions import BaseError
 
         try:
@@ -175,11 +175,11 @@ class S3Tier(Tier):
                 return None
             length, position = found.meta["size"], 0
             if length != len(buffer):
-                return length  # the connection is closed with what is left of the answer
+                return length  # the connection is closed with the rest of the answer unread
             for chunk in found.stream(min_chunk_size=_CHUNK):
                 end = position + len(chunk)
                 if end > length:
-                    break  # a read that broke off is resumed by obstore; trust no server to resume it right
+                    break  # obstore resumes an interrupted read; no server is trusted to resume it correctly
                 buffer[position:end] = chunk
                 position = end
             if position != length:
@@ -190,7 +190,7 @@ class S3Tier(Tier):
         with reported(f"write {key.object_name}, {len(data)} bytes", writes=True):
             try:
                 with self._reported_entry(f"look for {key.object_name}"):
-                    held = self._head(key)  # bytes are sent before the store refuses them
+                    held = self._head(key)  # the bytes would be sent before the store refuses them
             except OfAnotherKey:
                 return False
             if held is None:
@@ -208,7 +208,7 @@ class S3Tier(Tier):
                 return None
             data = memoryview(found.bytes()) if found.meta["size"] <= most_bytes else None
             return Held(found.meta["size"], data, _unchanged(found.meta))
-        return Held(0, None, "overwrite")  # which one it is, is unknown here
+        return Held(0, None, "overwrite")  # its version is unknown here
 
     def replace(self, key: EncoderCacheKey, data: memoryview, held: Held) -> bool:
         with reported(f"replace {key.object_name}, {len(data)} bytes", writes=True):
@@ -218,8 +218,8 @@ class S3Tier(Tier):
         return stored
 
     def check_writes(self) -> bool:
-        """As every tier: replace an object that is not there, which no store does; one that knows no conditions makes
-        an empty one, which is deleted."""
+        """As every tier: replaces an object that does not exist, which no store does; a store that does not support
+        conditions creates an empty one, which is deleted."""
         from obstore.exceptions import BaseError
 
         with reported("write", writes=True):
@@ -246,7 +246,7 @@ class S3Tier(Tier):
             if held is None or self._aged(held):
                 return None
             if not held["size"]:
-                return b""  # of which S3 refuses any range
+                return b""  # S3 refuses any range of an empty object
             found = _unless_absent(lambda: self._prompt.get(key.object_name, options={"range": (0, most)}))
             return None if found is None else bytes(found.bytes())
 
@@ -257,7 +257,7 @@ class S3Tier(Tier):
 
     def list(self, namespace: str) -> Iterator[Listed]:
         """As every tier. One request for up to 1,000 entries; else 257 and one for each further 1,000, in parallel. One
-        more asks for the time."""
+        more for the time."""
         self._compare_clocks()
         for page in pages(self._lister, check_namespace(namespace)):
             for found in page:
@@ -276,7 +276,7 @@ class S3Tier(Tier):
         return replace(found, shards=_each(found.shards, f"read the catalog of {namespace}"))
 
     def maintain(self) -> None:
-        """As every tier: list in full for all, in the background, where that is due and nobody else does."""
+        """As every tier: make a full listing for all replicas, in the background, if one is due and no other does."""
         if self._cataloged is not None and self._conditions:
             with reported("list for the catalog", writes=True):
                 self._cataloged.maintain()
@@ -316,7 +316,7 @@ class S3Tier(Tier):
 
     def born(self) -> str | None:
         """As every tier. Not in a bucket that may not be listed: there S3 does not
-        distinguish what is missing from what is forbidden."""
+        distinguish a missing object from a forbidden one."""
         self._compare_clocks()
         with reported("look whether it was emptied"):
             found = self._born()
@@ -346,7 +346,7 @@ class S3Tier(Tier):
         return name, None
 
     def _rewrite_born(self, name: str, meta: ObjectMeta) -> None:
-        """Make it young again, unless it was removed. Another engine, or a later look, does it if this fails."""
+        """Reset its age, unless it was removed. If this fails, another engine or a later check does it."""
         from obstore.exceptions import BaseError
 
         try:
@@ -366,7 +366,7 @@ class S3Tier(Tier):
             set_lifecycle_ttl(self._access, ttl_s)
 
     def lifecycle_s(self) -> float | None:
-        """The age in seconds at which the store deletes entries by our rule; None if that is not in force."""
+        """The age in seconds at which our rule makes the store delete entries; None if it is not in force."""
         with reported("read the lifecycle rules"):
             return lifecycle_ttl_s(self._access)
 
@@ -388,12 +388,12 @@ class S3Tier(Tier):
                 self._put(client, key.object_name, data, "create")
                 return True
             except AlreadyExistsError as error:
-                if Fault.of(error).status != "409":  # that one says: deleted while this was under way, try again
+                if Fault.of(error).status != "409":  # 409: it was deleted during this request, try again
                     return False
         raise TierError(errno.EAGAIN, f"s3 tier could not write {key.object_name}: others keep writing and deleting it")
 
     def _put_over(self, key: EncoderCacheKey, data: memoryview, unchanged: Any) -> bool:
-        """Replace an object, and nothing that a neighbour wrote meanwhile."""
+        """Replace an object, but nothing that another writer put there meanwhile."""
         from obstore.exceptions import PreconditionError
 
         try:
@@ -406,7 +406,7 @@ class S3Tier(Tier):
         return self._within(self._timeout_s + len(data) / _SLOWEST_UPLOAD)
 
     def _put(self, client: S3Store, name: str, data: memoryview | bytes, mode: PutMode) -> None:
-        """Write under a condition, or without one in a store that refused to, and took the same without."""
+        """Write under a condition; without one if the store refused that and then accepted the same write without."""
         from obstore.exceptions import BaseError
 
         if self._conditions:
@@ -428,7 +428,7 @@ class S3Tier(Tier):
         return self._ttl_s is not None and found["last_modified"].timestamp() < self._clock.now() - self._ttl_s
 
     def _reported_entry(self, action: str) -> AbstractContextManager[None]:
-        """As `reported`. Where each object has a key that it was written with, a refusal is about that object."""
+        """As `reported`. If each object has the key with which it was written, a refusal concerns that object."""
         return reported(action, keyed=self._access.customer_key is not None)
 
     @property
@@ -450,7 +450,7 @@ def _each(shards: Iterator[Shard], action: str) -> Iterator[Shard]:
 
 
 def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
-    """What the request answers, None for an object that is not there; a bucket that no longer exists is an error."""
+    """The request's answer, None for a missing object; a bucket that no longer exists is an error."""
     try:
         return request()
     except FileNotFoundError as error:
@@ -460,7 +460,7 @@ def _unless_absent(request: Callable[[], _Answer]) -> _Answer | None:
 
 
 def _unchanged(found: ObjectMeta) -> PutMode:
-    """The condition that an object is the one that was found; none where its store names no versions."""
+    """The condition that an object is still the one found; none if its store reports no versions."""
     return {"e_tag": found["e_tag"]} if found["e_tag"] else "overwrite"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way to an S3 remote: boto3 finds credentials and address, obstore's clients are made from what it found."""
+"""Access to an S3 remote: boto3 finds credentials and address, and obstore's clients are made from them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CREDENTIALS_S = 540.0
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """A bucket's address as boto3 resolved it, and the way to make clients for it. Any thread may use it."""
+    """A bucket's address as boto3 resolved it, and what makes clients for it. Any thread may use it."""
 
     options: S3Options
     region: str
@@ -42,7 +42,7 @@ class S3Access:
 
     @classmethod
     def of(cls, options: S3Options) -> S3Access:
-        """Ask boto3 for credentials and address. ValueError if it has none, or its configuration cannot be used."""
+        """Get credentials and address from boto3. ValueError if it has none, or its configuration cannot be used."""
         try:
             import boto3
             import botocore.session
@@ -62,7 +62,7 @@ class S3Access:
             credentials = Boto3CredentialProvider(session, ttl=timedelta(seconds=_CREDENTIALS_S)) if found else None
             region = options.region or session.region_name or os.environ.get("AWS_REGION") or "us-east-1"
             if credentials is not None:
-                credentials()  # a role that cannot be assumed, a login that has ended
+                credentials()  # fails for a role that cannot be assumed, or an expired login
                 admin = _admin(session, options, region)
                 probe = admin.generate_presigned_url("get_object", Params={"Bucket": options.bucket, "Key": "x"})
             certificates = options.ca_bundle or core.get_config_variable("ca_bundle")
@@ -105,7 +105,7 @@ class S3Access:
         return f"{self.address}/{self.prefix}".rstrip("/")
 
     def client(self, limit_s: float, *, silence: bool) -> S3Store:
-        """A client that gives a request up after `limit_s` without a byte (`silence`), or in total."""
+        """A client that aborts a request after `limit_s` without a byte (`silence`), or in total."""
         from obstore.store import S3Store
 
         limit = timedelta(seconds=limit_s)
@@ -136,13 +136,13 @@ class S3Access:
                 "region": self.region,
                 "endpoint": self.address if self.virtual_host else self.address.removesuffix(f"/{self.bucket}"),
                 "virtual_hosted_style_request": self.virtual_host,
-                "checksum_algorithm": "SHA256",  # the signature needs it in any case; not every store compares that one
+                "checksum_algorithm": "SHA256",  # the signature needs it anyway; not every store verifies that one
                 "unsigned_payload": False,
                 "skip_signature": False,
-                "disable_bulk_delete": silence,  # one object goes by DELETE, which every store has
+                "disable_bulk_delete": silence,  # a single object is deleted by DELETE, which every store has
             },
             client_options=client_options,
-            # For what passes at once: a connection that was closed meanwhile, a 5xx. Never after a hang.
+            # For transient faults: a connection closed meanwhile, a 5xx. Never after a hang.
             retry_config={
                 "max_retries": 2,
                 "backoff": {
@@ -158,7 +158,7 @@ class S3Access:
 
 @cache
 def _loader(data_path: str | None) -> Any:
-    """What botocore knows of S3, for all remotes of this process: to read it is most of what opening one takes."""
+    """botocore's data about S3, for all remotes of this process: reading it is most of the cost of opening one."""
     from botocore.loaders import create_loader
 
     return create_loader(data_path)

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalog of a namespace in its bucket, in the place of a listing by each replica (`catalog=true` in the URL).
+"""A catalog of a namespace in its bucket, in place of a listing by each replica (`catalog=true` in the URL).
 
     <prefix>/.catalog/<namespace>/delta/<writer>-<number>     keys that one writer has put since its last delta
     <prefix>/.catalog/<namespace>/shard/<aa>                  bits of all keys that begin with this byte
     <prefix>/.catalog/<namespace>/writer                      the lease of the one that lists (s3_compactor.py)
 
-Who owns what, and what follows:
+Who owns what, and the consequences:
 
-1. A delta belongs to nobody once it is there: it is never changed, and only the compactor removes it. A writer puts its
-   keys first and the delta after them. If it dies between the two, its keys are found by the next full listing.
-2. A shard is replaced by the holder of the lease, with `If-Match` on what it found when it began: of two that both
-   believe to hold it, one is refused and ends. A lost or unfinished shard is a shard of ones: its keys are asked for.
-3. The compactor looks which deltas there are, *then* lists, *then* replaces all shards, *then* removes these deltas. So
+1. A delta has no owner once it is written: it never changes, and only the compactor removes it. A writer puts its
+   keys first and then the delta. If it dies between the two, its keys are found by the next full listing.
+2. A shard is replaced by the holder of the lease, with `If-Match` on what it found when it began: if two believe that
+   they hold it, one is refused and ends. A lost or unfinished shard has all bits set: its keys are requested.
+3. The compactor notes which deltas there are, *then* lists, *then* replaces all shards, *then* removes these deltas. So
    whatever a removed delta named is in the shards. It may die anywhere: what it has not replaced is older, not wrong.
-4. A reader lists the catalog, deltas before shards (they sort so), then reads what changed. A delta that is missing was
-   removed before the shards' turn in that list, which therefore shows them new. If one is missing
-   when it is to be read, it begins again.
-5. No clock decides about the lease: it is stale when nobody has changed it for `lease_s` of the observer's own time.
-   The store's clock decides when the next listing is due, and a wrong one costs listings.
-6. An entry that was deleted stays in its shard until the next listing: a question. A shard that is torn, forged (where
-   entries are signed), too long or of another name counts as lost, a delta as never written: questions and misses.
-7. `lmcache-ec namespaces remove` removes the catalog, lease included: a compactor that is at work fails to renew, and
-   ends. What it wrote meanwhile is shards among missing ones: questions, until the next one finds the namespace small.
-8. Where nothing is large, nothing is written: one request for a sample of the namespace says so, and it is listed.
+4. A reader lists the catalog, deltas before shards (in sort order), then reads what changed. A delta that is missing
+   was removed before the list reached the shards, so the list has the new ones. If one is missing when it is to be
+   read, the reader starts again.
+5. No clock decides about the lease: it is stale if it has not changed for `lease_s` of the observer's own time.
+   The store's clock decides when the next listing is due; a wrong clock costs extra listings.
+6. A deleted entry stays in its shard until the next listing and costs requests. A shard that is torn, forged (where
+   entries are signed), too long or of another name counts as lost, a delta as never written: requests and misses.
+7. `lmcache-ec namespaces remove` removes the catalog, including the lease: a running compactor fails to renew it, and
+   ends. The shards that it wrote meanwhile are incomplete: requests, until the next one finds the namespace small.
+8. For a small namespace nothing is written: one request for a sample shows that it is small, and it is listed.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ _READERS = 16
 _PAGE = 1000
 _LOOKS = 5
 _MOST_DELTAS = 8192
-"""Beyond, some are not read: their keys are misses until the next listing."""
+"""Any beyond these are not read: their keys are misses until the next listing."""
 _MOST_PENDING = 1 << 20
 _DIGEST_REST = bytes(32 - KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`lease_s` without a sign of the compactor, and another may take over. `compact_s` between two full listings, or
-    sooner once there are `deltas`. `large`: the number of entries from which on a catalog is cheaper than listings."""
+    """After `lease_s` without a sign of the compactor, another may take over. `compact_s` between two full listings, or
+    sooner once there are `deltas`. `large`: the number of entries from which a catalog is cheaper than listings."""
 
     lease_s: float = 120.0
     compact_s: float = 3600.0
@@ -86,7 +86,7 @@ class Look:
 
 
 class _Removed(Exception):
-    """A delta was removed since it was listed."""
+    """A delta has been removed since it was listed."""
 
 
 class CatalogFolder:
@@ -119,7 +119,7 @@ class CatalogFolder:
         return bytes(found.bytes()), found.meta["e_tag"]
 
     def write(self, name: str, data: bytes, over: str | None) -> str | None:
-        """Write an object in the place of version `over`, None: of none. Its version. AlreadyExistsError,
+        """Write an object in place of version `over` (None: of no object). Its version. AlreadyExistsError,
         PreconditionError or FileNotFoundError if something else is there by now."""
         mode = "create" if over is None else {"e_tag": over}
         return self._client.put(f"{self.path}/{name}", data, mode=mode, use_multipart=False)["e_tag"]  # type: ignore[arg-type]
@@ -134,16 +134,16 @@ class CatalogFolder:
 
 
 class S3Catalog:
-    """The reader's and writer's side. `read` runs on the tier's scan thread, `wrote` on those that write.
+    """The side of readers and writers. `read` runs on the tier's scan thread, `wrote` on its write threads.
 
-    `_lock` guards what was written and is in no delta yet; everything else is the scan thread's.
+    `_lock` guards keys written but not yet in a delta; everything else belongs to the scan thread.
     """
 
     def __init__(self, folder: Callable[[str], CatalogFolder], sample: Callable[[str], int]) -> None:
-        """`folder` of a namespace; `sample` counts the entries of its shard 00, up to a page."""
+        """`folder` opens that of a namespace; `sample` counts the entries of its shard 00, up to a page."""
         self.pace = Pace()
         self.due = False
-        """Whether it is time to list in full, as far as `read` saw."""
+        """Whether a full listing is due, as of the last `read`."""
         self.look = Look()
         self.now: Callable[[], float] = time.time
         """The store's clock."""
@@ -152,7 +152,7 @@ class S3Catalog:
         self.writes = True
         """Whether deltas and shards may be written."""
         self.failure: Exception | None = None
-        """Why what was put here could not be announced the last time, if so."""
+        """Why the last announcement of what was put here failed, if it did."""
         self._writer, self._number = os.urandom(8).hex(), 0
         self._pending: dict[str, bytearray] = {}
         self._lock = threading.Lock()
@@ -167,19 +167,19 @@ class S3Catalog:
         self._unreadable: set[int] = set()
 
     def wrote(self, namespace: str, digest: bytes) -> None:
-        """An entry is there by now. Others learn of it with the next delta."""
+        """An entry has been written. Others learn of it with the next delta."""
         with self._lock:
             pending = self._pending.setdefault(namespace, bytearray())
             if len(pending) < _MOST_PENDING * KEY_BYTES:
                 pending += digest[:KEY_BYTES]
 
     def read(self, namespace: str, signing: SigningKey | None) -> Catalog | None:
-        """What changed since the last call; None where the namespace is to be listed."""
+        """What changed since the last call; None if the namespace has to be listed."""
         if namespace != self._namespace:
             self._forget(namespace)
         folder = self._folder(namespace)
         for _ in range(_LOOKS):
-            pending = self._taken(namespace)  # before the look: a listing that is begun later has these keys
+            pending = self._taken(namespace)  # before the look: a listing begun later includes these keys
             try:
                 look = self.look = folder.look()
                 absent = not look.shards and not self._leased(look.lease)
@@ -209,7 +209,7 @@ class S3Catalog:
         if not changed:
             return Catalog(digests=_digests(new), again_s=again_s)
         sizes = (look.shards[number]["size"] for number in changed if number in look.shards)
-        longest = max((size for size in sizes if size <= MAX_OBJECT_BYTES), default=1)  # what is longer is not read
+        longest = max((size for size in sizes if size <= MAX_OBJECT_BYTES), default=1)  # longer ones are not read
         return Catalog(
             self._shards(folder, look, changed, versions, signing),
             longest,
@@ -255,7 +255,7 @@ class S3Catalog:
             return Shard(number, 0, UNKNOWN_SHARD)
 
         with ThreadPoolExecutor(_READERS, "s3-catalog") as pool:
-            for begin in range(0, len(changed), _READERS):  # no more of them in memory than this
+            for begin in range(0, len(changed), _READERS):  # at most this many in memory
                 yield from pool.map(shard, changed[begin : begin + _READERS])
         for number, (version, keys, readable) in read.items():
             self._versions[number], self._keys[number] = version, keys
@@ -263,7 +263,7 @@ class S3Catalog:
         self.due = self._is_due(look)
 
     def _read_deltas(self, folder: CatalogFolder, look: Look, signing: SigningKey | None) -> list[bytes]:
-        """The keys of those that were not there at the last call."""
+        """The keys of deltas that were not there at the last call."""
         self._deltas = {name: keys for name, keys in self._deltas.items() if name in look.deltas}
         unread = [name for name in look.deltas if name not in self._deltas]
 
@@ -283,7 +283,7 @@ class S3Catalog:
         return found
 
     def _announce(self, folder: CatalogFolder, pending: bytes, signing: SigningKey | None) -> list[bytes]:
-        """Write what was put here since the last delta. What cannot be written now is kept for the next call."""
+        """Write what was put here since the last delta. Keys that cannot be written now are kept for the next call."""
         from obstore.exceptions import BaseError
 
         announced = []
@@ -302,7 +302,7 @@ class S3Catalog:
         return announced
 
     def announce(self, signing: SigningKey | None) -> None:
-        """Write what was put here since the last delta, if there is a catalog: its writer is about to end."""
+        """Write what was put here since the last delta, if there is a catalog: this writer is about to end."""
         if self._versions:
             self._announce(self._folder(self._namespace), self._taken(self._namespace), signing)
 
@@ -318,7 +318,7 @@ class S3Catalog:
         return self.writes and self._sample(namespace) * SHARDS >= self.pace.large
 
     def _leased(self, lease: ObjectMeta | None) -> bool:
-        """Whether somebody lists: a lease that was given back is empty, one that nobody renews is stale."""
+        """Whether a compactor is at work: a released lease is empty, one that is not renewed is stale."""
         if lease is None or not lease["size"]:
             return False
         if self._lease[0] != lease["e_tag"]:
@@ -327,7 +327,7 @@ class S3Catalog:
 
     @property
     def free(self) -> bool:
-        """Whether the lease can be had, as `read` saw it."""
+        """Whether the lease can be taken, as of the last `read`."""
         return not self._leased(self.look.lease)
 
 

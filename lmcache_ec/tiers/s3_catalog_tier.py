@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an S3 tier does with its catalog: reads it, announces what it wrote, and lists for all when that is its turn."""
+"""What an S3 tier does with its catalog: reads it, announces its writes, and lists for all replicas when it should."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 _PAGE = 1000
 _REFUSED_S = 3600.0
-"""So long after a refusal it is not asked again."""
+"""How long after a refusal no new attempt is made."""
 
 
 class Cataloged:
-    """Runs on the threads of its tier: `wrote` on those that write, the rest on the scan thread. A compactor has a
-    thread of its own, so that the catalog is read meanwhile."""
+    """Runs on the threads of its tier: `wrote` on write threads, the rest on the scan thread. A compactor has its own
+    thread, so that the catalog can be read meanwhile."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Cataloged:
         return self.catalog.read(namespace, signing)
 
     def maintain(self) -> None:
-        """Begin to list for all, where that is due. What failed the last time is raised here."""
+        """Begin a listing for all replicas if one is due. Raises the error of the previous one, if it failed."""
         self._list_for_all()
         self._raise_failure()
 
@@ -75,7 +75,7 @@ class Cataloged:
             self._begin()
 
     def _begin(self) -> None:
-        """Where it may not be written, or not under a condition, listings are kept for a while."""
+        """If writes, or conditional writes, are refused, each replica keeps listing for a while."""
         namespace, self._refused_until = self._namespace, time.monotonic() + _REFUSED_S
         try:
             with reported("list for the catalog", writes=True):
@@ -97,7 +97,7 @@ class Cataloged:
         self._raise_failure()
 
     def _raise_failure(self) -> None:
-        """The catalog is read all the same, and what could not be announced is tried again with the next refresh."""
+        """The catalog is still read, and what could not be announced is retried with the next refresh."""
         if self.catalog.failure is not None:
             with reported(f"announce in the catalog of {self._namespace} what was written here", writes=True):
                 raise self.catalog.failure

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock of an S3 store: it dates the objects, so the age of an entry is counted by it, not by ours.
+"""The clock of an S3 store: it dates the objects, so the age of an entry is measured by it, not by ours.
 
-By ours, a store that lags by more than `ttl_s` would make what was written just now look aged: nothing would ever hit,
-and everything would be uploaded again.
+By our clock, if the store's lagged by more than `ttl_s`, new entries would look aged: nothing would ever hit, and
+everything would be uploaded again.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _PAUSE_S = 10.0
 class StoreClock:
     """How far a store's clock is ahead of this machine's. Any thread may call it; two that compare at once do no harm.
 
-    obstore shows no headers, so it is boto3 that asks, with one HEAD of the bucket, whatever the answer is.
+    obstore shows no headers, so boto3 makes the request, one HEAD of the bucket, whatever the answer is.
     """
 
     def __init__(self, access: S3Access) -> None:
         self.ahead_s = 0.0
-        """Seconds; negative: it is behind. 0 where both agree, or nothing is known."""
+        """Seconds; negative: it is behind. 0 if both agree, or nothing is known."""
         self.notice = ""
-        """What a user has to know of it."""
+        """What a user has to know about it."""
         self._access = access
         self._due_at = 0.0
         self._reported_s = 0.0
 
     def now(self) -> float:
-        """The time (Unix) at the store."""
+        """The time (Unix) by the store's clock."""
         return time.time() + self.ahead_s
 
     def compare(self) -> None:
-        """Ask the store for its time, unless that was done just now. Without an answer all stays as it was."""
+        """Ask the store for its time, unless that was done just now. Without an answer nothing changes."""
         if time.monotonic() < self._due_at:
             return
         self._due_at = time.monotonic() + _PAUSE_S
@@ -59,7 +59,7 @@ class StoreClock:
         try:
             answer = self._access.admin.head_bucket(Bucket=self._access.bucket)
         except ClientError as error:
-            answer = error.response  # a refusal has a date, too
+            answer = error.response  # a refusal also has a date
         except (BotoCoreError, ValueError):
             return ""
         return _header(answer)
@@ -81,7 +81,7 @@ def _header(answer: Mapping[str, Any]) -> str:
 
 
 def _seconds(date: str) -> float | None:
-    """Unix seconds of a Date header; None for what is none."""
+    """Unix seconds of a Date header; None if it is not one."""
     try:
         return parsedate_to_datetime(date).timestamp()
     except (ValueError, OverflowError):

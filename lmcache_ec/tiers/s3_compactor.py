@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one that lists a namespace in full and writes the shards of its catalog. Who owns what: see s3_catalog.py.
+"""Lists a namespace in full and writes the shards of its catalog. Who owns what: see s3_catalog.py.
 
-Everything that it writes is under a condition. Where it is refused, or anything fails, it ends: no delta is removed,
-and another one begins anew. That is so after each step, so it may die after each step.
+Every write is conditional. If one is refused, or anything fails, the compactor ends: no delta is removed, and another
+one begins anew. This holds after each step, so it may die after any step.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from lmcache_ec.tiers.s3_catalog import CatalogFolder, Look, Pace
 
 _LISTERS = 8
 _FREE = b""
-"""What a lease holds that was given back: its length shows in a listing."""
+"""The content of a released lease: its length shows in a listing."""
 
 Pages = Callable[[int], Iterator[Sequence[bytes]]]
 """The digests of a shard, as pages of its listing arrive."""
 
 
 class LeaseLost(Exception):
-    """Somebody else lists, or removed the catalog."""
+    """Another process lists, or has removed the catalog."""
 
 
 class Compactor:
-    """One listing of one namespace, on a thread of its own (`start`) and some for the requests.
+    """One listing of one namespace, on its own thread (`start`) and some for the requests.
 
-    `failure` and `entries` are for whoever finds that it has ended.
+    `failure` and `entries` may be read once it has ended.
     """
 
     def __init__(self, folder: CatalogFolder, pages: Pages, pace: Pace, signing: SigningKey | None) -> None:
@@ -48,7 +48,7 @@ class Compactor:
         self._thread = threading.Thread(target=self._run, name="s3-compact", daemon=True)
 
     def take(self, look: Look) -> bool:
-        """Take the lease as it was seen. False if somebody was quicker. Errors are obstore's."""
+        """Take the lease seen in `look`. False if another process was faster. Errors are obstore's."""
         try:
             self._write_lease(None if look.lease is None else look.lease["e_tag"])
         except LeaseLost:
@@ -63,7 +63,7 @@ class Compactor:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """It ends soon, and leaves what is unfinished."""
+        """Make it end soon; unfinished work is abandoned."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -75,8 +75,8 @@ class Compactor:
             self.failure = error
 
     def compact(self) -> None:
-        """List, write, remove. LeaseLost if somebody else is at it by now."""
-        look = self._folder.look()  # what is written from here on stays
+        """List, write, remove. LeaseLost if another process has taken over."""
+        look = self._folder.look()  # deltas written from here on stay
         pool = ThreadPoolExecutor(_LISTERS, "s3-compact")
         try:
             pending = {pool.submit(self._replace, number, look) for number in range(SHARDS)}
@@ -93,7 +93,7 @@ class Compactor:
         self._write_lease(self._lease, _FREE)
 
     def _replace(self, number: int, look: Look) -> int:
-        """List one shard and write it: how many entries it has."""
+        """List one shard and write it: the number of its entries."""
         keys = bytearray()
         for page in self._pages(number):
             if self._stop.is_set():
@@ -109,7 +109,7 @@ class Compactor:
         self._write_lease(self._lease)
 
     def _write_lease(self, over: str | None, body: bytes | None = None) -> None:
-        """A body of its own each time, so that each has a version of its own."""
+        """Each write has a new body, so that each has its own version."""
         data = os.urandom(16) if body is None else body
         self._lease = self._conditionally(partial(self._folder.write, "writer", data, over))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that a bucket's owner keeps, and S3 encrypts with (SSE-C): from a file or the environment, never in a URL.
+"""The key with which S3 encrypts (SSE-C), kept by the bucket's owner: from a file or the environment, never in a URL.
 
-obstore sends it with each GET, HEAD and PUT, as S3 wants it, and with nothing else.
+obstore sends it with each GET, HEAD and PUT, as S3 requires, and with nothing else.
 """
 
 import base64
@@ -12,12 +12,12 @@ from pathlib import Path
 from lmcache_ec.tiers.s3_url import CUSTOMER_KEY, S3Options
 
 VARIABLE = "AWS_SSE_CUSTOMER_KEY_BASE64"
-"""The name that obstore has for it."""
+"""obstore's name for it."""
 _LENGTH = 32
 
 
 def customer_key(options: S3Options) -> bytes | None:
-    """The key of 32 bytes; None if there is none to be. ValueError, which does not hold it, says what is wrong."""
+    """The key of 32 bytes; None if none is configured. ValueError, which does not hold it, states what is wrong."""
     if options.sse != CUSTOMER_KEY:
         return None
     if options.sse_c_key_file is not None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What went wrong with S3, in a text that holds no secret.
 
-Of obstore's and boto3's error texts only S3's error code, the HTTP status and the kind of failure are passed on: the
-rest may quote the request, access key and signature included.
+Only S3's error code, the HTTP status and the kind of failure are taken from obstore's and boto3's error texts: the rest
+may quote the request, including access key and signature.
 """
 
 import errno
@@ -16,12 +16,12 @@ from lmcache_ec.tiers.base import TierError, TierNotReady, TierUnreachable, Writ
 
 
 class OfAnotherKey(TierError):
-    """An object that is there, and was perhaps written with another key of SSE-C than ours."""
+    """An object exists, but was perhaps written with another SSE-C key than ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What may be passed on of an error of obstore."""
+    """The parts of an obstore error that may be passed on."""
 
     number: int  # errno
     status: str  # HTTP, or ""
@@ -45,22 +45,22 @@ class Fault:
 
     @property
     def not_ready(self) -> bool:
-        """It answers that it cannot serve this yet, or not so much of it."""
+        """It answers that it cannot serve this yet, or that there are too many requests."""
         return (self.status >= "500" and self.status != "501") or self.status == "429"
 
     @property
     def unconditional(self) -> bool:
-        """Perhaps it does not know conditional writes: it refuses a header, or a request that has one."""
+        """Perhaps it does not support conditional writes: it refuses a header, or a request that has one."""
         return self.status in ("400", "501")
 
     @property
     def of_another_key(self) -> bool:
-        """Perhaps the object was written with another key of SSE-C: nothing else is wrong that the answer names."""
+        """Perhaps the object was written with another SSE-C key: the answer names no other problem."""
         return self.status in ("400", "403") and self.code in ("", "AccessDenied", *_WANT_A_KEY)
 
     def error(self, text: str, *, writes: bool = False, keyed: bool = False) -> TierError:
-        """As a tier raises it. What a request that `writes` is forbidden says nothing about reading; with `keyed`, what
-        may be the key's fault is about that object."""
+        """As a tier raises it. A refusal of a request that `writes` implies nothing about reading; with `keyed`, an
+        error that the key may cause concerns only that object."""
         if keyed and self.of_another_key:
             return OfAnotherKey(self.number, f"{text} (was it written with another key than that of sse-c?)")
         if not writes and self.code in _WANT_A_KEY:
@@ -77,7 +77,7 @@ class Fault:
         return self.kind or f"HTTP {self.status} {self.code}".strip()
 
     def advice(self, *, bucket: str, region: str, tls: bool) -> str:
-        """What is wrong with a remote that was just opened, and what to do."""
+        """What is wrong with a remote that was just opened, and the remedy."""
         if self.kind:
             return f"{self.kind}{_WHAT_TO_DO.get(self.kind, '')}"
         if self.code in _BAD_REGION or self.status in ("301", "307", "308"):
@@ -93,7 +93,7 @@ class Fault:
 
 
 _WANT_A_KEY = ("InvalidArgument", "InvalidRequest")
-"""What stores answer to a read without the key, or with one where there was none."""
+"""Stores' answers to a read without the key, or with one for an object that has none."""
 _UNTRUSTED = "TLS: its certificate is not trusted"
 _NO_TLS = "TLS: it does not answer with TLS"
 _SILENT = "no answer in time"
@@ -137,15 +137,15 @@ _ADVICE = {
 
 
 def summary(error: Exception) -> str:
-    """What may be passed on of an error of boto3: the name of its class and S3's code, no text."""
+    """The parts of a boto3 error that may be passed on: its class name and S3's code, no text."""
     response = getattr(error, "response", {})
     return f"{type(error).__name__} {response.get('Error', {}).get('Code', '')}".strip()
 
 
 @contextmanager
 def reported(action: str, *, writes: bool = False, keyed: bool = False) -> Iterator[None]:
-    """What fails within is a TierError that says so. `writes`: it was a write; `keyed`: of an object that has a key of
-    its own, see `Fault.error`."""
+    """Turns an error within into a TierError that describes it. `writes`: it was a write; `keyed`: of an object that
+    has its own key, see `Fault.error`."""
     from botocore.exceptions import BotoCoreError, ClientError
     from obstore.exceptions import BaseError
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 as a kind of remotes."""
+"""S3 as a kind of remote."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of a bucket by which the store deletes entries of an age; other rules of the bucket stay as they are.
+"""The bucket's rule by which the store deletes entries of a certain age; its other rules stay as they are.
 
 Errors are botocore's own.
 """
@@ -16,7 +16,7 @@ _DAY_S = 86_400
 
 
 def set_lifecycle_ttl(access: S3Access, ttl_s: float) -> None:
-    """Make the store delete what was written more than `ttl_s` ago, in whole days, rounded up, in place of our rule."""
+    """Make the store delete what was written more than `ttl_s` ago (in whole days, rounded up); replaces our rule."""
     rule = {
         "ID": _rule_id(access),
         "Status": "Enabled",
@@ -30,7 +30,7 @@ def set_lifecycle_ttl(access: S3Access, ttl_s: float) -> None:
 
 
 def lifecycle_ttl_s(access: S3Access) -> float | None:
-    """The age in seconds at which the store deletes entries by our rule; None if that is not in force."""
+    """The age in seconds at which our rule makes the store delete entries; None if it is not in force."""
     for rule in _rules(access):
         ours = rule.get("ID") == _rule_id(access) and rule.get("Filter") == {"Prefix": f"{access.prefix}/"}
         if ours and rule.get("Status") == "Enabled" and "Days" in rule.get("Expiration", {}):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of a namespace in a bucket, a page at a time, on threads of the listing's own."""
+"""The objects of a namespace in a bucket, a page at a time, on the listing's own threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import S3Store
 
-_PAGE = 1000  # what S3 answers at most
+_PAGE = 1000  # the most that S3 returns
 _LISTERS = 16
 
 
 def pages(client: S3Store, namespace: str) -> Iterator[Sequence[ObjectMeta]]:
-    """The objects of a namespace as pages arrive: the first alone, the others over all `<aa>` at once.
+    """The objects of a namespace as pages arrive: the first alone, the others for all `<aa>` at once.
 
-    No order is relied on: of the second listing what the first page had is left out.
+    Does not rely on any order: what was on the first page is left out of the second listing.
     """
     with reported(f"list {namespace}"):
         first = next(client.list(namespace, chunk_size=_PAGE), ())
@@ -42,7 +42,7 @@ def pages(client: S3Store, namespace: str) -> Iterator[Sequence[ObjectMeta]]:
                     pending[pool.submit(next, following, ())] = following
                 yield [found for found in page if found["path"] not in seen]
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # nobody waits for a page that nobody wants
+        pool.shutdown(wait=False, cancel_futures=True)  # do not wait for unwanted pages
 
 
 def _page(done: Future[Sequence[ObjectMeta]], namespace: str) -> Sequence[ObjectMeta]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an S3 remote is: its URL, read. Nothing here imports boto3 or obstore, or asks anything."""
+"""Where an S3 remote is: parses its URL. Nothing here imports boto3 or obstore, or makes requests."""
 
 import difflib
 import re
@@ -28,14 +28,14 @@ class S3Options:
     prefix: str = ""
     region: str | None = None  # None: as boto3 finds it, else us-east-1
     endpoint: str | None = None  # http(s)://host[:port] of another store; None: as boto3 finds it, else AWS
-    tls: bool = True  # for an address that boto3 finds; an endpoint says it by its scheme
+    tls: bool = True  # for an address that boto3 finds; an endpoint states it by its scheme
     path_style: bool | None = None  # None: as boto3 decides, which is path style for another store's endpoint
     ca_bundle: Path | None = None  # PEM, trusted besides the system's; None: as boto3 finds it
     profile: str | None = None
     access_key_id: str | None = field(default=None, repr=False)
     secret_access_key: str | None = field(default=None, repr=False)
     read_only: bool = False  # nothing is ever written
-    sse: str | None = None  # server-side encryption that is asked for with each write
+    sse: str | None = None  # server-side encryption requested with each write
     sse_kms_key_id: str | None = None
     sse_c_key_file: Path | None = None  # the key of sse-c; None: in the environment, see s3_customer_key.py
     storage_class: str | None = None
@@ -44,7 +44,7 @@ class S3Options:
 
 
 def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3Options:
-    """Read an S3 URL, and the `extra_config` of LMCache that belongs to it. ValueError says what is not accepted.
+    """Parse an S3 URL, and the `extra_config` of LMCache that belongs to it. ValueError states what is not accepted.
 
     - `s3://bucket/prefix?endpoint=…&region=…&path_style=true&tls=false&ca_bundle=/path&profile=…`, all but the bucket
       optional; `endpoint` with or without `http://` or `https://`
@@ -55,7 +55,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
     - as LMCache writes it, bucket and host in one: `s3://bucket.s3.eu-west-1.amazonaws.com`, `s3://bucket.host:9000`,
       or without a port if `extra_config` has `s3_region`
 
-    Of `extra_config`: `s3_region`, `disable_tls`, `aws_access_key_id`, `aws_secret_access_key`; the URL goes first.
+    From `extra_config`: `s3_region`, `disable_tls`, `aws_access_key_id`, `aws_secret_access_key`; the URL has priority.
     """
     extra = extra_config or {}
     if "@" in url:
@@ -106,7 +106,7 @@ def s3_options(url: str, extra_config: Mapping[str, object] | None = None) -> S3
 
 
 def _bucket_and_host(netloc: str, lmcache: bool) -> tuple[str, str | None, str | None]:
-    """Bucket, region and host that the first part of an S3 URL names; without a host it names AWS or our endpoint."""
+    """Bucket, region and host in the first part of an S3 URL; without a host it means AWS or our endpoint."""
     aws = _AWS_HOST.fullmatch(netloc)
     if aws:
         return aws["bucket"], aws["region"], None
@@ -135,7 +135,7 @@ def _unknown(key: str, options: Iterable[str]) -> str:
 
 
 def _query(text: str) -> dict[str, Any]:
-    """The options in a URL; an error names the key, and no value."""
+    """The options in a URL; an error names the key, but no value."""
     readers: dict[str, Callable[[str], object]] = {
         "endpoint": str, "region": str, "ca_bundle": str, "profile": str, "path_style": _bool, "tls": _bool,
         "read_only": _bool, "sse": str, "sse_kms_key_id": str, "sse_c_key_file": Path, "storage_class": str,

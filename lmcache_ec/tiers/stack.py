@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ordered tiers of one process: looked up in order, written through, promoted, surveyed.
+"""The ordered tiers of one process: look-up in order, write-through, promotion, surveys.
 
 Who owns what, and when it may be freed:
 
-1. The stack owns lanes, threads and presence filter, from `Stack` to `close`. Writes are `writes` (write_through.py).
+1. The stack owns lanes, threads and presence filter, from `Stack` to `close`. Writes: `writes` (write_through.py).
 2. `Wanted.into` is the caller's. One thread of one lane at a time writes into it, until `answer` is called, exactly
-   once; or, of the synchronous calls, until they return.
-3. `Found` is answered only for what verifies; until then the buffer's content is nobody's to use.
-4. What does not verify against itself is deleted from the tier that had it, and the next tier is asked. What another
-   version of the format may verify is kept. Where entries are signed, nothing is deleted: a read does not show whether
-   what it read is still there. It is a miss, and the next write replaces it (write_through.py).
-5. Promotion copies before the answer: the buffer is not looked into again.
-6. The caller surveys: `due_at` says when something is due, `survey_due` starts it on the lanes' own threads, and `wake`
+   once; in synchronous calls, until they return.
+3. The answer is `Found` only for what verifies; until then the buffer's content must not be used.
+4. An entry that does not verify against itself is deleted from the tier that had it, and the next tier is asked. What
+   another version of the format may verify is kept. Where entries are signed, nothing is deleted: a read does not show
+   whether what it read is still there. It is a miss, and the next write replaces it (write_through.py).
+5. Promotion copies before the answer: the buffer is not read again.
+6. The caller drives surveys: `due_at` is when one is due, `survey_due` starts it on the lanes' own threads, and `wake`
    is called when `due_at` or the number of jobs may have changed.
 """
 
@@ -34,13 +34,13 @@ from lmcache_ec.tiers.lane import NEVER, Habits, Lane, lane_names
 from lmcache_ec.tiers.write_through import WriteThrough
 
 _NEWS_S = 0.25
-"""How often it is looked what neighbours on the folder have written."""
+"""How often new writes of neighbours on the folder are read."""
 _COPIED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The buffer holds the entry, verified; `tier` had it, and took so many seconds."""
+    """The buffer holds the entry, verified; `tier` had it, and took `seconds`."""
 
     spec: entry.TensorSpec
     tier: str
@@ -49,7 +49,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """An entry of `length` bytes is there, and not in the buffer: there was none, or one of another length."""
+    """An entry of `length` bytes exists, but was not read: there was no buffer, or one of another length."""
 
     length: int
 
@@ -70,9 +70,9 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An entry that is asked for, and the buffer of its length that it is to be read into; without one, its length.
+    """A requested entry, and the buffer of its length to read it into; without one, only its length is wanted.
 
-    `insist`: it is asked for even where a listing lacks it. `until` (monotonic seconds): nobody waits for it longer.
+    `insist`: ask for it even if a listing lacks it. `until` (monotonic seconds): when the caller stops waiting.
     `tiers`: only these are asked (a bit each; 0: all).
     `promoted` is called with the outcome of writing it to a tier before the one that had it.
     """
@@ -88,7 +88,7 @@ class Wanted:
 
 
 class Stack:
-    """Tiers in order. Any thread may call it; I/O happens on the lanes' threads, or in the caller's where stated.
+    """Tiers in order. Any thread may call it; I/O runs on the lanes' threads, or in the caller's where stated.
 
     `wake` and `back` (a tier answers again) are called from any thread.
     """
@@ -106,7 +106,7 @@ class Stack:
     ) -> None:
         names = lane_names([tier.name for tier, _ in tiers])
         self.namespace = namespace
-        """What is listed."""
+        """The one that is listed."""
         self.presence = PresenceWriter.create(names)
         self.lanes = [
             Lane(tier, name, self.presence, habits) for (tier, habits), name in zip(tiers, names, strict=True)
@@ -117,7 +117,7 @@ class Stack:
             if isinstance(lane.tier, AwaitedTier):
                 lane.leave_alone()
         self.signing = signing
-        """The key that every entry is signed with, if they are."""
+        """The key that signs every entry, if they are signed."""
         self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes, signing)
         self._journal = journal
         self._wake = wake
@@ -127,8 +127,8 @@ class Stack:
     # ---- look up
 
     def fetch(self, wanted: Sequence[Wanted], number: int = 0) -> None:
-        """Ask the tiers from `number` on in order, each on its own threads; several at once where that helps. Each is
-        answered once, from any thread."""
+        """Ask the tiers from `number` on in order, each on its own threads; several entries at once where that helps.
+        Each entry is answered once, from any thread."""
         asked: dict[int, list[Wanted]] = {}
         for one in wanted:
             following = self.worth_asking(one.key, number, one.insist, one.tiers)
@@ -146,7 +146,7 @@ class Stack:
         awaited = [one for one in wanted if now <= one.until]
         for one in wanted:
             if now > one.until:
-                self._journal.count("fills_late")  # it stood in a queue until nobody waited for it any more
+                self._journal.count("fills_late")  # it was queued until its caller had stopped waiting
                 one.answer(Absent())
         unanswered: list[Wanted] = []
         answers = self.read(number, awaited)
@@ -168,7 +168,7 @@ class Stack:
         return next((index for index in later if self.lanes[index].asks(digest, insist)), None)
 
     def read(self, number: int, wanted: Sequence[Wanted]) -> list[Answer]:
-        """Ask one tier, in the calling thread. What cannot be read is absent, and reported."""
+        """Ask one tier, in the calling thread. An entry that cannot be read is absent, and the error is reported."""
         lane = self.lanes[number]
         answers: list[Answer] = []
         for one, answer in zip(wanted, self._asked(lane, wanted), strict=True):
@@ -178,13 +178,13 @@ class Stack:
         return answers
 
     def lengths(self, number: int, keys: Sequence[EncoderCacheKey]) -> list[int | None]:
-        """The length of each entry as one tier has it, None also where it did not answer. In the calling thread."""
+        """The length of each entry in one tier, None also if it did not answer. In the calling thread."""
         found = self._asked(self.lanes[number], [Wanted(key) for key in keys])
         return [None if isinstance(length, Exception) else length for length in found]
 
     def _asked(self, lane: Lane, wanted: Sequence[Wanted]) -> list[int | Exception | None]:
-        """What a tier says of each entry: its length, None if it is not there, or an error, which is reported. What has
-        the length of its buffer is there now."""
+        """A tier's answer for each entry: its length, None if it is absent, or an error, which is reported. An entry of
+        its buffer's length has been read into it."""
         reads = [(one.key, one.into) for one in wanted if one.into is not None]
         probes = [one.key for one in wanted if one.into is None]
         began = time.monotonic()
@@ -213,14 +213,14 @@ class Stack:
         self._journal.report(f"{lane.name}-read", f"{lane.name}: {message(error)}")
 
     def _welcome(self, lane: Lane, away_s: float) -> None:
-        """A tier that was left alone for so long is asked again."""
+        """Ask a tier again that had been resting for `away_s`."""
         if away_s:
             self._journal.report(f"{lane.name}-back", f"{lane.name} answers again, after {away_s:.0f} s")
             self._back(self.lanes.index(lane))
             self._wake()
 
     def _judged(self, lane: Lane, wanted: Wanted, length: int) -> Answer:
-        """What a tier that has something under this name has."""
+        """Verify what a tier has under this name."""
         key, buffer = wanted.key, wanted.into
         try:
             if length < entry.room(key.identifier):  # too short for an entry of this version; perhaps one of another
@@ -241,8 +241,8 @@ class Stack:
         return Found(spec, lane.name)
 
     def refuse(self, lane: Lane, key: EncoderCacheKey, error: entry.EntryError) -> None:
-        """What does not verify against itself is deleted, and made good by the next encode. What another version of
-        the format may verify is nobody's to delete."""
+        """An entry that does not verify against itself is deleted, and replaced by the next encode. One that another
+        version of the format may verify is not deleted."""
         if isinstance(error, entry.OtherVersion):
             self._journal.count(f"{lane.name}_other_version")
             text = f"{lane.name}: {key.object_name} is not for this engine: {error}"
@@ -254,7 +254,7 @@ class Stack:
         self.delete(lane, key)
 
     def _disbelieve(self, lane: Lane, key: EncoderCacheKey, error: entry.EntryError) -> None:
-        """Where entries are signed: somebody may have put it there, and may have been replaced since it was read."""
+        """Where entries are signed: anyone may have put it there, and it may have been replaced since it was read."""
         kind = "forged" if error.reason is entry.Reason.SIGNATURE else "corrupt"
         self._journal.count(f"{lane.name}_{kind}")
         text = f"{lane.name}: {key.object_name} is not trusted ({error}); it is a miss, and the next encode replaces it"
@@ -283,7 +283,7 @@ class Stack:
         return min((min(lane.due_at, lane.probe_at) for lane in self.lanes), default=NEVER)
 
     def survey_due(self) -> None:
-        """Have the lanes looked over, and those probed that failed, where that is due; on their own threads."""
+        """Start the surveys of lanes, and probes of failed ones, that are due; on their own threads."""
         for lane in self.lanes:
             reads, writes = lane.due_probes()
             if reads:
@@ -320,13 +320,13 @@ class Stack:
         self._wake()
 
     def relist(self, namespace: str) -> None:
-        """Another namespace is asked for from now on."""
+        """From now on another namespace is in use."""
         self.namespace = namespace
         for lane in self.lanes:
             lane.relist(namespace)
 
     def follow_neighbours(self) -> None:
-        """Know of what others write to local tiers long before it is listed. Threads of its own: a listing takes its
+        """Learn what others write to local tiers long before it is listed. On threads of its own: a listing takes
         time."""
         for lane in self.lanes:
             if lane.habits.local:
@@ -337,7 +337,7 @@ class Stack:
             lane.follow(self.namespace)
 
     def announce(self) -> None:
-        """Publish what was written here, where that has yet to be done. In the calling thread."""
+        """Publish what was written here and is not yet published. In the calling thread."""
         for lane in self.lanes:
             if not lane.rests:
                 try:
@@ -346,7 +346,7 @@ class Stack:
                     self._journal.report(f"{lane.name}-write", f"{lane.name}: {message(error)}")
 
     def close(self) -> None:
-        """Release the tiers. What is still under way fails, or ends with the process."""
+        """Release the tiers. What is still in progress fails, or ends with the process."""
         self._closed.set()
         for lane in self.lanes:
             for pool in (lane.reads, lane.writes, lane.scans, lane.probes):

@@ -3,17 +3,17 @@
 
 Who owns what, and when it may be freed:
 
-1. `Put.data` is the caller's. The tiers read it from `write` on until `released` is called, which happens exactly once,
+1. `Put.data` is the caller's. The tiers read it from `write` until `released` is called, which happens exactly once,
    on any thread, after the last of them: from then on nothing here touches it.
-2. Where the first tier is local it is written first, alone. Once it has taken the entry, `data` is released, and the
-   tiers after it are fed from its file: one of them reads and verifies it, for all (`_Copy`). Otherwise, and if the
-   local tier does not take the entry, all others read `data` side by side; none waits for another.
-3. Copies are ours, those of files and those that promotion makes. One is dropped after its last use. What is kept
-   until then, together, is bounded by `copied_bytes`: beyond that a file is read again, and nothing is promoted.
-4. Where entries are signed, what stands in the way of one is read, and replaced unless it is signed, too. What it is
-   replaced by can be no worse, whoever replaced it meanwhile.
+2. If the first tier is local it is written first, alone. Once it has taken the entry, `data` is released, and the
+   tiers after it get it from its file: one of them reads and verifies it, for all (`_Copy`). Otherwise, and if the
+   local tier does not take the entry, all others read `data` in parallel; none waits for another.
+3. Copies are ours, both those of files and those that promotion makes. One is dropped after its last use. Their total
+   size is bounded by `copied_bytes`: beyond that a file is read again, and nothing is promoted.
+4. Where entries are signed, an existing entry of the same name is read, and replaced unless it is signed, too. Its
+   replacement can be no worse, whichever process replaced it meanwhile.
 5. `landed` is called once for each wanted tier, before `released` if that tier read `data`; `done` once, after all.
-   Neither happens to what is still queued when the lanes are closed: the process is about to end.
+   Neither is called for what is still queued when the lanes are closed: the process is about to end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lmcache_ec.tiers.lane import Lane
 
 _REPLACEMENTS = 3
 _PLAUSIBLE_BYTES = 256 << 20
-"""What is longer, and than the entry that it stands in the way of, is believed to be none without being read."""
+"""An existing value longer than this, and than the new entry, is assumed not to be an entry without being read."""
 
 
 def _ignore(*_: object) -> None:
@@ -43,9 +43,9 @@ def _ignore(*_: object) -> None:
 
 @dataclass(eq=False, slots=True)
 class Put:
-    """An entry on its way into tiers.
+    """An entry being written to tiers.
 
-    `tiers` says which are to have it, a bit each in their order; 0: all. `released` gets whether a tier has it.
+    `tiers`: which ones, a bit each in their order; 0: all. `released` is called with whether a tier has it.
     """
 
     key: EncoderCacheKey
@@ -55,7 +55,7 @@ class Put:
     released: Callable[[bool], None] = _ignore
     done: Callable[[], None] = _ignore
     cancelled: bool = False
-    """Set at any time: it is removed again from each tier that gets or has got it."""
+    """May be set at any time: the entry is removed again from each tier that takes or took it."""
     took: int = 0
     """The tiers that have it, a bit each."""
     _readers: int = 1
@@ -63,13 +63,13 @@ class Put:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, readers: int = 0, tiers: int = 0) -> None:
-        """So many lanes more read `data`; so many tiers more are to answer."""
+        """`readers` more lanes read `data`; `tiers` more tiers have to answer."""
         with self._lock:
             self._readers += readers
             self._outstanding += tiers
 
     def end(self, readers: int = 0, tiers: int = 0) -> None:
-        """So many fewer."""
+        """As many fewer."""
         with self._lock:
             self._readers -= readers
             self._outstanding -= tiers
@@ -89,9 +89,9 @@ class Put:
 
 
 class WriteThrough:
-    """The writes of one stack of tiers. Any thread may call it; tiers are written by their own threads.
+    """The writes of one stack of tiers. Any thread may call it; tiers are written on their own threads.
 
-    `wake` is called whenever `jobs` has fallen, `back` with the number of a tier that takes writes again. `_lock`
+    `wake` is called whenever `jobs` has decreased, `back` with the number of a tier that takes writes again. `_lock`
     guards the numbers, and is never held across I/O.
     """
 
@@ -105,9 +105,9 @@ class WriteThrough:
         signing: SigningKey | None = None,
     ) -> None:
         self.jobs = 0
-        """Writes to one tier each that are queued or under way."""
+        """Writes, each to one tier, that are queued or in progress."""
         self.held: dict[str, int] = {}
-        """Tier -> what all namespaces take in it, bytes, where that is known."""
+        """Tier -> bytes that all namespaces take in it, where that is known."""
         self._lanes = lanes
         self._journal = journal
         self._wake = wake
@@ -118,7 +118,7 @@ class WriteThrough:
         self._lock = threading.Lock()
 
     def write(self, put: Put) -> None:
-        """Write through, see the top of this file. Returns at once."""
+        """Write through (see the top of this file). Returns at once."""
         numbers = [number for number in range(len(self._lanes)) if not put.tiers or put.tiers >> number & 1]
         self._begin(put, len(numbers))
         numbers = self._without_read_only(put, numbers)
@@ -132,7 +132,7 @@ class WriteThrough:
     def promote(
         self, number: int, key: EncoderCacheKey, data: memoryview, landed: Callable[[int, Landing], None] = _ignore
     ) -> None:
-        """Write what tier `number` had to those before it, from a copy, if there is room for one."""
+        """Write what tier `number` had to the tiers before it, from a copy, if there is room for one."""
         if not number:
             return
         length = len(data)
@@ -146,11 +146,11 @@ class WriteThrough:
         self._spread(put, self._without_read_only(put, range(number)))
 
     def writing(self, key: EncoderCacheKey) -> bool:
-        """Whether a tier has yet to answer about this entry."""
+        """Whether a tier has yet to answer for this entry."""
         return key in self._under_way
 
     def cancel(self, key: EncoderCacheKey) -> bool:
-        """Have an entry removed again from each tier that it is being written to. Whether there is one."""
+        """Remove an entry again from each tier that it is being written to. Whether there is such a write."""
         with self._lock:
             puts = self._under_way.get(key, [])
             for put in puts:
@@ -172,7 +172,7 @@ class WriteThrough:
         done()
 
     def _without_read_only(self, put: Put, numbers: Sequence[int]) -> list[int]:
-        """Those that are not configured never to be written: these refuse at once."""
+        """The tiers not configured as read only; those that are refuse at once."""
         written = []
         for number in numbers:
             if self._lanes[number].tier.read_only:
@@ -182,7 +182,7 @@ class WriteThrough:
         return written
 
     def _spread(self, put: Put, numbers: Sequence[int]) -> None:
-        """Have all of these read `data`, side by side."""
+        """Have all of these tiers read `data`, in parallel."""
         put.begin(readers=len(numbers))
         for number in numbers:
             if not self._enqueue(number, len(put.data), partial(self._write_data, put, number)):
@@ -218,7 +218,7 @@ class WriteThrough:
             put.land(number, landing)
 
     def _file(self, number: int, key: EncoderCacheKey, length: int) -> memoryview | None:
-        """What a tier took just now. What was evicted since, or does not verify, is nothing that others should have."""
+        """What a tier took just now; None if it was evicted since, or does not verify: others should not get it."""
         data = memoryview(bytearray(length))
         try:
             if self._lanes[number].tier.get_into(key, data) != length:
@@ -232,7 +232,7 @@ class WriteThrough:
         return data
 
     def _put(self, number: int, put: Put, data: memoryview) -> Landing:
-        """Write to one tier. One of the same length that is there already is this one, unless entries are signed."""
+        """Write to one tier. An entry of equal length already there counts as this one, unless entries are signed."""
         lane, journal, key = self._lanes[number], self._journal, put.key
         if put.cancelled:
             return Landing.FAILED
@@ -265,7 +265,7 @@ class WriteThrough:
             return self._refused(lane, error)
 
     def _replaced(self, lane: Lane, key: EncoderCacheKey, data: memoryview, signing: SigningKey) -> tuple[bool, bool]:
-        """Put an entry in the place of something unsigned: whether this call wrote it, and whether one of its length is
+        """Put an entry in place of something unsigned: whether this call wrote it, and whether one of its length is
         there."""
         for _ in range(_REPLACEMENTS):
             held, signed = self._in_the_way(lane, key, len(data), signing)
@@ -285,8 +285,8 @@ class WriteThrough:
     def _in_the_way(
         self, lane: Lane, key: EncoderCacheKey, length: int, signing: SigningKey
     ) -> tuple[Held | None, bool]:
-        """What has the name of an entry of `length` bytes, without its bytes, and whether it is signed. What is longer
-        takes room of the copies: whoever may write to a store is not to fill this process' memory."""
+        """What has the name of an entry of `length` bytes, without its bytes, and whether it is signed. A longer value
+        uses the budget for copies: others who may write to a store must not fill this process' memory."""
         held = lane.tier.held(key, length)
         if held is None or held.data is not None or not length < held.length <= _PLAUSIBLE_BYTES:
             return held, held is not None and _is_signed(held, key, signing)
@@ -315,12 +315,12 @@ class WriteThrough:
         self._journal.report(f"{lane.name}-writes", text)
 
     def report_notice(self, lane: Lane) -> None:
-        """Say it where what a user has to know of a tier has changed. On the tier's threads."""
+        """Report a tier's notice to the user if it has changed. On the tier's threads."""
         if lane.new_notice:
             self._journal.report(f"{lane.name}-notice", lane.tier.notice)
 
     def weigh(self, lane: Lane) -> None:
-        """How much a tier holds, for whoever asks without waiting for I/O. On the tier's threads."""
+        """Record how much a tier holds, for callers that must not wait for I/O. On the tier's threads."""
         try:
             held = lane.tier.stored_bytes
         except OSError:
@@ -329,7 +329,7 @@ class WriteThrough:
             self.held[lane.name] = held
 
     def _enqueue(self, number: int, length: int, job: Callable[[], None]) -> bool:
-        """Have a tier's threads do this write. False if it rests, or too much waits for it."""
+        """Queue this write for a tier's threads. False if the tier rests, or its queue is full."""
         lane = self._lanes[number]
 
         def run() -> None:
@@ -363,7 +363,7 @@ def _is_signed(held: Held, key: EncoderCacheKey, signing: SigningKey) -> bool:
 
 
 class _Budget:
-    """So many bytes, shared by whoever takes of them. Any thread."""
+    """A number of bytes, shared by all who take from it. Any thread."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._left = limit_bytes
@@ -382,10 +382,10 @@ class _Budget:
 
 
 class _Copy:
-    """An entry out of a file, read once for all its users where the budget has room for it until the last one.
+    """An entry from a file, read once for all its users if the budget has room to keep it until the last one.
 
-    `_lock` is held while the file is read, so that the others wait for the one that reads it: threads that write to
-    remotes, and nobody else.
+    `_lock` is held while the file is read, so that the others wait for the one that reads it: only threads that write
+    to remotes do.
     """
 
     def __init__(self, read: Callable[[], memoryview | None], length: int, users: int, budget: _Budget) -> None:
