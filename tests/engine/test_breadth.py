@@ -60,14 +60,14 @@ def test_embeddings_of_the_client_pass_through_and_are_never_saved(tmp_path: Pat
         right = [plain.do(chat).value for chat in chats]
     with Rig("llava", Layout.ONE_PROCESS, tmp_path, reference, enable_prompt_embeds=True) as rig:
         reports = [rig.engine.do(chat) for chat in chats]
-        assert [report.value["tokens"] for report in reports] == [said["tokens"] for said in right]
+        assert [report.value["tokens"] for report in reports] == [output["tokens"] for output in right]
         assert len(set().union(*(report.encodes for report in reports))) == 4, "two pictures, two embeddings"
         rig.settle()
         assert len(rig.files()) == 2, "the pictures alone"
         assert rig.left_over() == {}
         rig.restart()
         reports = [rig.engine.do(chat) for chat in chats]
-        assert [report.value["tokens"] for report in reports] == [said["tokens"] for said in right]
+        assert [report.value["tokens"] for report in reports] == [output["tokens"] for output in right]
         assert len(set().union(*(report.encodes for report in reports))) == 2, "the embeddings alone"
         assert rig.counts()["loads_disk"] == 2
         assert rig.left_over() == {}

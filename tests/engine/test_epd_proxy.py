@@ -34,7 +34,7 @@ PATIENCE = {"LMCACHE_EC_LOAD_DEADLINE_MS": "10000", "LMCACHE_EC_START_TIMEOUT_S"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """It says what is right: no connector, and nobody else's pictures."""
+    """It gives the right answers: no connector, and nobody else's pictures."""
     with OpenAIServer(MODEL, tmp_path_factory.mktemp("plain")) as server:
         yield server
 
@@ -56,10 +56,10 @@ class Deployment:
     plain: OpenAIServer
 
     def asked(self, *pictures: Json, encodes: int | None, media: bool = False, **body: Any) -> None:
-        """Through a proxy: the answer is right, the producer encodes that much (None: whatever), the consumer
+        """Through a proxy: the answer is right, the producer encodes that many (None: any number), the consumer
         nothing."""
-        said = ask((self.media_proxy if media else self.proxy).url, *pictures, **body)
-        assert said.equals(self.plain.ask(*pictures, **body))
+        answer = ask((self.media_proxy if media else self.proxy).url, *pictures, **body)
+        assert answer.equals(self.plain.ask(*pictures, **body))
         encoded = self.producer.encoded()
         assert (encoded if encodes is not None else None, self.consumer.encoded()) == (encodes, 0)
 
@@ -162,10 +162,10 @@ def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
 
     def through_the_proxy(seed: int) -> bool:
         try:
-            said = ask(joined.proxy.url, image_part(seed))
+            answer = ask(joined.proxy.url, image_part(seed))
         except (Refused, OSError):
             return False
-        assert said.equals(joined.plain.ask(image_part(seed)))
+        assert answer.equals(joined.plain.ask(image_part(seed)))
         return True
 
     with ThreadPoolExecutor(4) as clients:
@@ -228,8 +228,8 @@ class Answers:
 
 def test_the_proxy_takes_what_a_producer_says_of_a_video_with_its_sound(tmp_path: Path) -> None:
     """It keeps the video in the request. Both engines are stand-ins: no model that fits here takes the two together."""
-    told = announcement(("video", hashed_name(CLIENT, "1" * 64)), ("audio", hashed_name(CLIENT, "2" * 64)))
-    producer, consumer = Answers({"ec_transfer_params": told}), Answers({"choices": []})
+    announced = announcement(("video", hashed_name(CLIENT, "1" * 64)), ("audio", hashed_name(CLIENT, "2" * 64)))
+    producer, consumer = Answers({"ec_transfer_params": announced}), Answers({"choices": []})
     video = {"type": "video_url", "video_url": {"url": "http://host/video.mp4"}}
     with Proxy(tmp_path, producer.url, consumer.url) as proxy:
         request = chat(video, mm_processor_kwargs={"use_audio_in_video": True})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine says which pictures it holds, answers as one without a cache does, and does not notice who listens."""
+"""A real engine publishes which pictures it holds. It answers as one without a cache does, whoever subscribes."""
 
 import subprocess
 import sys

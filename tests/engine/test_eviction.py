@@ -49,7 +49,7 @@ def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
 def test_what_memory_has_dropped_comes_from_the_disk_once_vllm_has_emptied_its_own_cache(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """The first request, too: nothing in vLLM tells a connector that its cache was emptied."""
+    """The first request, too: vLLM does not notify a connector that its cache was emptied."""
     keys = {"max_local_cpu_size": float(ARENA_FOR_SIX)}
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:
         assert rig.ask(*POPULAR, max_tokens=1) == len(POPULAR)

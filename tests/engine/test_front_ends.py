@@ -53,7 +53,7 @@ def served(folder: Path, disk: Path | None, **arguments: Any) -> OpenAIServer:
 
 
 class Right:
-    """What an engine without a cache says."""
+    """The outputs of an engine without a cache."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -252,7 +252,7 @@ def test_data_parallel_engines_behind_one_front_end(tmp_path: Path, reference: R
 def test_a_front_end_that_is_started_elsewhere(
     package: bool, key: str, kept: int, right: Right, tmp_path: Path
 ) -> None:
-    """What it does not sign stays in memory, and one line says so."""
+    """What it does not sign stays in memory, and one line in the log says so."""
     disk = tmp_path / "disk"
     connector = {
         "ec_connector": "ECLMCacheConnector",

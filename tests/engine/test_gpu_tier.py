@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own cache in a real engine, evicted by vLLM's order or by ours, as `--ec-manager-config` says."""
+"""vLLM's own cache in a real engine, evicted in vLLM's order or in ours, as `--ec-manager-config` sets."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's /metrics says is what has happened, whoever serves it and whatever has become of the store process."""
+"""vLLM's /metrics shows what has happened, whoever serves it and whatever has become of the store process."""
 
 import math
 import os

@@ -57,7 +57,7 @@ def test_widths_are_known_before_anything_is_encoded(tmp_path: Path, reference: 
 
 
 def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> None:
-    """vLLM would never load for it: the connector says that it is off, and does nothing."""
+    """vLLM would never load for it: the connector logs that it is off, and does nothing."""
     prompts = tuple(Prompt(audios=(number,), text="") for number in (1, 2))
     with Rig("whisper", Layout.ONE_PROCESS, tmp_path, reference) as rig:
         for _ in range(2):

@@ -37,10 +37,10 @@ def lmcache_file(folder: Path, text: str) -> dict[str, str]:
 def test_a_file_for_kv_alone_gives_safe_defaults_and_no_second_pool(tmp_path: Path, reference: Reference) -> None:
     """Places are inherited, budgets are not: LMCache's 20 GiB for KV are not taken once more."""
     environment = lmcache_file(tmp_path, KV_ONLY)
-    nothing_said: dict[str, Any] = {"ec_connector_extra_config": {}}
+    no_keys: dict[str, Any] = {"ec_connector_extra_config": {}}
     disk = tmp_path / "kv" / "encoder-cache"
     with Rig(
-        MODEL, Layout.ONE_PROCESS, tmp_path, reference, disk=disk, environment=environment, connector=nothing_said
+        MODEL, Layout.ONE_PROCESS, tmp_path, reference, disk=disk, environment=environment, connector=no_keys
     ) as rig:
         assert rig.ask(*PROMPTS) == ITEMS
         assert rig.counts()["capacity_bytes"] == 2 * GIB

@@ -52,7 +52,7 @@ def test_a_file_damaged_before_or_after_it_was_found_is_a_miss_and_then_a_good_f
     assert served.ask(GOOD[0]) == set()
     truncate(served.truth.path(served.disk, LATE_TRUNCATED))
     flip(served.truth.path(served.disk, LATE_FLIPPED), 5000)
-    served.truth.path(served.disk, LATE_DELETED).unlink()  # the presence filter says it is there
+    served.truth.path(served.disk, LATE_DELETED).unlink()  # the presence filter still has it
     damaged = {*BEFORE, *LATE}
     assert served.ask(*sorted(damaged)) == damaged
     served.until("all is written", lambda book, _: book["writes"] == len(damaged))

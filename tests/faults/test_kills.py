@@ -48,7 +48,7 @@ def test_copies_held_in_another_process_hold_their_places(served: Served) -> Non
 
 
 def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
-    """The others follow it: by vLLM's doing, and although the store process is held. The front end stays to be told."""
+    """vLLM ends the others, although the store process is held. The front end stays: it is told to close."""
     traces = Traces(served)
     others = {name: pid for name, pid in served.engine.processes().items() if name.startswith("VLLM::")}
     [victim] = [pid for name, pid in others.items() if name.startswith(title)]

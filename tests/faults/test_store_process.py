@@ -139,7 +139,7 @@ def test_a_store_process_killed_or_left_stopped_is_replaced_and_what_is_owed_is_
             assert not served.stored()
             first = served.store_pid()
             os.kill(first, signal.SIGKILL)
-            wait_until("it is gone", lambda: process_state(first) == "Z")
+            wait_until("it has ended", lambda: process_state(first) == "Z")
         assert served.ask(2, forget=False) == {2}
         served.until("its loss is counted", lambda book, _: book["store_losses"])
         eventually_stored(served, {1, 2})
