@@ -27,7 +27,7 @@ COMMAND = [
     "-c",
     f"{HANDLED}; from lmcache_ec.cli import main{FIRST}signal.signal = first_moment; main()",
 ]
-"""It says when it has taken the signal over, with the first thing that it does."""
+"""It prints a line once it handles the signal, which is the first thing that it does."""
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])

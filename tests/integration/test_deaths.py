@@ -66,7 +66,7 @@ class Engine:
         self.scheduler.kill()
         self.rank.kill()
 
-    def gone(self) -> bool:
+    def nothing_left(self) -> bool:
         """Whether the host shows nothing of it: no process, no memory, no socket."""
         processes = process_state(self.store) != "Z" or store_processes(self.arena)
         address = rank_address(self.name, 0)[1:]
@@ -98,7 +98,7 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
     if victims == ["scheduler"]:
         wait_until("the store process has ended", lambda: process_state(engine.store) == "Z", DRAIN_S)
     engine.end()
-    wait_until("nothing is left", engine.gone, DRAIN_S)
+    wait_until("nothing is left", engine.nothing_left, DRAIN_S)
     assert stored(tmp_path) == set(IMAGES)
     assert not temporaries(tmp_path)
     with Bench(tmp_path) as successor:
@@ -119,7 +119,7 @@ def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: E
         engine.copied(IMAGES[5:])
         engine.kill("scheduler", "rank")
         engine.end()
-    wait_until("nothing is left", engine.gone, DRAIN_S)
+    wait_until("nothing is left", engine.nothing_left, DRAIN_S)
     assert stored(tmp_path) == set(IMAGES)
     assert not temporaries(tmp_path)
 
@@ -196,7 +196,7 @@ def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engin
     wait_until("a file is half written", half_written)
     engine.kill("store", "scheduler", "rank")
     engine.end()
-    wait_until("nothing is left", engine.gone)
+    wait_until("nothing is left", engine.nothing_left)
     assert stored(tmp_path) == set(IMAGES)
     with Bench(tmp_path) as successor:
         successor.scanned()

@@ -69,7 +69,7 @@ def registered(cuda: Cuda) -> int:
 
 
 def test_the_first_granule_is_there_before_the_first_pass_and_no_more(cuda: Cuda, card: Card) -> None:
-    """Whatever the largest entry may be: the rig says 8 GiB, as for the largest models."""
+    """Whatever the largest entry may be: the rig sets 8 GiB, as for the largest models."""
     with Rig.local(card, 1024 * MIB) as rig:
         assert rig.cache.ready
         assert registered(cuda) == rig.resident == GRANULE_BYTES
@@ -187,7 +187,7 @@ def test_a_worker_that_ends_unregisters_before_it_unmaps(cuda: Cuda, card: Card)
     assert cuda.registered == []
 
 
-@pytest.mark.parametrize("way", ["its scheduler side is gone", "a hook has failed", "its link thread has failed"])
+@pytest.mark.parametrize("way", ["its scheduler side has ended", "a hook has failed", "its link thread has failed"])
 def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everything_back(
     cuda: Cuda, card: Card, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,7 +210,7 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
     elif way == "its link thread has failed":
         monkeypatch.setattr(rank, "_take", lambda *_: 1 / 0)
         rig.cache._ranks.links[0].send(Segment(0, 0))
-    if way != "its scheduler side is gone":
+    if way != "its scheduler side has ended":
         wait_until("its link is closed", lambda: rank._link is None)
         rig.step(promised, {})
         assert not difference(rig.rank.loaded("image"), "image", SPEC)

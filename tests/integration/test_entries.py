@@ -119,7 +119,7 @@ def test_a_damaged_file_is_a_miss_and_the_next_save_makes_up_for_it(
         assert not bench.fetch(victim, size=None if known else 0)
         bench.settle()
         assert bench.snapshot()["fetch_misses"] == 1
-        bench.until("the file is gone", lambda: not path_of(tmp_path, victim).exists())
+        bench.until("the file is removed", lambda: not path_of(tmp_path, victim).exists())
         bench.encode([victim])
         bench.settle()
         assert bench.serves(victim)
@@ -142,7 +142,7 @@ def test_an_entry_that_finds_no_place_here_is_left_to_those_that_have_one(
         assert not small.fetch("long", rows)
         small.encode(IMAGES[:1])
         small.settle()
-        small.until("what it was told to do is done", lambda: small.status()["jobs"] == 0)
+        small.until("its jobs are done", lambda: small.status()["jobs"] == 0)
     assert stored(tmp_path) == {"long", IMAGES[0]}
 
 
@@ -275,7 +275,7 @@ def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
     (tmp_path / NAMESPACE).rename(tmp_path / "another-0123456789abcdef")
     with Bench(tmp_path) as bench:
         assert not bench.fetch(IMAGES[0])
-    # ... nor under this one: the entry itself says what it is of.
+    # ... nor under this one: the entry itself names what it is of.
     (tmp_path / "another-0123456789abcdef").rename(tmp_path / NAMESPACE)
     with Bench(tmp_path) as bench:
         assert bench.fetch(IMAGES[0])

@@ -187,7 +187,7 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
         assert [(copy["tier"], copy["problem"]) for copy in found["tiers"]] == [("disk", ""), ("redis", "")]
     assert [copy["tier"] for copy in answered("inspect", identifier)["tiers"]] == ["disk", "redis", "redis"]
     text = run("inspect", identifier).stdout
-    assert [text.count(said) for said in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
+    assert [text.count(expected) for expected in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
     missing = run("inspect", "another")
     assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
     missing = run("inspect", "another", "--json")
@@ -223,8 +223,8 @@ def test_what_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stor
         assert run("inspect", "picture", "--header-only").exit_code == 0
         shown = [json.loads(run("inspect", "picture", "--json", *more).stdout) for more in ([], ["--header-only"])]
         assert [found["verified"] for found in shown] == [True, False]
-        said = [run("inspect", "picture", *more).stdout for more in ([], ["--header-only"], ["--tier", "redis"])]
-        assert ["not verified" in text for text in said] == [False, True, True]
+        printed = [run("inspect", "picture", *more).stdout for more in ([], ["--header-only"], ["--tier", "redis"])]
+        assert ["not verified" in text for text in printed] == [False, True, True]
 
 
 def test_an_identifier_that_is_not_the_one_of_the_entrys_name_is_not_listed_as_such(stores: Stores) -> None:
@@ -454,7 +454,7 @@ def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     own = [f"own {number}" for number in range(3)]
     put(stores.disk, *own)
     for path in stores.folder.rglob("*.safetensors"):
-        os.utime(path, (time.time() - 3600,) * 2)  # Redis says in whole seconds when an entry was used
+        os.utime(path, (time.time() - 3600,) * 2)  # Redis reports in whole seconds when an entry was used
     put(stores.redis, *(f"picture {number}" for number in range(4)))
     result = run("warm", "--from", "redis", "--threads", "1")
     assert (result.exit_code, "2 copied" in result.stdout) == (0, True)
@@ -550,13 +550,13 @@ def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruption
         if signalled:
             wait_until("some were copied", lambda: len(list(stores.folder.glob("ns/0?/*"))) > 100, 120)
             process.send_signal(signal.SIGINT)
-        told = time.monotonic()
+        since = time.monotonic()
         out, err = process.communicate(timeout=600)
         report, took_s = json.loads(out), time.monotonic() - began
         with capsys.disabled():
             print(f"\nwarm: first line after {first_s:.1f} s ({line.strip()}), {took_s:.1f} s in all: {report}")
             print(
-                f"  ended {time.monotonic() - told:.1f} s after the first line or the signal; {err.splitlines()[-1:]}"
+                f"  ended {time.monotonic() - since:.1f} s after the first line or the signal; {err.splitlines()[-1:]}"
             )
         assert process.returncode == (130 if signalled else 0)
         assert report["interrupted"] is signalled

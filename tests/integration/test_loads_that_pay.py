@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real store process over a Redis that answers late, and an encoder that takes its time: what is waited for.
 
-Redis takes at least as long as it is told to, and on a busy machine longer. So where a load is to be the quicker way,
+Redis takes at least as long as it is set to, and on a busy machine longer. So where a load is to be the quicker way,
 the encoder, whose time is its own, takes seconds.
 """
 

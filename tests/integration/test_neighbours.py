@@ -78,7 +78,7 @@ def test_what_was_written_before_a_store_process_was_killed_is_found_before_the_
         two.scanned()
 
         def all_news_is_read() -> None:
-            """What was told before is known once something is known that was told after a look had begun."""
+            """What was sent before is known once something is known that was sent after a look had begun."""
             for _ in range(2):
                 third.encode([marker := f"later-{next(later)}"])
                 third.settle()

@@ -441,7 +441,7 @@ def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFix
             bench.settle()
             server.kill()
             bench.until(
-                "the fault is told", lambda: not asks(bench, f"new-{time.monotonic()}") and bool(caplog.records)
+                "the fault is logged", lambda: not asks(bench, f"new-{time.monotonic()}") and bool(caplog.records)
             )
             shown = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
             assert not any(b"canary" in text for text in shown)

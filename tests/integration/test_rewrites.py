@@ -35,7 +35,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """One tier's store: how an engine is told of it, how a test opens it, and how somebody empties it."""
+    """One tier's store: how an engine is configured with it, how a test opens it, and how somebody empties it."""
 
     name: str
     remotes: list[str]
@@ -134,8 +134,8 @@ def test_what_one_engine_finds_lost_every_other_gives_again_too(store: Store) ->
 
 
 def removed_by_command(store: Store) -> None:
-    said = CliRunner().invoke(app, ["namespaces", "--remove", NAMESPACE, "--yes", "--force"])
-    assert f"removed {len(IMAGES)} entries of {NAMESPACE}" in said.output
+    result = CliRunner().invoke(app, ["namespaces", "--remove", NAMESPACE, "--yes", "--force"])
+    assert f"removed {len(IMAGES)} entries of {NAMESPACE}" in result.output
 
 
 def deleted_one_by_one(store: Store) -> None:

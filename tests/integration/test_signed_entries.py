@@ -160,9 +160,9 @@ def test_inspect_reports_a_forgery_as_unsigned(folder: Path, key_file: Path) -> 
         bench.settle()
     namespace = read_key(key_file).namespace(NAMESPACE)
     forge(folder, namespace, "dog")
-    for name, status, says in (("cat", 0, "verifies"), ("dog", 1, "it is not signed")):
+    for name, status, expected in (("cat", 0, "verifies"), ("dog", 1, "it is not signed")):
         result = CliRunner().invoke(app, ["inspect", name, "--namespace", namespace, "--extra", extra])
-        assert (result.exit_code, says in result.output) == (status, True)
+        assert (result.exit_code, expected in result.output) == (status, True)
 
 
 def test_verify_counts_a_forgery_and_warm_copies_none(folder: Path, key_file: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec status` tells engines apart, says what each holds, and leaves none out that runs."""
+"""`lmcache-ec status` distinguishes engines, shows what each holds, and leaves out none that runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status(*arguments: str) -> str:
 
 
 def status_of(bench: Bench) -> dict[str, Any]:
-    """What is told of this engine, others on this host left aside."""
+    """What is reported of this engine, others on this host left aside."""
     [found] = [engine for engine in json.loads(status("--json")) if engine["engine"] == bench.engine]
     assert found.keys() >= KEYS
     return dict(found)
@@ -93,7 +93,7 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         path_of(tmp_path, "kept-1").unlink()
         bench.encode(names("new", 4))
         bench.settle()
-        bench.until("the ledger is told", lambda: bench.status()["book"].get("saves") == 4)
+        bench.until("the ledger is reported", lambda: bench.status()["book"].get("saves") == 4)
         [disk] = status_of(bench)["tiers"]
         held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
         entries = 2 + 4  # listed and not found corrupt; written since
@@ -191,7 +191,7 @@ def test_the_live_view_is_drawn_anew_until_ctrl_c(tmp_path: Path, monkeypatch: p
 
 
 def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path) -> None:
-    """The next scheduling pass starts another one, which says that it is the second."""
+    """The next scheduling pass starts another one, which reports that it is the second."""
     with Bench(tmp_path) as bench:
         pid = bench.serving()
         assert not silent()
@@ -212,7 +212,7 @@ def test_a_store_process_that_outlives_its_engine_is_listed_as_finishing(tmp_pat
         bench.encode(["last"])
         bench.until("it is being written", lambda: status_of(bench)["jobs"] == 1)
         bench.close()
-        wait_until("the engine is seen to be gone", lambda: status_of(bench)["state"] == "finishing")
+        wait_until("the engine is seen to have ended", lambda: status_of(bench)["state"] == "finishing")
         assert f"process {os.getpid()}, ended" in "\n".join(lines(status(), bench.engine))
     wait_until("it has finished", lambda: bench.engine not in status("--json"))
 
@@ -254,9 +254,9 @@ def test_engines_of_another_user_are_not_listed() -> None:
 
 def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
     """And one that answers what is no object is left out."""
-    told = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
+    reports = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
     with ThreadPoolExecutor(2) as threads:
-        sockets = [socket.socket(socket.AF_UNIX) for _ in told]
+        sockets = [socket.socket(socket.AF_UNIX) for _ in reports]
         for each in sockets:
             each.bind(status_address(os.getpid()))
             each.listen()
@@ -267,9 +267,9 @@ def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
                 while True:
                     connection, _ = sockets[number].accept()
                     with connection:
-                        connection.sendall(json.dumps(told[number]).encode())
+                        connection.sendall(json.dumps(reports[number]).encode())
 
-        for number in range(len(told)):
+        for number in range(len(reports)):
             threads.submit(answer, number)
         try:
             shown = "\n".join(wait_until("it is listed", lambda: lines(status(), "older"), despite=StopIteration))

@@ -415,7 +415,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
         with monkeypatch.context() as broken:
             broken.setattr(sys, "executable", interpreter)
             os.kill(bench.serving(), signal.SIGKILL)
-            bench.until("it is gone", lambda: not store_processes(bench.arena))
+            bench.until("it has ended", lambda: not store_processes(bench.arena))
             bench.encode(["meanwhile"])
             again = time.monotonic() + 0.5
             bench.until("it was tried again and again", lambda: time.monotonic() > again)
@@ -441,7 +441,7 @@ def test_one_that_ends_right_after_its_first_message_is_started_after_longer_and
         for losses in range(3):
             os.kill(bench.serving(), signal.SIGKILL)
             bench.until("the loss is noticed", partial(noticed, bench, losses))
-        bench.until("it is gone", lambda: not store_processes(bench.arena))
+        bench.until("it has ended", lambda: not store_processes(bench.arena))
         later = time.monotonic() + 1.0
         bench.until("nothing happened for a while", lambda: time.monotonic() > later)
         assert not store_processes(bench.arena)
@@ -468,7 +468,7 @@ def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_plac
                 handed = worker.hand_over(step, outcomes)
                 os.kill(pid, signal.SIGKILL)
             bench.until("the loss is noticed", partial(noticed, bench, 0))
-            bench.until("it is gone", lambda: not store_processes(bench.arena) and not bench.cache._store._old)
+            bench.until("it has ended", lambda: not store_processes(bench.arena) and not bench.cache._store._old)
             worker.report(step, outcomes, handed)
             bench.until("the report is in", lambda: not bench.cache.book.outstanding())
         assert bench.snapshot()["places_sealing"] == 0
@@ -506,7 +506,7 @@ def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_
 
 
 def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path: Path) -> None:
-    """Although the store process finds the engine gone, with answers not taken, before it has read what it is to do."""
+    """Although the store process finds that the engine has ended, with answers unread, before it reads its orders."""
     images = names("image", 40)
     with (
         stuck(stuck_writes(tmp_path)) as release,
