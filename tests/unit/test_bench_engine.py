@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `make bench-engine`, and that a short run of it measures what it says."""
+"""The arithmetic of `make bench-engine`, and that a short run of it measures all that it reports."""
 
 import json
 import random

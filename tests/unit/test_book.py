@@ -43,7 +43,7 @@ def stored(book: Book, identifier: str, mib: float) -> Place | None:
 
 
 class Life(RuleBasedStateMachine):
-    """Every other party is played here, and holds what it was told to touch until it has said that it is done."""
+    """Every other party is played here, and holds what it was ordered to touch until it reports that it is done."""
 
     restore_s: Callable[[Place], float] | None = None
 
@@ -305,11 +305,11 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.lost)
     @rule()
     def store_ended(self) -> None:
-        gone = self.lost.pop(0)
+        ended = self.lost.pop(0)
         for place in list(self.touched):
-            self.release(place, ("store", gone))
-        self.handed = [(place, to) for place, to in self.handed if to != gone]
-        self.book.store_ended(gone)
+            self.release(place, ("store", ended))
+        self.handed = [(place, to) for place, to in self.handed if to != ended]
+        self.book.store_ended(ended)
 
     def teardown(self) -> None:
         """Whatever happened: once everybody is done, nothing is held and the whole arena can be had again."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a log says of faults that come again and again, and of their end."""
+"""What a log shows of faults that come again and again, and of their end."""
 
 import logging
 import time

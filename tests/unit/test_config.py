@@ -228,9 +228,9 @@ def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> Non
     for key in KEYS:
         comment = re.search(rf"((?:^  # .*\n)+)  {key}: ", text, re.MULTILINE)
         assert comment, key
-        said = re.search(r"Default: (.*)$", comment[1], re.MULTILINE)
-        assert said, key
-        value = yaml.safe_load(said[1])
+        documented = re.search(r"Default: (.*)$", comment[1], re.MULTILINE)
+        assert documented, key
+        value = yaml.safe_load(documented[1])
         assert (tuple(value) if isinstance(value, list) else value) == default(key), key
         unit = accepts(key).unit
         assert not unit or re.search(rf"( {unit}|\({unit}\))\.\s(  # )?Default", comment[1]), key
@@ -241,9 +241,9 @@ def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> Non
 
 @dataclass(frozen=True)
 class Mistake:
-    """What somebody wrote, and all that the one error must say. <file> stands for the path of the file."""
+    """What somebody wrote, and all that the one error must contain. <file> stands for the path of the file."""
 
-    says: tuple[str, ...]
+    expected: tuple[str, ...]
     text: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -459,8 +459,8 @@ def test_each_mistake_is_one_error_that_says_how_to_fix_it(mistake: Mistake, fil
         load_config(mistake.extra, environ)
     assert len(caught.value.args) == 1
     text = str(caught.value)
-    for said in mistake.says:
-        assert said.replace("<file>", environ["LMCACHE_CONFIG_FILE"]) in text
+    for expected in mistake.expected:
+        assert expected.replace("<file>", environ["LMCACHE_CONFIG_FILE"]) in text
     assert "\n" not in text
     assert CANARY not in text
 
@@ -711,7 +711,7 @@ def test_a_path_that_only_sounds_like_a_secret_is_accepted_and_printed() -> None
 
 
 def _all_text(extra: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """All that is said of a configuration, whether it can be used or not."""
+    """All text that comes of a configuration, whether it can be used or not."""
     try:
         resolved = resolve(extra, environ)
     except ConfigError as error:

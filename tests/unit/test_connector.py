@@ -114,13 +114,13 @@ def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_h
     monkeypatch.setattr(connector_module.logger, "propagate", True)
     with caplog.at_level(logging.INFO, connector_module.logger.name):
         build(ECConnectorRole.SCHEDULER)
-    said = {record.getMessage(): record.levelname for record in caplog.records}
-    assert said[f"encoder cache: LocalCPU {size} GiB ({file} line 3), no LocalDisk"] == "INFO"
-    warnings = [text for text, level in said.items() if level == "WARNING"]
+    logged = {record.getMessage(): record.levelname for record in caplog.records}
+    assert logged[f"encoder cache: LocalCPU {size} GiB ({file} line 3), no LocalDisk"] == "INFO"
+    warnings = [text for text, level in logged.items() if level == "WARNING"]
     assert any(f"LocalCPU may grow to {size}.0 GiB" in text for text in warnings)
     assert any(f"chunk_size ({file} line 4)" in text for text in warnings)
     assert any(f"remote_url of the KV part, {file} line 1, is not used here" in text for text in warnings)
-    assert not any("hunter2" in text for text in said)
+    assert not any("hunter2" in text for text in logged)
 
 
 def test_switched_off_there_is_no_arena_no_process_and_no_folder(
@@ -230,16 +230,16 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 @pytest.fixture
 def errors() -> Iterator[list[logging.LogRecord]]:
     """What the connector has logged as errors; vLLM's loggers do not pass records on."""
-    said: list[logging.LogRecord] = []
+    logged: list[logging.LogRecord] = []
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record)
+            logged.append(record)
 
     handler = Recorder(logging.ERROR)
     logger = logging.getLogger("vllm.lmcache_ec")
     logger.addHandler(handler)
-    yield said
+    yield logged
     logger.removeHandler(handler)
 
 
@@ -293,7 +293,7 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
 
 @pytest.mark.parametrize("hook", ["has_cache_item", "update_state_after_alloc", "hand_ledger"])
 def test_what_was_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
-    """vLLM has been told True, and asks no more before it gives the item room."""
+    """vLLM has been answered True, and does not ask again before it gives the item room."""
     worker, scheduler = both(build)
     side = scheduler._scheduler
     assert side is not None

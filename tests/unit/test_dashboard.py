@@ -106,7 +106,7 @@ def test_promtool_accepts_the_alerts_and_every_query_of_the_dashboard(tmp_path: 
 
 
 def test_each_alert_fires_when_its_fault_is_there_and_none_when_all_is_well(tmp_path: Path) -> None:
-    def told(faults: dict[str, str], firing: list[str]) -> dict[str, Any]:
+    def case(faults: dict[str, str], firing: list[str]) -> dict[str, Any]:
         series = [
             {"series": PREFIX + name.replace("{", '{model_name="m",engine="0",'), "values": values}
             for name, values in faults.items()
@@ -119,7 +119,7 @@ def test_each_alert_fires_when_its_fault_is_there_and_none_when_all_is_well(tmp_
             "promql_expr_test": [{"expr": query, "eval_time": "60m", "exp_samples": samples}],
         }
 
-    cases = [told(BROKEN, [rule["alert"] for rule in RULES]), told(WELL, [])]
+    cases = [case(BROKEN, [rule["alert"] for rule in RULES]), case(WELL, [])]
     (tmp_path / "test.yaml").write_text(
         json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases})
     )

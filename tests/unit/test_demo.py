@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` says about a MODEL that it cannot show."""
+"""What `make demo` prints about a MODEL that it cannot show."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "expected"),
     [
         ("gemma4", "neither a name that is known here nor a folder"),
         ("", "neither a name that is known here nor a folder"),
@@ -30,7 +30,7 @@ def text(tmp_path: Path) -> Path:
     ],
 )
 def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_accepted(
-    text: Path, model: str, says: str
+    text: Path, model: str, expected: str
 ) -> None:
     given = model.format(file=text, folder=text.parent)
     command = [sys.executable, "-m", "benchmarks.demo", "--model", given]
@@ -38,7 +38,7 @@ def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert f"MODEL={given} " in line
-    assert says in line
+    assert expected in line
     assert all(name in line for name in MODELS.keys() - {"qwen2audio", "whisper"})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec doctor` says what an engine would find, and finds what would keep it from serving."""
+"""`lmcache-ec doctor` reports what an engine would find, and finds what would keep it from serving."""
 
 from __future__ import annotations
 
@@ -118,22 +118,22 @@ def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("extra", "expected"),
     [
         ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: must be a whole number"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_a_problem_and_the_rest_is_reported_all_the_same(
-    extra: str, says: str
+    extra: str, expected: str
 ) -> None:
     status, report = as_json("--extra", extra)
     assert status == 1
     assert len(report["problems"]) == 1
-    assert says in report["problems"][0]
+    assert expected in report["problems"][0]
     assert (report["configuration"], report["command"]) == ({}, None)
     assert report["versions"]["vllm"]
     assert report["memory"]["available_bytes"] > 0
-    assert says in doctor("--extra", extra)[1]
+    assert expected in doctor("--extra", extra)[1]
 
 
 def test_no_way_of_writing_a_credential_makes_the_report_show_it(
@@ -430,20 +430,22 @@ def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("first", "said"),
+    ("first", "expected"),
     [
         ("bash", "start the engine with exec"),
         ("vllm", "can take up to 47 s longer than vLLM needs"),
         ("systemd", ""),
     ],
 )
-def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: Path, first: str, said: str) -> None:
+def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(
+    tmp_path: Path, first: str, expected: str
+) -> None:
     (tmp_path / "proc" / "1").mkdir(parents=True)
     (tmp_path / "proc" / "1" / "comm").write_text(f"{first}\n")
     assert surroundings.seen(tmp_path / "proc")["process_1"] == first
     config = EncoderCacheConfig(local_disk=tmp_path / "entries", drain_s=42)
     found = list(surroundings.notes(config, tmp_path / "proc"))
-    assert [said in note for note in found] == ([True] if said else [])
+    assert [expected in note for note in found] == ([True] if expected else [])
     assert not list(surroundings.notes(EncoderCacheConfig(), tmp_path / "proc")), "nothing is written"
 
 

@@ -14,7 +14,7 @@ SLOW_S = 0.05
 
 
 class Event:
-    """A device's: what it says is known once its work is done."""
+    """A device's: its time is known once its work is done."""
 
     made: ClassVar[list["Event"]] = []
 

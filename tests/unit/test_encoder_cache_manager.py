@@ -239,7 +239,7 @@ def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_
     ours = TierAwareEncoderCacheManager(size, tiers if policy == "cost" else None)
     model = Model(size)
     running: list[Any] = []
-    told: set[str] = set()  # what a worker holds
+    held: set[str] = set()  # what a worker holds
 
     def take_up(one: Any) -> None:
         for index, feature in enumerate(one.mm_features):
@@ -276,7 +276,7 @@ def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_
             if not any(ours.cached.values()):
                 for each in (own, ours, model):
                     each.reset()
-                told.clear()
+                held.clear()
         elif running and what == "go on":
             take_up(running[which % len(running)])
         elif running and what == "past":
@@ -285,12 +285,12 @@ def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_
         elif running:
             one = running.pop(which % len(running))
             let_go(one, sorted(ours.get_cached_input_ids(one)))
-        told = (told | ours.cached.keys()) - set(ours.get_freed_mm_hashes())
-        assert told == ours.cached.keys() == model.rows.keys()
+        held = (held | ours.cached.keys()) - set(ours.get_freed_mm_hashes())
+        assert held == ours.cached.keys() == model.rows.keys()
         assert ours.num_free_slots == size - sum(model.rows.values()) >= 0
         assert ours.num_freeable_slots == ours.num_free_slots + sum(ours.freeable.values()) == own.num_freeable_slots
         assert {item for item, users in ours.cached.items() if users} == {i for i, u in own.cached.items() if u}
-        assert ours._known.keys() == set(ours._order) == ours.cached.keys(), "nothing is kept of what is gone"
+        assert ours._known.keys() == set(ours._order) == ours.cached.keys(), "nothing is kept of what was evicted"
 
 
 def test_what_is_evicted_and_given_room_again_in_one_pass_stays_with_the_workers() -> None:
@@ -340,11 +340,11 @@ def test_encoder_decoder_models_get_vllms_manager_of_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("manager_config", "said"),
+    ("manager_config", "expected"),
     [({"policy": "fifo"}, "policy is 'fifo'; it must be one of cost, lru"), ({"polcy": "lru"}, "unknown key 'polcy'")],
 )
-def test_a_configuration_that_cannot_be_meant_is_named(manager_config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_configuration_that_cannot_be_meant_is_named(manager_config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         TierAwareEncoderCacheManager.create_manager(cache_size=8, vllm_config=configured(**manager_config))
 
 

@@ -50,18 +50,18 @@ def test_every_byte_at_its_position_counts(digest: Any, dtype: torch.dtype, coun
     dice = random.Random(count)
     raw = torch.tensor([dice.randrange(2) for _ in range(count * dtype.itemsize)], dtype=torch.uint8)
     tensor = raw.view(dtype)
-    told = digest(tensor)
-    assert told == digest(tensor.clone())
+    original = digest(tensor)
+    assert original == digest(tensor.clone())
     for place in (0, len(raw) // 2, len(raw) - 1) if count else ():
         raw[place] ^= 1
-        assert digest(tensor) != told
+        assert digest(tensor) != original
         raw[place] ^= 1
     for one, other in ((0, len(raw) - 1), (0, 1), (len(raw) // 3, len(raw) // 2)):
         if max(one, other) < len(raw) and raw[one] != raw[other]:
             raw[one], raw[other] = raw[other].clone(), raw[one].clone()
-            assert digest(tensor) != told
+            assert digest(tensor) != original
             raw[one], raw[other] = raw[other].clone(), raw[one].clone()
-    assert digest(tensor) == told
+    assert digest(tensor) == original
 
 
 @given(st.binary(min_size=4, max_size=600).filter(lambda raw: len(raw) % 2 == 0), st.randoms(use_true_random=False))
@@ -86,7 +86,7 @@ def test_it_depends_on_values_and_not_on_how_they_lie_in_memory(digest: Any) -> 
 
 def test_names_dtypes_and_shapes_count() -> None:
     zeros = torch.zeros(4, 3)
-    told = [
+    digests = [
         tensor_digest(tensors)
         for tensors in (
             [("a", zeros)],
@@ -98,7 +98,7 @@ def test_names_dtypes_and_shapes_count() -> None:
             [],
         )
     ]
-    assert len(set(told)) == len(told)
+    assert len(set(digests)) == len(digests)
 
 
 def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() -> None:
@@ -188,17 +188,17 @@ def test_vllms_models_whose_encoders_read_the_language_model_are_recognized() ->
 
 
 class Watched:
-    """A model whose weights are watched, and what was told of them: how many calls, and the digest."""
+    """A model whose weights are watched, and what was reported of them: how many calls, and the digest."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.model = model or Tower()
-        self.told: list[tuple[int, str]] = []
-        self.weights = EncoderWeights(self.model, lambda *report: self.told.append(report), SILENT)
+        self.reports: list[tuple[int, str]] = []
+        self.weights = EncoderWeights(self.model, lambda *report: self.reports.append(report), SILENT)
 
     @property
     def digest(self) -> str:
-        """As told last; "" in doubt."""
-        return self.told[-1][1]
+        """As reported last; "" in doubt."""
+        return self.reports[-1][1]
 
     @contextmanager
     def call(self, name: str = "", argument: object = None) -> Iterator[None]:
@@ -216,18 +216,18 @@ def scale(parameter: torch.Tensor, factor: float = 2.0) -> None:
 
 
 def test_a_call_is_reported_before_it_begins_and_its_outcome_once_it_is_over(watched: Watched) -> None:
-    [(calls, start)] = watched.told
+    [(calls, start)] = watched.reports
     assert calls == 0
     with watched.call("reload_weights"):
-        assert watched.told[-1] == (1, "")
+        assert watched.reports[-1] == (1, "")
         scale(watched.model.vision.weight)
-    assert watched.told[-1] == (1, watched.digest)
+    assert watched.reports[-1] == (1, watched.digest)
     changed = watched.digest
     assert changed not in ("", start)
     with watched.call("apply_model"):
         scale(watched.model.vision.weight, 0.5)
         scale(watched.model.language_model.weight)
-    assert watched.told[-1] == (2, start)
+    assert watched.reports[-1] == (2, start)
 
 
 def test_a_call_that_fails_may_have_changed_weights_all_the_same(watched: Watched) -> None:
@@ -335,9 +335,9 @@ def test_loading_into_the_model_past_all_calls_puts_it_in_doubt_until_the_next_l
     watched = Watched(Loading())
     start = watched.digest
     assert watched.model.load_weights([watched.model.vision.weight]) == 1
-    assert watched.told[1:] == [(0, "")], "told once, however many loads there are"
+    assert watched.reports[1:] == [(0, "")], "reported once, however many loads there are"
     watched.model.load_weights([watched.model.newline])
-    assert len(watched.told) == 2
+    assert len(watched.reports) == 2
     watched.weights.look()
     assert watched.digest not in ("", start)
 

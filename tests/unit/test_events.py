@@ -54,7 +54,7 @@ class Following(RuleBasedStateMachine):
 
     @rule(identifiers=SOME, sealed=st.integers(1, 4), room=ROOM, weather=WEATHER, then=WEATHER, answered=ANSWERED)
     def run_pass(self, identifiers: list[str], sealed: int, room: int, weather: str, then: str, answered: str) -> None:
-        """A pass, told in one weather; a beat in the next; and a question, if the subscriber has one."""
+        """A pass, reported in one weather; a beat in the next; and a question, if the subscriber has one."""
         self.serve(identifiers, sealed, room)
         self.tell(room, weather)
         self.beat(then)
@@ -190,14 +190,14 @@ def test_all_entries_at_once_are_cleared_and_not_evicted_one_by_one() -> None:
     for number in range(1000):
         changes.evict(f"picture-{number}")
     changes.begin_anew()
-    told: list[CpuChanges] = []
+    sent: list[CpuChanges] = []
 
     def send(message: CpuChanges) -> bool:
-        told.append(message)
+        sent.append(message)
         return True
 
     changes.hand("other", send)
-    assert told == [CpuChanges("other", True, [], [])]
+    assert sent == [CpuChanges("other", True, [], [])]
 
 
 def test_an_engine_that_publishes_nothing_notes_nothing() -> None:
@@ -210,21 +210,21 @@ def test_what_is_noted_while_nobody_takes_it_is_bounded_by_what_is_live() -> Non
     for number in range(300_000):
         changes.evict(f"long-gone-{number}")
         assert len(changes._noted) <= 70_000
-    told: list[CpuChanges] = []
+    sent: list[CpuChanges] = []
 
     def send(message: CpuChanges) -> bool:
-        told.append(message)
+        sent.append(message)
         return True
 
     while changes._noted or changes._anew:
         changes.hand("ns", send)
     held: dict[str, int] = {}
-    for message in told:
+    for message in sent:
         held = {} if message.anew else held
         held |= dict(message.admitted)
         for identifier in message.evicted:
             held.pop(identifier, None)
-    assert told[0].anew
+    assert sent[0].anew
     assert held == live
 
 

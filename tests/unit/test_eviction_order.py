@@ -68,8 +68,8 @@ def test_it_is_the_order_of_priorities_whatever_happens() -> None:
             order.remove(key)
             del priorities[key]
         elif len(priorities) > 30:
-            gone = order.evict_first()
-            assert priorities.pop(gone) == min([*priorities.values(), order.floor])
+            evicted = order.evict_first()
+            assert priorities.pop(evicted) == min([*priorities.values(), order.floor])
         else:
             priorities[key] = order.add(key)
         assert [priorities[each] for each in order] == sorted(priorities.values())

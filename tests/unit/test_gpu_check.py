@@ -46,7 +46,7 @@ def test_a_device_that_is_no_cuda_copies_every_byte_right(tmp_path: Path) -> Non
 
 @pytest.fixture
 def plan(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Plan]:
-    """Each copy takes as long as the parameter says, so that what must not come before its end would."""
+    """Each copy takes as long as the parameter, so that what must not come before its end would."""
     cuda = Cuda(running=True, device_bytes=512 << 20, pace_s=request.param)
     with OnDevice(cuda):
         card = Card(torch.device("cuda", 0), cuda, "", {})
@@ -130,7 +130,7 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "says"),
+    ("missing", "expected"),
     [("vllm", "needs vLLM"), ("skimage", "needs scikit-image"), (None, "no checkpoint, there is no config.json")],
 )
 def test_without_what_engines_need_it_says_so_in_one_line_before_anything_is_checked(
@@ -138,14 +138,14 @@ def test_without_what_engines_need_it_says_so_in_one_line_before_anything_is_che
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     missing: str | None,
-    says: str,
+    expected: str,
 ) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else there(name))
     assert main(["--card", "tests.cuda:stand_in_card", "--model", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     [line] = err.splitlines()
-    assert (out, says in line, f"MODEL={tmp_path}" in line, sys.executable in line) == ("", True, True, True)
+    assert (out, expected in line, f"MODEL={tmp_path}" in line, sys.executable in line) == ("", True, True, True)
 
 
 def test_it_needs_neither_vllm_nor_lmcache_nor_an_installation() -> None:
@@ -162,7 +162,7 @@ print(worker.__file__)
     assert done.stdout.strip() == str(ROOT / "adapters" / "vllm" / "worker.py")
 
 
-# ---- what it says
+# ---- what it reports
 
 
 def test_the_table_says_what_is_wrong_and_which_bars_are_missed() -> None:

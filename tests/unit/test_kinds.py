@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table says all in which kinds of remotes differ, and one type carries a remote from configuration to tier."""
+"""One table has all in which kinds of remotes differ, and one type carries a remote from configuration to tier."""
 
 from __future__ import annotations
 

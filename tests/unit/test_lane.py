@@ -22,7 +22,7 @@ STORED, ABSENT = (EncoderCacheKey(NAMESPACE, name).digest for name in ("stored",
 
 
 class Scripted(Tier):
-    """A tier that holds one entry, and fails when told to: the faults are the point, not the store."""
+    """A tier that holds one entry, and fails when it is set to: the faults are the point, not the store."""
 
     name = "scripted"
 
@@ -381,7 +381,7 @@ def test_listings_that_take_long_are_no_sooner_for_that(monkeypatch: pytest.Monk
 
 
 def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up there costs microseconds, and an unreadable file says nothing about the others."""
+    """A look-up there costs microseconds, and an unreadable file is no sign that the others are."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.survey()
     for _ in range(9):

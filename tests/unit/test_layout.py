@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines are served without the cache, and which are not: by what vLLM's configuration says."""
+"""Which engines are served without the cache, and which are not: by vLLM's configuration."""
 
 import logging
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ def test_an_engine_on_another_device_starts_and_is_served_without_and_says_so_on
     logger = logging.getLogger("test_layout")
     assert device in why_inert(config(device))
     assert build.build_worker_side(config(device), logger) is None
-    assert not caplog.records, "it is the scheduler side that says so"
+    assert not caplog.records, "it is the scheduler side that logs it"
 
 
 def test_a_device_that_turns_out_not_to_work_ends_nobodys_start(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items with something to encode are told from placeholder metadata, on what vLLM's own processor makes of requests.
+"""Which items have something to encode, and which are metadata alone: on what vLLM's own processor makes of requests.
 
 How a client sends an item without media, once the connector's role is `ec_both` or `ec_consumer` (in Python; the
 server takes the same as `image_embeds` content):

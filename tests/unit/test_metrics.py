@@ -23,7 +23,7 @@ from lmcache_ec.tally import Tallies, Tally
 
 
 class Side:
-    """A scheduler side that counts what it is told to."""
+    """A scheduler side that counts what the test has it count."""
 
     def __init__(self) -> None:
         self.decisions = Decisions()
@@ -125,11 +125,11 @@ def test_a_series_begins_at_zero(clock: Clock) -> None:
 
 
 def test_a_failure_costs_metrics_and_nothing_else(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    side, said = Side(), list[str]()
-    handing = Collector(side, SimpleNamespace(exception=said.append))  # type: ignore[arg-type]
+    side, logged = Side(), list[str]()
+    handing = Collector(side, SimpleNamespace(exception=logged.append))  # type: ignore[arg-type]
     side.cache = None  # type: ignore[assignment]
     assert [handing.collect() for _ in range(3)] == [None] * 3
-    assert len(said) == 1
+    assert len(logged) == 1
     prom().observe({"counters": {"unheard_of": 1}}, 0)
 
 

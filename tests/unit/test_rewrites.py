@@ -21,7 +21,7 @@ def a_book(mib: int = 64) -> Book:
 
 
 def saved(book: Book, identifier: str, *, persist: bool = True, answers: dict[int, Landing] | None = None) -> Place:
-    """Through a whole save and write; each tier answers TOOK, or as `answers` says."""
+    """Through a whole save and write; each tier answers TOOK, or what `answers` has for it."""
     place = book.reserve_save(identifier, SPEC, persist)
     assert place is not None
     book.send_save(place, place.id, 0)

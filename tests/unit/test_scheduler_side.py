@@ -171,7 +171,7 @@ def test_what_is_never_loaded_costs_its_encode(serve: Serve) -> None:
 def test_below_a_cache_that_has_given_up_there_is_nothing(serve: Serve) -> None:
     served = serve()
     served.store(X)
-    served.cache.inert = "told so by the test"
+    served.cache.inert = "set by the test"
     assert served.side.restore_s(X, "image", 100) == served.side.restore_s(Z, "image", 100)
 
 
@@ -322,13 +322,13 @@ def test_a_question_about_what_vllm_held_means_that_it_has_emptied_its_cache(ser
     served.step(again)
     forget(served, Y)
     other = request("other", Y)
-    assert served.schedule(other) == "load"  # fetched, though it was never told to be freed
+    assert served.schedule(other) == "load"  # fetched, though vLLM never reported it as freed
     finish(served, first, again, other)
     assert count(served, "mirror_resets") == 1
 
 
 def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve) -> None:
-    """vLLM makes room for one request, and the next in the same pass wants what had to go: told only at its end."""
+    """vLLM makes room for one request, and the next in the same pass wants what had to go: reported only at its end."""
     served = serve()
     first = request("first", X, Y)
     served.schedule(first)
@@ -345,7 +345,7 @@ def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve)
 
 
 def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_such_sign_either(serve: Serve) -> None:
-    """Of such an item vLLM 0.32 says nothing at the end (`EncoderCacheManager.get_freed_mm_hashes`)."""
+    """vLLM 0.32 does not report such an item at the end (`EncoderCacheManager.get_freed_mm_hashes`)."""
     served = serve()
     first = request("first", X, Y)
     served.schedule(first)
@@ -606,7 +606,7 @@ def test_an_item_whose_name_says_nothing_about_its_media_is_never_cached(serve: 
 
 def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
     serve(consumer=False).store(X)
-    consumer = serve(producer=False, widths={})  # nobody tells a consumer how wide the rows are
+    consumer = serve(producer=False, widths={})  # a consumer is not given the width of the rows
     asking = request("asking", X, Y)
     assert consumer.schedule(asking) == "load encode"
     finish(consumer, asking)
@@ -618,7 +618,7 @@ def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
 # ---- what a producer has announced
 
 
-def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
+def with_announcement(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
     asking = request(name, *identifiers, data=data)
     asking.ec_transfer_params = {identifier: {"namespace": namespace, "metadata": {}} for identifier in identifiers}
     return asking
@@ -626,7 +626,7 @@ def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pi
 
 def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve: Serve) -> None:
     consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=PATIENCE_S)
-    asking, unannounced = told("asking", X), request("unannounced", Y)
+    asking, unannounced = with_announcement("asking", X), request("unannounced", Y)
     assert consumer.vllm.offer(asking) is None
     assert consumer.schedule(unannounced) == "encode"
     finish(consumer, unannounced)
@@ -645,14 +645,14 @@ def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve
 
 def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alone(serve: Serve, clock: Clock) -> None:
     consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=3.0)
-    asking = told("asking", X)
+    asking = with_announcement("asking", X)
     assert consumer.vllm.offer(asking) is None
     consumer.step()
     clock.now += 3.1
     assert consumer.vllm.offer(asking) == "encode"
     consumer.step(asking)
     finish(consumer, asking)
-    empty = told("empty", Y, data=None)
+    empty = with_announcement("empty", Y, data=None)
     offer(consumer, empty)
     assert not consumer.side.take_unavailable_requests()
     clock.now += 3.1
@@ -850,7 +850,7 @@ def test_first_requests_wait_for_the_ranks_and_then_no_longer(clock: Clock) -> N
         served.close()
 
 
-# ---- the cache gone
+# ---- the cache given up
 
 
 def test_without_its_rank_the_cache_is_inert_and_everything_is_encoded(serve: Serve) -> None:

@@ -40,7 +40,7 @@ def manager(**config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         (
             connector("ECLMCacheConnecter"),
@@ -56,8 +56,8 @@ def manager(**config: Any) -> dict[str, Any]:
     ],
     ids=["a connector's letter", "its case", "a key", "a manager's policy", "its key"],
 )
-def test_what_cannot_be_meant_ends_the_start_in_the_first_process(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_meant_ends_the_start_in_the_first_process(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         begun(**changes)
 
 

@@ -224,7 +224,7 @@ def test_a_new_output_is_saved_and_a_loaded_one_is_not_saved_again(served: Serve
 
 
 def test_a_load_that_fails_is_encoded_in_the_same_step_beside_the_others(served: Served) -> None:
-    """The request loads two and encodes one; the rank is told of a place outside its arena for one of the loads."""
+    """The request loads two and encodes one; the rank is sent a place outside its arena for one of the loads."""
     served.store(X, Y)
     asking = request("asking", X, Y, Z)
     assert served.vllm.offer(asking) == "load load encode"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between versions of vLLM; and the table of versions says what was found, and no more."""
+"""What differs between versions of vLLM; and the table of versions shows what was found, and no more."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -148,7 +148,7 @@ class Engine:
         return self.runner.encoded[before:]
 
     def forget(self) -> None:
-        """vLLM's caches are reset, on both sides, and nobody is told."""
+        """vLLM's caches are reset, on both sides, and nobody is notified."""
         self.served.vllm.cached.clear()
         self.runner.cache.clear()
 

@@ -326,14 +326,14 @@ def test_only_the_first_rank_saves() -> None:
 
 
 def test_an_earlier_output_is_saved_while_it_is_still_there(rig: Rig) -> None:
-    kept, gone = save_of("kept"), save_of("gone", 8192, place=PLACE + 1)
-    step(rig.workers[0], StepMetadata("arena", 1, retries=[kept, gone]), {"kept": embedding("kept")})
+    kept, freed = save_of("kept"), save_of("freed", 8192, place=PLACE + 1)
+    step(rig.workers[0], StepMetadata("arena", 1, retries=[kept, freed]), {"kept": embedding("kept")})
     assert rig.end.report() == Report(1, [(PLACE + 1, FAILED, 0), (PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(kept), embedding("kept"))
 
 
 def test_what_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) -> None:
-    """Nobody else would ever free the place. Unlike FAILED, ABSENT says nothing against the tensor."""
+    """Nobody else would ever free the place. Unlike FAILED, ABSENT is no fault of the tensor."""
     rig.end.store.close()
     step(rig.workers[0], saves(save_of("x")), {}, {"x": embedding("x")})
     assert rig.end.report() == Report(1, [(PLACE, ABSENT, 0)])
