@@ -55,7 +55,7 @@ def other(processes: list[StorageProcess]) -> StorageProcess:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Writes LMCache's configuration file, and says where it is. A store on a busy machine is not one that fails: no
+    """Writes LMCache's configuration file, and returns its path. A store on a busy machine is not one that fails: no
     call is given up before a test is."""
 
     def write(folder: str | None = None, *remotes: str, **settings: Any) -> str:
@@ -310,11 +310,11 @@ def test_a_put_calls_back_once_for_each_stored_key_and_survives_a_callback_that_
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
     with opened(one, config("disk")):
-        assert one("told", names=["fp8", "3 MB", "fp8#2"]) == ["3 MB", "fp8", "fp8#2"]
-        assert one("told", names=["bools"], raising=True) == ["bools"]
+        assert one("called_back", names=["fp8", "3 MB", "fp8#2"]) == ["3 MB", "fp8", "fp8#2"]
+        assert one("called_back", names=["bools"], raising=True) == ["bools"]
         assert one("get", name="bools") == described("bools")
     with opened(one, config(None, redis_url(redis), max_remote_entry_size=0.001)):
-        assert one("told", names=["fp8#3", "3 MB"]) == ["fp8#3"]
+        assert one("called_back", names=["fp8#3", "3 MB"]) == ["fp8#3"]
 
 
 def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_removed_meanwhile_does_not_come_back(
@@ -399,7 +399,7 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"max_local_disc_size": 1}, "lmcache_ec.max_local_disc_size: did you mean lmcache_ec.max_local_disk_size"),
         ({"max_local_disk_size": -1}, "lmcache_ec.max_local_disk_size"),
@@ -414,7 +414,7 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
     ],
 )
 def test_settings_that_cannot_be_meant_are_named(
-    one: StorageProcess, tmp_path: Path, settings: dict[str, Any], said: str
+    one: StorageProcess, tmp_path: Path, settings: dict[str, Any], expected: str
 ) -> None:
     """LMCache logs what the constructor raises, and goes on without the backend."""
     path = tmp_path / "lmcache.yaml"
@@ -423,7 +423,7 @@ def test_settings_that_cannot_be_meant_are_named(
     assert OURS not in one("open", config=str(path))
     one("close")
     (line,) = (line for line in one.log.read_text()[before:].splitlines() if "Failed to create backend" in line)
-    assert said in line
+    assert expected in line
     assert CANARY not in line
 
 

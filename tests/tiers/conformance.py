@@ -25,12 +25,12 @@ def new_namespace() -> str:
 
 
 def value(seed: str, length: int) -> memoryview:
-    """Bytes that tell a shifted, torn or swapped value from the right one."""
+    """Bytes by which a shifted, torn or swapped value differs from the right one."""
     return memoryview(hashlib.shake_128(seed.encode()).digest(length))
 
 
 def fetch(tier: Tier, key: EncoderCacheKey) -> bytes | memoryview | None:
-    """The entry as a caller gets it: told its length by a first try, if need be."""
+    """The entry as a caller gets it: with its length from a first try, if need be."""
     buffer = memoryview(bytearray(1))
     length = tier.get_into(key, buffer)
     if length is None:

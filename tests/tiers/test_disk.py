@@ -510,11 +510,11 @@ def test_a_file_that_disappears_before_it_is_opened_is_a_miss(
     tier = DiskTier(tmp_path, 1000)
     tier.put(key("a"), value("a", 100))
 
-    def gone(*_: object, **__: object) -> int:
+    def missing(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
     for module, call in ((os, "open"), (os, "stat"), (disk_folder, "_openat2")):
-        monkeypatch.setattr(module, call, gone)
+        monkeypatch.setattr(module, call, missing)
     assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
     assert tier.contains(key("a")) is None
 
@@ -536,7 +536,7 @@ def test_a_disk_that_fails_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatc
 
 
 def test_a_folder_that_can_only_be_read_is_a_tier_that_only_reads() -> None:
-    """One line says so; each put is refused as such at once, and the next survey finds out that it is not so any more.
+    """One line is logged. Each put is refused as such at once, and the next survey notices that this has changed.
 
     Nothing is tried: not even a temporary is made.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neighbours on a folder tell each other: nothing is lost that a follower could read, and no log does any harm."""
+"""What neighbours on a folder announce: nothing is lost that a follower could read, and no log does any harm."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ def writer(folder: Path) -> FolderNews:
 
 @pytest.fixture
 def follower(folder: Path) -> FolderNews:
-    """One that has begun: before anything was told."""
+    """One that has begun: before anything was announced."""
     follower = FolderNews(folder)
     assert follower.hear("ns") == []
     return follower
@@ -61,7 +61,7 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def record(*numbers: int, namespace: str = "ns") -> bytes:
-    """The log of one who told these."""
+    """The log of a writer that announced these."""
     with tempfile.TemporaryDirectory() as elsewhere:
         news = FolderNews(Path(elsewhere))
         for number in numbers:
@@ -77,7 +77,7 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-# ---- told and heard
+# ---- announced and read
 
 
 def test_news_is_heard_once_by_each_neighbour_and_not_by_its_writer(folder: Path, writer: FolderNews) -> None:
@@ -160,7 +160,7 @@ def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follo
         assert follower.hear("ns") == [digest(2 * torn + 1)]
 
 
-TELLS = """
+ANNOUNCES = """
 import os, sys; from io import FileIO
 from pathlib import Path
 from lmcache_ec.tiers.disk_news import FolderNews
@@ -174,24 +174,24 @@ while True:
 
 def test_news_written_before_a_kill_is_heard(folder: Path, follower: FolderNews) -> None:
     """Killed anywhere, in the middle of an append too; and after the last one nothing stays but logs that are swept."""
-    moments, said, heard = random.Random(0), set[int](), list[bytes]()
+    moments, announced, heard = random.Random(0), set[int](), list[bytes]()
     for start in range(10):
-        command = [sys.executable, "-c", TELLS, str(folder), str(start * 1_000_000)]
+        command = [sys.executable, "-c", ANNOUNCES, str(folder), str(start * 1_000_000)]
         # A small pipe: the writer is never further ahead than the logs that it keeps.
         with subprocess.Popen(command, stdout=subprocess.PIPE, pipesize=4096) as process:
             assert process.stdout is not None
-            said.add(int.from_bytes(process.stdout.read(8), "big"))
+            announced.add(int.from_bytes(process.stdout.read(8), "big"))
             end = time.monotonic() + moments.uniform(0, 0.02)
             while (left := end - time.monotonic()) > 0:
                 if select.select([process.stdout], [], [], left)[0]:
-                    said.add(int.from_bytes(process.stdout.read(8), "big"))
+                    announced.add(int.from_bytes(process.stdout.read(8), "big"))
                 heard += follower.hear("ns")
             process.kill()
             rest = process.stdout.read()
-        said |= {int.from_bytes(rest[at : at + 8], "big") for at in range(0, len(rest) - 7, 8)}
+        announced |= {int.from_bytes(rest[at : at + 8], "big") for at in range(0, len(rest) - 7, 8)}
         heard += follower.hear("ns")
     assert len(heard) == len(set(heard))
-    assert said <= {int.from_bytes(key, "big") for key in heard}
+    assert announced <= {int.from_bytes(key, "big") for key in heard}
     for path in logs(folder):
         age(path, MINUTE_S)
     follower.sweep()

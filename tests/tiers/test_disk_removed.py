@@ -59,15 +59,15 @@ def test_a_folder_removed_under_a_tier_is_missed_and_the_next_put_makes_it_again
     root = tmp_path / "above" / "root"
     tier = DiskTier(root, LIMIT, min_free_bytes=1)
     assert tier.put(key("a"), value("a", LIMIT))
-    gone = key("a").object_name in {str(path.relative_to(root)) for path in which(root).rglob("*.safetensors")}
+    lost = key("a").object_name in {str(path.relative_to(root)) for path in which(root).rglob("*.safetensors")}
     shutil.rmtree(which(root))
-    if gone:
+    if lost:
         assert fetch(tier, key("a")) is None
         assert tier.contains(key("a")) is None
         tier.delete(key("a"))
     if scanned:
-        assert len(scan(tier)) == (not gone)
-    for name in "bc" if gone else "b":
+        assert len(scan(tier)) == (not lost)
+    for name in "bc" if lost else "b":
         assert tier.put(key(name), value(name, LIMIT // 2))
         assert fetch(tier, key(name)) == value(name, LIMIT // 2)
     assert tier.stored_bytes == held(root) == FolderAccount(root / ".usage").read().total  # type: ignore[union-attr]
@@ -130,7 +130,7 @@ def test_an_account_that_is_removed_each_time_fails_a_put_and_is_shared_again_af
 def test_engines_whose_folder_is_removed_again_and_again_keep_the_limit_and_go_on_as_soon_as_that_ends(
     tmp_path: Path,
 ) -> None:
-    """Meanwhile reads are misses, scans find nothing wrong, and a put that never gets to its end says so."""
+    """Meanwhile reads are misses, scans find nothing wrong, and a put that never gets to its end fails."""
     root, names, size = tmp_path / "root", [str(number) for number in range(40)], 50
     tiers = [DiskTier(root, 20 * size, min_free_bytes=1) for _ in range(2)]
     code = "import shutil, sys\nprint(flush=True)\nwhile True: shutil.rmtree(sys.argv[1], ignore_errors=True)"
@@ -261,7 +261,7 @@ def open_files() -> set[str]:
 
 
 def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_path: Path) -> None:
-    """Else the folder would hold more than the account says."""
+    """Else the folder would hold more than its account counts."""
     account = FolderAccount(tmp_path / "folder" / ".usage")
     account.settle(None, 0, 0)
     before = account.read()

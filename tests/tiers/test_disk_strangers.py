@@ -335,7 +335,7 @@ def test_an_entry_with_a_second_name_is_read_and_its_time_of_use_is_left_alone(t
 
 
 def test_numbers_that_strangers_made_up_end_no_survey(tmp_path: Path) -> None:
-    """Of a temporary that says it will be enormous, and of files without end: the sum is counted as very much."""
+    """Of a temporary that claims to become enormous, and of files without end: the sum is counted as very much."""
     tier = DiskTier(tmp_path, LIMIT)
     (tmp_path / "ns" / ".tmp").mkdir(parents=True)
     with (tmp_path / "ns" / ".tmp" / f"{'9' * 200}.{'0' * 24}").open("wb"):

@@ -392,7 +392,7 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected"),
     [
         ("azure://account/container", "azure:// cannot keep encoder outputs: .* a KV chunk of one size"),
         ("bigtable://x", "bigtable:// cannot keep encoder outputs: .* a KV chunk of one size"),
@@ -418,8 +418,8 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ),
     ],
 )
-def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as caught:
         check_remote(Remote(url))
     assert "canary" not in str(caught.value)
 

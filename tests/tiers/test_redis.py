@@ -751,10 +751,10 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
                     both = tier.get_each_into(wanted), tier.contains_each(keys)
                 for answers in both:
                     assert [isinstance(answer, TierError) for answer in answers] == lost
-                    assert {answer for answer, gone in zip(answers, lost, strict=True) if not gone} == {100}
+                    assert {answer for answer, missing in zip(answers, lost, strict=True) if not missing} == {100}
             finally:
                 heal()
-            back = [100 if keeps or not gone else None for gone in lost]
+            back = [100 if keeps or not missing else None for missing in lost]
             wait_until("the server is back", partial(has_lengths, tier, keys, back))
             assert tier.get_each_into(wanted) == back
         wait_until_whole(masters)
@@ -1025,7 +1025,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    ("store", "says"),
+    ("store", "expected"),
     [
         (_wrong_password, "authentication failed"),
         (_no_password, "authentication failed: it requires a password, but none is configured"),
@@ -1054,10 +1054,10 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ids=lambda given: given.__name__ if callable(given) else "",
 )
 def test_what_is_wrong_is_reported_at_the_opening_in_one_line_without_credentials(
-    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, says: str
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, expected: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         open_redis(store(request), QUICK if store in (_silent, _tls_to_a_plain_server) else PATIENT)
     assert "\n" not in str(caught.value)
     assert_no_canary("".join(traceback.format_exception(caught.value)) + caplog.text)
@@ -1120,7 +1120,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "expected"),
     [
         ("http://h", "redis, valkey"),
         ("redis://u:canary#x@h", "write %23 for #"),
@@ -1147,8 +1147,8 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
         ("unix://u:canary@h/run/socket", "unix:///path"),
     ],
 )
-def test_a_refused_url_is_explained_and_not_quoted(url: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_a_refused_url_is_explained_and_not_quoted(url: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as caught:
         parse_redis_url(url, RedisOptions())
     assert "canary" not in "".join(traceback.format_exception(caught.value)).replace(url, "")
 

@@ -129,7 +129,7 @@ def test_a_command_is_run_once_for_all_connections_until_it_is_refused(vault: Va
             vault.throw_out()
             assert tier.contains(new_key()) is None
         assert vault.times_run == 1
-        time.sleep(0.06)  # _AGAIN_S: what is younger is what the command says now
+        time.sleep(0.06)  # _AGAIN_S: what is younger is what the command prints now
         vault.rotate()
         assert tier.contains(new_key()) is None
         assert vault.times_run == 2
@@ -183,7 +183,7 @@ def program(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         (f"echo {CANARY}; echo {CANARY} >&2; exit 3", "ended with status 3"),
         ("true", "printed neither"),
@@ -195,12 +195,12 @@ def program(folder: Path, text: str) -> str:
     ],
 )
 def test_a_command_that_fails_is_an_outage_that_names_the_program_and_shows_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, says: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, expected: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with redis_server(tmp_path / "redis") as server:
         command = quote(f"{program(tmp_path, text)} --secret {CANARY}-argument")
-        with pytest.raises(TierUnreachable, match=says) as caught:
+        with pytest.raises(TierUnreachable, match=expected) as caught:
             open_redis(f"{server.url}?password_command={command}")
     shown = "".join(traceback.format_exception(caught.value)) + caplog.text
     assert f"password_command {tmp_path}/program" in str(caught.value)
@@ -274,7 +274,7 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("parameters", "says"),
+    ("parameters", "expected"),
     [
         ("password_command=/no/such/program", "there is no program /no/such/program"),
         ("password_command=", "must be a program and its arguments"),
@@ -293,8 +293,8 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
         ("sentinel_password=a&sentinel_password_file=/x", "must be given once"),
     ],
 )
-def test_what_cannot_be_meant_ends_the_start(parameters: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_what_cannot_be_meant_ends_the_start(parameters: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as caught:
         open_redis(f"redis://127.0.0.1:1?{parameters}")
     assert not isinstance(caught.value, TierUnreachable)
 

@@ -441,11 +441,11 @@ def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str,
     assert tier.lifecycle_s() is None
 
 
-# -- what is wrong is said at opening
+# -- what is wrong is reported at opening
 
 
 @pytest.mark.parametrize(
-    ("address", "credentials", "said"),
+    ("address", "credentials", "expected"),
     [
         ("s3://no-such-bucket/p?endpoint={endpoint}", {}, "bucket no-such-bucket does not exist"),
         ("s3://{bucket}/p?endpoint={endpoint}", {"AWS_ACCESS_KEY_ID": "AKCANARY"}, "credentials refused.*Invalid"),
@@ -461,7 +461,7 @@ def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str,
     ],
 )
 def test_a_remote_that_cannot_work_is_refused_with_the_reason(
-    server: Seaweed, monkeypatch: pytest.MonkeyPatch, address: str, credentials: dict[str, str], said: str
+    server: Seaweed, monkeypatch: pytest.MonkeyPatch, address: str, credentials: dict[str, str], expected: str
 ) -> None:
     for name, text in credentials.items():
         monkeypatch.setenv(name, text) if text else monkeypatch.delenv(name)
@@ -472,7 +472,7 @@ def test_a_remote_that_cannot_work_is_refused_with_the_reason(
         tls_endpoint=server.tls_endpoint,
         tls_authority=server.tls_endpoint.removeprefix("https://"),
     )
-    with refused(said):
+    with refused(expected):
         open_s3(filled)
 
 
@@ -483,8 +483,8 @@ def test_a_server_that_hangs_is_refused(server: Seaweed, url: str) -> None:
 
 
 @contextmanager
-def refused(said: str) -> Iterator[None]:
-    with pytest.raises(ValueError, match=said) as caught:
+def refused(expected: str) -> Iterator[None]:
+    with pytest.raises(ValueError, match=expected) as caught:
         yield
     shown = "".join(traceback.format_exception(caught.value))
     assert "CANARY" not in shown
@@ -493,7 +493,7 @@ def refused(said: str) -> Iterator[None]:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Plays an S3 that answers as AWS does where SeaweedFS does not, and tells all it was told, as AWS does."""
+    """Plays an S3 that answers as AWS does where SeaweedFS does not, and repeats all that it was sent, as AWS does."""
 
     protocol_version = "HTTP/1.1"
     plays: Iterator[tuple[int, str]]
@@ -502,9 +502,9 @@ class Answers(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length") or 0))
         about_the_time = self.command == "HEAD" and self.path == "/bucket"
         status, code = (200, "") if about_the_time else next(self.plays)
-        told = f"<StringToSign>{self.headers}</StringToSign>" if code else ""
+        repeated = f"<StringToSign>{self.headers}</StringToSign>" if code else ""
         region = "<Region>eu-north-1</Region>" if code == "AuthorizationHeaderMalformed" else ""
-        body = f"<Error><Code>{code}</Code>{region}{told}</Error>".encode() if code else b""
+        body = f"<Error><Code>{code}</Code>{region}{repeated}</Error>".encode() if code else b""
         self.send_response(status)
         self.send_header("etag", '"0"')
         self.send_header("content-length", str(len(body)))
@@ -533,7 +533,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "said"),
+    ("status", "code", "expected"),
     [
         (400, "AuthorizationHeaderMalformed", "wrong region: .*not in us-west-2.*says eu-north-1"),
         (301, "PermanentRedirect", "wrong region: .*not in us-west-2"),
@@ -545,8 +545,8 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         (404, "", "does not answer like S3"),
     ],
 )
-def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str, said: str) -> None:
-    with answering((status, code)) as remote, refused(said):
+def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str, expected: str) -> None:
+    with answering((status, code)) as remote, refused(expected):
         open_s3(remote)
 
 
@@ -796,7 +796,7 @@ def test_urls_in_our_form_and_in_lmcaches(address: str, extra: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    ("address", "extra", "said"),
+    ("address", "extra", "expected"),
     [
         ("s3://AKCANARY:CANARY@bucket/p", {}, "with credentials"),
         ("s3://AKCANARY:CAN/ARY@bucket/p", {}, "with credentials"),
@@ -820,8 +820,8 @@ def test_urls_in_our_form_and_in_lmcaches(address: str, extra: dict[str, object]
         ("s3://bucket", {"s3_enable_s3express": True}, "directory buckets"),
     ],
 )
-def test_urls_that_are_refused_and_never_repeated(address: str, extra: dict[str, object], said: str) -> None:
-    with refused(said):
+def test_urls_that_are_refused_and_never_repeated(address: str, extra: dict[str, object], expected: str) -> None:
+    with refused(expected):
         s3_options(address, extra)
 
 

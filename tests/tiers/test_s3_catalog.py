@@ -68,7 +68,7 @@ STRANGERS = [key(f"stranger {number}").digest for number in range(5000)]
 
 
 class Replica:
-    """A tier and its lane, refreshed when the test says so."""
+    """A tier and its lane, refreshed when the test wants it."""
 
     def __init__(self, url: str, *, catalog: bool = True, signing: SigningKey | None = None, pace: Pace = PACE) -> None:
         self.tier = open_s3(f"{url}&catalog=true" if catalog else url, timeout_s=20.0)
@@ -180,9 +180,9 @@ def test_what_cannot_be_announced_is_told_and_announced_later(filled: str, front
     one.refresh()
     one.put("new")
     front.rule = lambda request: (403, "AccessDenied") if request.writes and "/delta/" in request.path else None
-    for tell in (one.refresh, one.tier.announce):
+    for announce in (one.refresh, one.tier.announce):
         with pytest.raises(TierError, match=f"could not announce in the catalog of {NAMESPACE} what was written here"):
-            tell()
+            announce()
     assert one.lacks("new", *STORED) == []
     front.rule = lambda request: None
     one.refresh()

@@ -76,7 +76,7 @@ def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
 ) -> None:
     front.ahead_s = -600.0
     keys: dict[str, Any] = {"remote_lookup": "probe", "load_deadline_ms": 5000, "ttl_s": TTL_S}
-    said = "its clock is 600 s behind this machine's"
+    notice = "its clock is 600 s behind this machine's"
     with Bench(None, remotes=[url], **keys) as bench:
         bench.encode(["a", "b"])
         bench.settle()
@@ -87,8 +87,8 @@ def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
         other.encode(["a"])
         other.settle()
         assert other.status()["store"].get("s3_writes", 0) == 0, "nothing is uploaded again"
-        assert said in other.status()["tiers"][0]["notice"]
-    assert any(said in record.getMessage() for record in caplog.records)
+        assert notice in other.status()["tiers"][0]["notice"]
+    assert any(notice in record.getMessage() for record in caplog.records)
     environment = {"LMCACHE_EC_REMOTE_URL": url, "LMCACHE_EC_TTL_S": str(TTL_S)}
     # It asks once, and a store on a busy machine may not answer in time.
-    wait_until("doctor says it", lambda: [note for note in examine("{}", environment).notes if said in note], 60.0)
+    wait_until("doctor reports it", lambda: [note for note in examine("{}", environment).notes if notice in note], 60.0)

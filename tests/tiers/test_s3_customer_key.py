@@ -106,7 +106,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
 
 
 @pytest.mark.parametrize(
-    ("query", "content", "said"),
+    ("query", "content", "expected"),
     [
         ("sse_c_key_file={file}", None, "cannot be read: No such file"),
         ("sse_c_key_file={file}", b"too short, and never shown", "holds no key: must be 32 bytes"),
@@ -117,12 +117,12 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
     ],
 )
 def test_a_key_that_cannot_be_meant_is_refused_before_any_request_and_not_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, expected: str
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     if content is not None:
         (tmp_path / "key").write_bytes(content)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=expected) as refused:
         check_remote(Remote(f"s3://bucket/prefix?{query.format(file=tmp_path / 'key')}"))
     assert "too short" not in str(refused.value)
 

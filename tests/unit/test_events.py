@@ -56,7 +56,7 @@ class Following(RuleBasedStateMachine):
     def run_pass(self, identifiers: list[str], sealed: int, room: int, weather: str, then: str, answered: str) -> None:
         """A pass, reported in one weather; a beat in the next; and a question, if the subscriber has one."""
         self.serve(identifiers, sealed, room)
-        self.tell(room, weather)
+        self.report(room, weather)
         self.beat(then)
         if not self.mirror.in_step:
             self.ask(answered)
@@ -75,7 +75,7 @@ class Following(RuleBasedStateMachine):
             self.book.sealed(place.id, 1, True)
         del self.encoding[:sealed]
 
-    def tell(self, room: int, weather: str) -> None:
+    def report(self, room: int, weather: str) -> None:
         """So many messages find room on the link."""
         left = iter(range(room))
         self.changes.hand(self.namespace, lambda changes: next(left, None) is not None and self.take(changes, weather))
@@ -146,7 +146,7 @@ class Following(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Nothing is lost any more, and what is asked for is asked for as a subscriber does."""
         self.serve([], len(self.encoding), 0)
-        self.tell(100, "fine")
+        self.report(100, "fine")
         for _ in range(2):
             self.beat("fine")
             if not self.mirror.in_step:

@@ -110,7 +110,7 @@ class Setting:
         return self.lane.enqueue(1, lambda: None)
 
 
-GONE = TierUnreachable(None, "no answer")
+UNREACHABLE = TierUnreachable(None, "no answer")
 BUSY = TierNotReady(None, "503")
 FULL = WritesRefused(None, "full")
 
@@ -193,7 +193,7 @@ def test_one_that_cannot_be_reached_is_left_alone_longer_each_time_and_comes_bac
     here.probe()
     here.tier.broken = True
     first = here.now
-    here.lane.read_failed(GONE)
+    here.lane.read_failed(UNREACHABLE)
     assert here.lane.probe_at == here.now, "at once"
     rests = []
     for _ in range(7):
@@ -218,7 +218,7 @@ def test_one_that_cannot_be_reached_is_left_alone_longer_each_time_and_comes_bac
 
 def test_a_failure_that_was_one_requests_alone_ends_with_the_first_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
-    for error in (GONE, BUSY):
+    for error in (UNREACHABLE, BUSY):
         here.lane.read_failed(error)
         assert here.asks() == (False, False)
         assert here.takes_writes(), "in the time that a probe takes nothing is dropped"
@@ -229,7 +229,7 @@ def test_a_failure_that_was_one_requests_alone_ends_with_the_first_probe(monkeyp
 def test_any_answer_ends_the_rest_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     here.tier.broken = True
-    here.lane.read_failed(GONE)
+    here.lane.read_failed(UNREACHABLE)
     with pytest.raises(TierError):
         here.probe()
     here.turn(3.0)
@@ -253,9 +253,9 @@ def test_failed_writes_say_nothing_about_reads_and_rest_only_after_some_in_a_row
     here.probe()
     for _ in range(50):
         here.lane.write_failed(BUSY)
-        here.lane.write_failed(GONE)
+        here.lane.write_failed(UNREACHABLE)
         assert not here.lane.wrote()
-    for error in (GONE, BUSY, GONE):
+    for error in (UNREACHABLE, BUSY, UNREACHABLE):
         assert here.takes_writes()
         here.lane.write_failed(error)
     assert not here.takes_writes()
@@ -318,18 +318,18 @@ def test_many_failures_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads that fail in the same outage do not make it eight times as long."""
     here = Setting(monkeypatch, Lookup.AUTO)
     here.tier.broken = True
-    here.lane.read_failed(GONE)
+    here.lane.read_failed(UNREACHABLE)
     with pytest.raises(TierError):
         here.probe()
     for _ in range(8):
-        here.lane.read_failed(GONE)
+        here.lane.read_failed(UNREACHABLE)
     assert here.lane.probe_at <= here.now + 1.2
 
 
 def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for a tier that went meanwhile, nothing is lost of what was seen, and it is listed again."""
     here = Setting(monkeypatch, Lookup.CATALOG)
-    here.tier.torn = GONE
+    here.tier.torn = UNREACHABLE
     with pytest.raises(TierError):
         here.survey()
     assert here.asks() == (False, False)
@@ -385,7 +385,7 @@ def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyP
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.survey()
     for _ in range(9):
-        here.lane.read_failed(GONE)
+        here.lane.read_failed(UNREACHABLE)
         here.lane.write_failed(FULL)
     assert here.asks() == (True, True)
     assert here.takes_writes()
