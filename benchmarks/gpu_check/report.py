@@ -19,7 +19,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """`limit` is the most that `value` may be, None where nothing is promised. `of`: of what it is, and against what."""
+    """`limit` is the most that `value` may be, None where nothing is promised. `of`: of what, and against what."""
 
     name: str
     value: float | None

@@ -126,7 +126,7 @@ def _nothing() -> None:
 
 
 def _on_card(card: Card, enqueue: Callable[[Any], Any]) -> float:
-    """Milliseconds from an event on the model's stream to the end of what `enqueue(event)` queues on the one it returns."""
+    """Milliseconds from an event on the model's stream to the end of what `enqueue(event)` queues. It returns where."""
     start, end = card.event(), card.event()
     card.hold(_HOLD_S)
     start.record(card.stream())
