@@ -36,7 +36,9 @@ def prompts(model: str) -> tuple[tuple[Prompt, ...], int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), CASES, ids=["-".join(case) for case in CASES])
-def test_encoded_once_and_loaded_by_a_new_process(model: str, dtype: str, tmp_path: Path, reference: Reference) -> None:
+def test_an_item_is_encoded_once_and_loaded_by_a_new_process(
+    model: str, dtype: str, tmp_path: Path, reference: Reference
+) -> None:
     """One after another, so that bf16 arithmetic is the same whenever an entry arrives."""
     asked, items = prompts(model)
     with Rig(model, Layout.ONE_PROCESS, tmp_path, reference, dtype=dtype) as rig:
@@ -51,7 +53,7 @@ def test_encoded_once_and_loaded_by_a_new_process(model: str, dtype: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_embeddings_of_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
+def test_embeddings_sent_by_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
     """vLLM takes them for the outputs of an encoder that does not run."""
     chats = [Call("tests.engine.drive:chat_with_embeddings", {"seed": seed}) for seed in (1, 2, 1)]
     with EngineProcess(
@@ -74,7 +76,7 @@ def test_embeddings_of_the_client_pass_through_and_are_never_saved(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
+def test_the_cache_works_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
     """Drafts by n-grams: the one proposer that runs on a CPU. What is drafted needs items a pass earlier."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     asked = (Prompt(images=(1,), text="la la la la la la"), Prompt(videos=(2,)), Prompt(images=(1, 3)))

@@ -20,7 +20,7 @@ def crawled(round_: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("policy", ["LRU", "cost"])
-def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
+def test_pictures_in_steady_use_survive_a_crawl_if_eviction_is_by_cost(
     policy: str, tmp_path: Path, reference: Reference
 ) -> None:
     """Between two uses of two pictures, five that nobody asks for again; there is room for five or six."""
@@ -46,7 +46,7 @@ def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
         assert rig.left_over() == {}
 
 
-def test_what_memory_has_dropped_comes_from_the_disk_once_vllm_has_emptied_its_own_cache(
+def test_entries_evicted_from_memory_come_from_the_disk_once_vllm_has_emptied_its_own_cache(
     tmp_path: Path, reference: Reference
 ) -> None:
     """The first request, too: vLLM does not notify a connector that its cache was emptied."""

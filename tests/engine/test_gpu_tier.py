@@ -26,7 +26,7 @@ def crawled(round_: int) -> list[Prompt]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("manager", ["vllm", "cost"])
-def test_the_cache_on_the_device_keeps_what_is_asked_for_again_and_again(
+def test_the_cache_on_the_device_keeps_pictures_in_steady_use(
     manager: str, layout: Layout, tmp_path: Path, reference: Reference
 ) -> None:
     """Between two uses of two pictures, eight that nobody asks for again: neither the device nor the arena has room for

@@ -68,7 +68,7 @@ def test_memory_follows_what_is_stored(rig: Rig) -> None:
     assert counts["live_bytes"] <= rig.arenas()[arena] <= counts["live_bytes"] + 8 * 8192
 
 
-def test_encoded_once_then_from_memory(rig: Rig) -> None:
+def test_an_item_is_encoded_once_and_then_loaded_from_memory(rig: Rig) -> None:
     prompts = (images(200), Prompt(videos=(201,)), Prompt(images=(202,), videos=(203,)))
     assert rig.ask(*prompts) == 4
     before = rig.counts()

@@ -103,7 +103,7 @@ def kill_store(server: OpenAIServer) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_scraped_is_what_has_happened_and_a_store_process_killed_amid_it_changes_nothing(
+def test_scraped_metrics_match_what_has_happened_even_if_the_store_process_is_killed(
     tmp_path: Path,
 ) -> None:
     disk = tmp_path / "disk"

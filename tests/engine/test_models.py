@@ -56,7 +56,7 @@ def test_widths_are_known_before_anything_is_encoded(tmp_path: Path, reference: 
         assert known.keys() == {"image", "video"}
 
 
-def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> None:
+def test_whisper_is_served_as_without_the_cache(tmp_path: Path, reference: Reference) -> None:
     """vLLM would never load for it: the connector logs that it is off, and does nothing."""
     prompts = tuple(Prompt(audios=(number,), text="") for number in (1, 2))
     with Rig("whisper", Layout.ONE_PROCESS, tmp_path, reference) as rig:
@@ -66,7 +66,9 @@ def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> N
         assert not rig.disk.exists()
 
 
-def test_switched_off(tmp_path: Path, reference: Reference) -> None:
+def test_a_cache_that_is_switched_off_leaves_no_trace_and_outputs_are_right(
+    tmp_path: Path, reference: Reference
+) -> None:
     """`ec.enabled: false`: outputs are right, and of the cache there is nothing: no arena, store process, link or
     folder. Switched on, vLLM's processes have the links, and no other socket or file more.
     """

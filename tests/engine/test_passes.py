@@ -76,7 +76,7 @@ def test_a_zero_token_pass_between_reservation_and_copy(rig: Rig) -> None:
     assert not stored.encodes
 
 
-def test_a_save_that_found_no_room_is_made_up_for(tmp_path: Path, reference: Reference) -> None:
+def test_a_save_that_found_no_room_is_done_later(tmp_path: Path, reference: Reference) -> None:
     """An arena for two entries, held by a store process that is stopped: the third is not saved, but it is hot, and
     vLLM's own cache spares its encode until the engine is started again.
     """

@@ -26,7 +26,7 @@ def an_engine(role: str, tmp_path: Path, reference: Reference, disk: Path, **cha
     return Rig(MODEL, Layout.MULTI_PROCESS, tmp_path / role, reference, disk=disk, connector=connector, **changes)
 
 
-def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Reference) -> None:
+def test_a_consumer_loads_what_a_producer_encodes(tmp_path: Path, reference: Reference) -> None:
     """The consumer is given no widths, encodes what nobody has stored itself, and never writes."""
     disk = tmp_path / "disk"
     with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
@@ -46,7 +46,7 @@ def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Ref
         assert len(consumer.files()) == ITEMS
 
 
-def test_a_producer_encodes_nothing_that_is_stored_and_all_that_is_not(tmp_path: Path, reference: Reference) -> None:
+def test_a_producer_encodes_all_that_is_not_stored_and_nothing_else(tmp_path: Path, reference: Reference) -> None:
     """Started again on the same pictures it encodes nothing. vLLM counts what was skipped as cached; if it is lost
     from the folder then, it is encoded all the same, and no answer promises what is not there."""
     disk, requests = tmp_path / "disk", [Request(prompt, max_tokens=1) for prompt in PROMPTS]

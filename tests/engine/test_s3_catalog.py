@@ -25,7 +25,7 @@ def lists_entries(request: Request) -> bool:
     return "list-type=2" in request.path and ".catalog" not in request.path
 
 
-def test_replicas_with_a_catalog_share_what_they_encode_and_ask_for_nothing_that_is_new(
+def test_replicas_with_a_catalog_share_entries_and_never_look_up_new_pictures(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with seaweed(tmp_path / "s3") as s3, s3_front(int(s3.endpoint.rpartition(":")[2])) as front:

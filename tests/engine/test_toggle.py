@@ -68,7 +68,7 @@ def test_every_source_of_the_configuration_can_switch_it_off(where: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", [EXAMPLE_KV, LMCACHE_KV], ids=lambda kv: kv["kv_connector"])
-def test_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+def test_the_cache_works_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
     """Both read one file and serve one engine; neither keeps the other from a warm restart."""
     stored = {"shared_storage_path": str(tmp_path / "kv")} if kv is EXAMPLE_KV else {}
     environment = lmcache_file(tmp_path, "chunk_size: 16\nlocal_cpu: true\nmax_local_cpu_size: 0.1\nec: {{}}\n")
@@ -85,7 +85,7 @@ def test_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Re
 
 
 @pytest.mark.slow
-def test_what_kv_covers_is_not_loaded(tmp_path: Path, reference: Reference) -> None:
+def test_an_image_whose_kv_is_cached_is_not_loaded(tmp_path: Path, reference: Reference) -> None:
     """A restarted engine finds the KV of the whole prompt but its last tokens: nobody asks for the image. With another
     text before it the KV is of no use, and the image is loaded."""
     covered = Prompt(images=(3,), text="and a text that is longer than a block " * 2)

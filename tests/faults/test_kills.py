@@ -27,7 +27,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.fault("a load fails in another process", "worker", "encoded in the same step", engine="alive")
-def test_a_load_that_fails_in_the_worker_is_an_encode(served: Served) -> None:
+def test_a_load_that_fails_in_the_worker_is_replaced_by_an_encode(served: Served) -> None:
     served.ask(11)
     served.settle()
     fault = served.fail_next_load()
@@ -37,7 +37,7 @@ def test_a_load_that_fails_in_the_worker_is_an_encode(served: Served) -> None:
     assert served.settle()["loads_failed"] == 1
 
 
-def test_copies_held_in_another_process_hold_their_places(served: Served) -> None:
+def test_places_are_not_reused_while_their_copies_are_held_in_another_process(served: Served) -> None:
     with stopped(served.store_pid()):
         with served.copies_held():
             assert served.engine.do(Call("tests.faults.inside:abort_after_first_token", {"seed": 1})).value

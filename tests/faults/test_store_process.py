@@ -40,7 +40,7 @@ def written(served: Served) -> None:
     recovery="nothing is held",
     engine="alive",
 )
-def test_a_stopped_store_process_costs_a_bounded_wait_and_all_is_back_when_it_goes_on(served: Served) -> None:
+def test_a_stopped_store_process_costs_a_bounded_wait_and_all_works_again_once_it_resumes(served: Served) -> None:
     first, *others = KNOWN
     with stopped(served.store_pid()):
         assert served.ask(first) == {first}  # asked for, waited for, encoded
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up_or_disappears_costs_only_the_writes(served: Served
     recovery="it is killed and replaced",
     engine="alive",
 )
-def test_a_store_process_killed_or_left_stopped_is_replaced_and_what_is_owed_is_written(
+def test_a_store_process_killed_or_left_stopped_is_replaced_and_pending_entries_are_written(
     truth: Truth, tmp_path: Path
 ) -> None:
     """Nothing is encoded twice for it: what was not sealed is copied again, from vLLM's own cache."""

@@ -43,7 +43,7 @@ def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) 
 
 
 @pytest.mark.parametrize("arguments", [["keys"], ["keys", "--json"], ["status"], ["top", "--once"]], ids=" ".join)
-def test_a_command_whose_output_has_no_room_says_so_in_one_line(arguments: list[str]) -> None:
+def test_a_command_whose_output_has_no_room_reports_it_in_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
             [sys.executable, "-c", "from lmcache_ec.cli import main; main()", *arguments],
@@ -77,7 +77,7 @@ def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(
         assert (ended.returncode, errors.read()) == (128 + signal.SIGPIPE, b"")
 
 
-def test_a_command_imports_what_it_needs_alone() -> None:
+def test_a_command_imports_only_what_it_needs() -> None:
     """A monitor asks for the status again and again. What all commands need together takes longer than that."""
     code = """
 import sys

@@ -111,7 +111,7 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
     "saves already handed over are written",
     recovery="nothing is left",
 )
-def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: Engine, tmp_path: Path) -> None:
+def test_killed_before_the_store_process_has_read_anything(engine: Engine, tmp_path: Path) -> None:
     """Its links hold all that was handed over, beside answers that nobody took."""
     engine.copied(IMAGES[:5])
     wait_until("it has answered", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES[:5]))
@@ -272,7 +272,7 @@ def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: P
 
 
 @pytest.mark.fault("has not mapped the arena yet", "rank", "no load is promised")
-def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path: Path) -> None:
+def test_nothing_is_promised_until_every_rank_has_mapped_the_arena(tmp_path: Path) -> None:
     kept(tmp_path)
     name = str(uuid.uuid4())
     worker = Worker(name, 0)

@@ -101,7 +101,7 @@ def known_to(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_what_is_encoded_is_warm_here_and_what_is_evicted_is_not(scheme: str, tmp_path: Path, endpoint: str) -> None:
+def test_encoded_entries_are_warm_here_and_evicted_ones_are_not(scheme: str, tmp_path: Path, endpoint: str) -> None:
     """Also for who comes late, and for an entry that comes from the disk in place of an encode."""
     endpoint = endpoint if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     with (
@@ -347,7 +347,7 @@ def test_events_can_be_selected_by_their_topic(publisher: Publisher, endpoint: s
         assert not other.poll(0)
 
 
-def test_whoever_asks_a_thousand_times_at_once_takes_a_share_of_the_threads_time_alone(
+def test_a_client_that_sends_a_thousand_requests_at_once_takes_only_a_share_of_the_threads_time(
     publisher: Publisher, endpoint: str
 ) -> None:
     publisher.publish(admit(*(f"picture-{number}" for number in range(20_000))))
@@ -361,7 +361,7 @@ def test_whoever_asks_a_thousand_times_at_once_takes_a_share_of_the_threads_time
 
 
 @pytest.mark.parametrize("frames", [[b"x"], [b"", b""], [b"", b"", b"", b""], [b"", b"x" * 2000]])
-def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, frames: list[bytes]) -> None:
+def test_a_malformed_request_does_no_harm(publisher: Publisher, endpoint: str, frames: list[bytes]) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 0)
         asking.connect(f"{endpoint}.snapshots")
@@ -372,7 +372,9 @@ def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, fra
             assert index.where(["picture"]) == {"picture": [endpoint]}
 
 
-def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(publisher: Publisher, endpoint: str) -> None:
+def test_an_address_that_sends_nonsense_counts_as_silent_and_the_others_are_followed(
+    publisher: Publisher, endpoint: str
+) -> None:
     publisher.publish(admit("picture"))
     other = f"{endpoint}-other"
     with zmq.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as snapshots:
@@ -402,7 +404,7 @@ def asked(*arguments: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
+def test_the_command_shows_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
     publisher.publish(admit("picture"))
     status, found = asked("picture", "--replica", endpoint)
     assert (status, found["identifiers"]) == (0, {"picture": [endpoint]})

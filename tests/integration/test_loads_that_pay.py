@@ -114,14 +114,14 @@ def test_after_tens_of_items_the_quicker_way_is_taken(
         assert after["policy_waits"] - before["policy_waits"] >= 28
 
 
-def test_what_an_encode_costs_is_learned_though_all_is_stored(serve: Serve, between: Relay) -> None:
+def test_the_cost_of_an_encode_is_learned_even_if_everything_is_stored(serve: Serve, between: Relay) -> None:
     served = serve(0.05, 0.002)
     became = ask(served, *STORED[:60])
     assert became[:5] == ["load"] * 5, "at first loads pay"
     assert became[40:].count("encode") >= 19, became
 
 
-def test_what_cannot_be_encoded_or_was_announced_is_waited_for_whatever_that_takes(
+def test_items_without_media_and_announced_items_are_waited_for_however_long_that_takes(
     serve: Serve, between: Relay
 ) -> None:
     served = serve(0.0, 0.002)

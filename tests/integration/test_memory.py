@@ -122,7 +122,7 @@ def test_the_store_process_imports_no_serving_engine() -> None:
     assert not {"torch", "vllm", "lmcache", "numpy", "pydantic", "yaml"} & set(imported)
 
 
-def test_the_books_counts_can_be_queried_on_the_host(tmp_path: Path) -> None:
+def test_the_counts_of_the_book_can_be_queried_on_the_host(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.encode(names("image", 5))
         bench.settle()

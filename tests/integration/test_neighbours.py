@@ -52,7 +52,7 @@ def test_a_neighbours_new_entry_is_found_before_the_next_listing_and_a_miss_asks
         finds(one, "of two")
 
 
-def test_what_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
+def test_an_entry_that_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
     """Before, during and after the listing, as it comes: each is listed, or news."""
     with Bench(tmp_path) as one:
         for number in range(5):
@@ -70,7 +70,7 @@ def some_of(folder: Path, identifiers: list[str], some: int) -> bool:
     return sum(path_of(folder, identifier).exists() for identifier in identifiers) >= some
 
 
-def test_what_was_written_before_a_store_process_was_killed_is_found_before_the_next_listing(tmp_path: Path) -> None:
+def test_entries_written_before_a_store_process_was_killed_are_found_before_the_next_listing(tmp_path: Path) -> None:
     """Killed in the middle of writing. Between an entry's name and its news there is room for one entry, which the
     next listing finds."""
     moments, found, unheard, kills, later = random.Random(0), 0, 0, 0, count()
@@ -105,7 +105,7 @@ def test_what_was_written_before_a_store_process_was_killed_is_found_before_the_
 
 
 @pytest.mark.fault("another engine on the folder is stopped, or loses it", "LocalDisk", "its entries are found again")
-def test_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_heard_again(tmp_path: Path) -> None:
+def test_the_news_of_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_read_again(tmp_path: Path) -> None:
     with Bench(tmp_path / "disk") as one, Bench(tmp_path / "disk") as two:
         two.scanned()
         one.encode(["before"])
@@ -122,7 +122,7 @@ def test_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_heard_again(tmp_
 
 
 @pytest.mark.slow  # until the next listing
-def test_what_was_deleted_is_asked_for_no_more_after_the_next_listing(tmp_path: Path) -> None:
+def test_a_deleted_entry_is_no_longer_looked_up_after_the_next_listing(tmp_path: Path) -> None:
     with Bench(tmp_path) as one:
         one.encode(IMAGES)
         one.settle()

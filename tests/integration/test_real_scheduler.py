@@ -403,7 +403,7 @@ CASES = list(itertools.product((Scheduler, AsyncScheduler), Fault, range(SEEDS))
 @pytest.mark.parametrize(
     ("scheduler", "fault", "seed"), CASES, ids=[f"{case[0].__name__}-{case[1]}-seed {case[2]}" for case in CASES]
 )
-def test_any_requests_are_served_right_and_leave_nothing(
+def test_any_requests_are_served_correctly_and_leave_nothing_behind(
     scheduler: type[Scheduler], fault: Fault, seed: int, tmp_path: Path
 ) -> None:
     """The runner and `Waits` check every step; the rest is checked at the end."""
@@ -422,7 +422,7 @@ def test_any_requests_are_served_right_and_leave_nothing(
 
 
 @pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
-def test_what_front_ends_are_handed_for_the_metrics_adds_up_whatever_is_killed(
+def test_the_metrics_that_front_ends_receive_add_up_whatever_is_killed(
     scheduler: type[Scheduler], tmp_path: Path
 ) -> None:
     with life(2, scheduler, Fault.KILLS, tmp_path) as engine:

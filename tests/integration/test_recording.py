@@ -94,7 +94,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 # ---- what is in it
 
 
-def test_each_need_of_each_request_is_a_line_that_plan_replays(served: Served, tmp_path: Path) -> None:
+def test_each_item_that_a_request_needs_is_a_line_that_plan_replays(served: Served, tmp_path: Path) -> None:
     """Also of what vLLM's own cache holds; what the request needs in many passes is one."""
     file = tmp_path / "trace.csv"
     serve(served, "before", Z)
@@ -124,7 +124,7 @@ def test_each_need_of_each_request_is_a_line_that_plan_replays(served: Served, t
     served.until("nobody records any more", lambda: served.cache.accesses is None)
 
 
-def test_names_are_digests_that_no_other_recording_has(served: Served, tmp_path: Path) -> None:
+def test_names_are_recorded_as_digests_that_no_other_recording_has(served: Served, tmp_path: Path) -> None:
     found = []
     for number in range(2):
         file = tmp_path / f"{number}.csv"
@@ -138,7 +138,7 @@ def test_names_are_digests_that_no_other_recording_has(served: Served, tmp_path:
     assert found[0] != found[1]
 
 
-def test_it_ends_by_itself_after_the_time_or_the_size_that_it_was_given(served: Served, tmp_path: Path) -> None:
+def test_a_recording_ends_by_itself_at_the_given_time_or_size(served: Served, tmp_path: Path) -> None:
     short, small = tmp_path / "short.csv.gz", tmp_path / "small.csv"
     with recorder(short, served, "--for", "3") as process:
         serve(served, "one", X)
@@ -194,7 +194,7 @@ def test_without_an_engine_there_is_nothing_to_record(tmp_path: Path) -> None:
 # ---- what it costs, and what is lost
 
 
-def test_while_nobody_records_nothing_is_kept_or_told(served: Served) -> None:
+def test_while_nobody_records_nothing_is_kept_or_sent(served: Served) -> None:
     sent: list[object] = []
     send = served.cache._store.send
 
@@ -208,7 +208,7 @@ def test_while_nobody_records_nothing_is_kept_or_told(served: Served) -> None:
     assert not any(isinstance(message, Accessed) for message in sent)
 
 
-def test_what_finds_no_room_is_counted_and_nothing_grows_without_bound() -> None:
+def test_accesses_that_find_no_room_are_counted_and_nothing_grows_without_bound() -> None:
     sent: list[Accessed] = []
     open_link = False
 
@@ -286,7 +286,7 @@ def heard(link: Link) -> list[object]:
     return messages
 
 
-def test_a_recorder_that_does_not_read_holds_nobody_up_and_is_told_what_it_missed(listening: Any) -> None:
+def test_a_recorder_that_does_not_read_delays_nobody_and_learns_how_much_it_missed(listening: Any) -> None:
     recording, turn, _ = listening
     link = connected()
     link.send(Follow(SALT))
@@ -302,7 +302,7 @@ def test_a_recorder_that_does_not_read_holds_nobody_up_and_is_told_what_it_misse
     link.close()
 
 
-def test_one_recorder_at_a_time_and_the_engine_is_told_when_it_leaves(listening: Any) -> None:
+def test_one_recorder_is_served_at_a_time_and_the_engine_is_notified_when_it_leaves(listening: Any) -> None:
     recording, turn, sent = listening
     first = connected()
     first.send(Follow(SALT))
@@ -327,7 +327,7 @@ def test_one_recorder_at_a_time_and_the_engine_is_told_when_it_leaves(listening:
 
 
 @pytest.mark.parametrize("message", [Follow(b""), Follow(bytes(65)), Notice("kind", "text")], ids=str)
-def test_who_says_what_cannot_be_meant_is_not_served(listening: Any, message: Any) -> None:
+def test_a_recorder_that_sends_an_invalid_message_is_not_served(listening: Any, message: Any) -> None:
     recording, turn, sent = listening
     link = connected()
     link.send(message)

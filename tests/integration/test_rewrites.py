@@ -103,7 +103,7 @@ def looked(bench: Bench, name: str, times: int = 2) -> None:
 
 
 @pytest.mark.fault("emptied completely", "any tier", "refilled from memory")
-def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store) -> None:
+def test_a_store_that_was_emptied_is_refilled_with_what_memory_holds(store: Store) -> None:
     """The folder removed, FLUSHALL, the bucket emptied; and once more. The next engine is warm."""
     with store.bench() as bench:
         filled(bench, store, *IMAGES)
@@ -117,7 +117,7 @@ def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store)
 
 
 @pytest.mark.parametrize("store", ["disk", "redis", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
-def test_what_one_engine_finds_lost_every_other_gives_again_too(store: Store) -> None:
+def test_entries_that_one_engine_finds_lost_are_written_again_by_every_other_engine_too(store: Store) -> None:
     """Whoever looks first gives the store its new name; the others see that it is another one."""
     with store.bench() as one, store.bench() as other:
         filled(one, store, *IMAGES[:3])
@@ -144,7 +144,7 @@ def deleted_one_by_one(store: Store) -> None:
 
 
 @pytest.mark.parametrize("remove", [removed_by_command, deleted_one_by_one], ids=lambda f: f.__name__)
-def test_what_was_removed_by_us_stays_removed(
+def test_entries_that_we_removed_stay_removed(
     store: Store, remove: Callable[[Store], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if store.folder is not None:
@@ -162,7 +162,7 @@ def test_what_was_removed_by_us_stays_removed(
 
 
 @pytest.mark.parametrize("store", ["redis", "s3"], indirect=True)
-def test_what_has_come_to_the_end_of_its_time_is_not_written_again(store: Store) -> None:
+def test_expired_entries_are_not_written_again(store: Store) -> None:
     """S3's age is what each reader makes of it."""
     reader = open_s3(store.remotes[0], ttl_s=1.0) if store.name == "s3" else store.tier
     with store.bench(ttl_s=1.0) as bench:
@@ -176,7 +176,7 @@ def test_what_has_come_to_the_end_of_its_time_is_not_written_again(store: Store)
 
 
 @pytest.mark.parametrize("store", ["disk", "redis"], indirect=True)
-def test_a_consumer_gives_nothing_again(store: Store) -> None:
+def test_a_consumer_writes_nothing_again(store: Store) -> None:
     with store.bench() as bench:
         filled(bench, store, *IMAGES)
     with store.bench(saves=False) as consumer:
@@ -189,7 +189,7 @@ def test_a_consumer_gives_nothing_again(store: Store) -> None:
         assert (store.held(), consumer.snapshot()["rewrites"]) == (set(), 0)
 
 
-def test_what_the_folder_evicts_is_not_written_again(tmp_path: Path) -> None:
+def test_entries_evicted_from_the_folder_are_not_written_again(tmp_path: Path) -> None:
     """Entries of a mebibyte through a folder of four."""
     many = names("large", 12)
     with Bench(tmp_path, max_local_disk_size=4 / 1024) as bench:
@@ -202,7 +202,7 @@ def test_what_the_folder_evicts_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
-def test_what_redis_evicts_is_not_written_again(tmp_path: Path, policy: str) -> None:
+def test_entries_evicted_by_redis_are_not_written_again(tmp_path: Path, policy: str) -> None:
     """Though one that evicts at random evicts the name by which it is known, too. A flush is seen all the same."""
     settings = ("--maxmemory", "6mb", "--maxmemory-policy", policy)
     with redis_server(tmp_path / "server", *settings) as server, Bench(None, remotes=[server.url]) as bench:
@@ -223,7 +223,7 @@ def test_what_redis_evicts_is_not_written_again(tmp_path: Path, policy: str) -> 
         bench.settle()
 
 
-def test_a_remote_that_was_unreachable_is_given_what_it_missed(tmp_path: Path) -> None:
+def test_a_remote_that_was_unreachable_gets_what_it_missed(tmp_path: Path) -> None:
     """What was encoded and what was promoted meanwhile, and what it had before and lost with its process."""
     with (
         redis_server(tmp_path / "near") as near,
@@ -246,7 +246,7 @@ def test_a_remote_that_was_unreachable_is_given_what_it_missed(tmp_path: Path) -
             bench.settle()
 
 
-def test_a_remote_that_is_unreachable_at_the_start_is_given_what_it_missed(tmp_path: Path) -> None:
+def test_a_remote_that_is_unreachable_at_the_start_gets_what_it_missed(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()
         with Bench(tmp_path / "disk", remotes=[server.url]) as bench:
@@ -257,7 +257,7 @@ def test_a_remote_that_is_unreachable_at_the_start_is_given_what_it_missed(tmp_p
             bench.settle()
 
 
-def test_what_a_store_process_took_with_it_is_written_by_the_next(tmp_path: Path) -> None:
+def test_writes_lost_with_a_store_process_are_done_by_the_next(tmp_path: Path) -> None:
     """The disk has the entries, and so their writes are over; the uploads died with the process."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         pid = bench.serving()

@@ -187,7 +187,7 @@ def test_verify_counts_a_forgery_and_warm_copies_none(folder: Path, key_file: Pa
     assert (shared / EncoderCacheKey(namespace, "cat").object_name).exists()
 
 
-def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_says_why(
+def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_reports_why(
     folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = json.dumps({"local_disk": str(folder), "max_local_disk_size": 0.001, "signing_key_file": str(key_file)})

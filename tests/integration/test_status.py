@@ -79,7 +79,7 @@ def test_two_engines_of_one_namespace_are_distinguished(tmp_path: Path) -> None:
         assert status_of(one)["pid"] != status_of(other)["pid"]
 
 
-def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_path: Path) -> None:
+def test_one_line_shows_what_each_tier_holds_and_has_done_with_its_limit(tmp_path: Path) -> None:
     with Bench(tmp_path) as earlier:
         earlier.encode(names("kept", 3))
         earlier.settle()
@@ -116,7 +116,7 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
 
 
-def test_an_engine_without_requests_says_how_old_its_own_counts_are(
+def test_an_engine_without_requests_shows_how_old_its_own_counts_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.cli.status._IDLE_S", 0.5)
@@ -130,7 +130,7 @@ def test_an_engine_without_requests_says_how_old_its_own_counts_are(
         bench.until("it goes on", lambda: status_of(bench)["book_age_s"] < 0.5)
 
 
-def test_what_is_written_in_the_place_of_a_corrupt_entry_is_counted_once(tmp_path: Path) -> None:
+def test_the_replacement_of_a_corrupt_entry_is_counted_once(tmp_path: Path) -> None:
     with Bench(tmp_path) as earlier:
         earlier.encode(names("kept", 3))
         earlier.settle()
@@ -155,7 +155,7 @@ def test_no_heading_of_the_live_view_is_cut_in_eighty_columns() -> None:
     assert all(word in shown for word in ("held", "hits", "rate", "errors", "writes", "read", "written", "unsaved"))
 
 
-def test_what_each_tier_does_is_a_rate_per_second(tmp_path: Path) -> None:
+def test_the_activity_of_each_tier_is_shown_as_a_rate_per_second(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.scanned()
         at, before = look()

@@ -116,7 +116,7 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path)
     "no call waits; all are answered when it resumes",
     recovery="what was handed over is sealed",
 )
-def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(
+def test_a_stopped_store_process_delays_no_call_and_all_works_again_once_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = names("old", 20), names("new", 20)
@@ -154,7 +154,7 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
 @pytest.mark.fault(
     "stopped, with its link full, while the engine is idle", "store process", "it resumes, and is not killed"
 )
-def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
+def test_one_that_resumes_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
     tmp_path: Path,
 ) -> None:
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is asked
@@ -172,7 +172,7 @@ def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_tha
 @pytest.mark.fault(
     "stays stopped", "store process", "killed and replaced; pending writes are made", recovery="it is replaced"
 )
-def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
+def test_one_that_stays_stopped_is_killed_and_the_next_does_the_pending_work(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
     with Bench(tmp_path) as bench:
         bench.encode(old)
@@ -247,7 +247,7 @@ def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_plac
 @pytest.mark.fault(
     "its tiers take longer to open than store_timeout_s", "store process", "it is not killed, and serves"
 )
-def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serve(
+def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers nothing while it opens them: killed for that, none of its successors would ever be done either."""
@@ -375,7 +375,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("killed at random moments", "store process", "no entry is damaged or lost")
-def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_random_moments_it_leaves_no_torn_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifteen times, while it fills, seals and writes."""
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
     dice = random.Random(2)
@@ -405,7 +405,7 @@ def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/no/such/interpreter"])
 @pytest.mark.fault("cannot be started", "store process", "misses; retried until it starts")
-def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
+def test_one_that_cannot_be_started_costs_misses_and_is_started_once_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.1, 0.2, 0.3))
@@ -432,7 +432,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
 @pytest.mark.fault(
     "exits right after its first message, every time", "store process", "restarted after longer and longer pauses"
 )
-def test_one_that_ends_right_after_its_first_message_is_started_after_longer_and_longer_pauses(
+def test_one_that_ends_right_after_its_first_message_is_restarted_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
@@ -505,7 +505,7 @@ def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_
         assert stored(tmp_path) == set(names("image", 200))
 
 
-def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path: Path) -> None:
+def test_writes_that_were_put_off_are_done_when_the_engine_ends(tmp_path: Path) -> None:
     """Although the store process finds that the engine has ended, with answers unread, before it reads its orders."""
     images = names("image", 40)
     with (
@@ -526,7 +526,7 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
 
 
 @pytest.mark.fault("does not answer", "LocalDisk", "only a bounded number of look-ups wait for it")
-def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_to_a_disk_that_never_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
     code = f"""
 import runpy, time
@@ -605,7 +605,7 @@ def in_time(work: Callable[[], None]) -> None:
     "saves are dropped, look-ups are misses, nothing waits",
     recovery="all reports are in",
 )
-def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_no_wait(tmp_path: Path) -> None:
+def test_a_store_process_that_reads_no_messages_costs_saves_and_misses_but_no_wait(tmp_path: Path) -> None:
     """Both links to it are filled up. What was taken is done afterwards; what was not is known to be owed."""
     many = names("image", 6000)
     asked: list[bool] = []
@@ -633,7 +633,7 @@ def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_n
 
 
 @pytest.mark.fault("reads no messages", "scheduler side", "ranks and store process carry on", recovery="all is sealed")
-def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
+def test_a_scheduler_side_that_reads_no_messages_delays_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
     """More reports and answers than a link holds: they come late, all, and in order."""
     many = names("image", 5000)
     with Bench(tmp_path) as bench:
