@@ -480,7 +480,7 @@ def test_an_authority_that_the_environment_names_is_trusted_by_doctor_and_engine
             wait_until("it is stored", lambda: in_redis.held() == 1)
 
 
-def test_the_list_of_tiers_is_logged_before_anything_else_about_them(
+def test_the_list_of_tiers_arrives_before_any_report_about_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports name tiers by their numbers. A remote that cannot be reached is reported while tiers are opened."""

@@ -38,7 +38,7 @@ def test_an_item_is_announced_under_the_name_that_the_proxy_gave_it() -> None:
     assert announced(SimpleNamespace(ec_transfer_params=params)) == dict.fromkeys(params, OURS)
 
 
-def test_a_video_with_its_sound_is_announced_in_a_form_that_vllms_proxy_takes() -> None:
+def test_a_video_with_its_sound_is_announced_in_a_form_that_vllms_proxy_accepts() -> None:
     """It finds neither of the two under the name that it gave the video, since arguments of the processor are hashed in
     with that. It then takes two items for a video and its sound if they hold nothing but what vLLM announces."""
     for stored in (True, False):
@@ -53,6 +53,6 @@ def test_other_requests_are_announced_with_the_namespace() -> None:
         assert all(item[NAMESPACE] == OURS for item in announcement(*items).values())
 
 
-def test_what_no_tier_has_is_announced_without_what_would_stand_in_for_its_media() -> None:
+def test_an_item_that_no_tier_has_is_announced_without_a_stand_in_for_its_media() -> None:
     [item] = announcement(("audio", UUID), stored=False).values()
     assert (item["metadata"], NAMESPACE in item) == ({}, False)

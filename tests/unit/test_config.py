@@ -453,7 +453,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_is_one_error_that_says_how_to_fix_it(mistake: Mistake, file: File) -> None:
+def test_each_mistake_is_one_error_that_explains_how_to_fix_it(mistake: Mistake, file: File) -> None:
     environ = {**file(mistake.text), **mistake.environ}
     with pytest.raises(ConfigError) as caught:
         load_config(mistake.extra, environ)
@@ -465,7 +465,7 @@ def test_each_mistake_is_one_error_that_says_how_to_fix_it(mistake: Mistake, fil
     assert CANARY not in text
 
 
-def test_several_problems_are_in_one_error_and_it_survives_the_way_to_another_process(file: File) -> None:
+def test_several_problems_are_in_one_error_that_survives_the_way_to_another_process(file: File) -> None:
     environ = {**file("ec: {max_local_cpu_sise: 4, epoch: -1}\nec_drain_s: soon"), "LMCACHE_EC_CACHE_POLICY": "MRU"}
     with pytest.raises(ConfigError) as caught:
         load_config({"zzz": 5, "local_disk": "relative/path"}, environ)

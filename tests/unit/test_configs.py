@@ -13,7 +13,7 @@ FILES = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.name !
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_it_is_accepted_and_no_key_of_it_is_without_effect(file: Path) -> None:
+def test_each_configuration_is_accepted_and_all_its_keys_have_an_effect(file: Path) -> None:
     resolved = resolve(environ={"LMCACHE_CONFIG_FILE": str(file)})
     assert resolved.notes == ()
     asked = yaml.safe_load(file.read_text()).get("ec", {})

@@ -83,7 +83,7 @@ def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConne
     return worker, scheduler
 
 
-def test_an_engine_whose_vllm_hashes_no_media_says_that_only_what_clients_name_is_cached(
+def test_an_engine_whose_vllm_hashes_no_media_logs_that_only_items_named_by_clients_are_cached(
     build: Build, configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configs["qwen3vl"]
@@ -100,7 +100,7 @@ def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
             build(role, max_local_cpu_sise=1)
 
 
-def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_host(
+def test_the_start_logs_each_setting_with_its_source_and_what_does_not_fit_the_host(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With a KV part beside it whose remote store no tier of ours serves: a note, without its password."""
@@ -137,7 +137,7 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
     assert not folder.exists()
 
 
-def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
+def test_a_version_of_any_length_fits_the_producer_field_of_an_entry(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed: none would be."""
@@ -148,7 +148,7 @@ def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
     assert len(side.cache._engine.producer.encode()) <= MAX_PRODUCER_BYTES
 
 
-def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
+def test_where_nobody_watches_the_calls_to_workers_the_cache_is_off_and_logs_it(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
     """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
@@ -177,7 +177,7 @@ def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
     assert ["memory only" in error.getMessage() for error in errors] == [True]
 
 
-def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
+def test_an_encoder_decoder_model_is_served_without_the_cache(build: Build) -> None:
     """vLLM's V1 runner never loads for one, while a promise drops the encode."""
     serves_without(build(ECConnectorRole.WORKER, model="whisper"), build(ECConnectorRole.SCHEDULER, model="whisper"))
 
@@ -243,7 +243,7 @@ def errors() -> Iterator[list[logging.LogRecord]]:
     logger.removeHandler(handler)
 
 
-def test_a_scheduler_hook_that_fails_says_so_once_and_the_engine_goes_on(
+def test_a_scheduler_hook_that_fails_is_logged_once_and_the_engine_goes_on(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
     for name, hook in SCHEDULER_HOOKS.items():
@@ -256,7 +256,7 @@ def test_a_scheduler_hook_that_fails_says_so_once_and_the_engine_goes_on(
         errors.clear()
 
 
-def test_a_worker_hook_that_fails_says_so_once_and_leaves_the_cache(
+def test_a_worker_hook_that_fails_is_logged_once_and_its_rank_leaves_the_cache(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
     """The scheduler side has to know: what it sends to this rank from now on is never copied."""
@@ -279,7 +279,7 @@ def sees_the_end(scheduler: ECLMCacheConnector, side: Any) -> bool:
     return bool(side.cache.inert)
 
 
-def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Build) -> None:
+def test_an_item_promised_before_a_hook_failed_is_encoded_after_all(build: Build) -> None:
     """vLLM counts on it: the engine dies if the tensor never comes."""
     worker, scheduler = both(build)
     side = scheduler._scheduler
@@ -292,7 +292,7 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
 
 
 @pytest.mark.parametrize("hook", ["has_cache_item", "update_state_after_alloc", "hand_ledger"])
-def test_what_was_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
+def test_an_item_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
     """vLLM has been answered True, and does not ask again before it gives the item room."""
     worker, scheduler = both(build)
     side = scheduler._scheduler

@@ -68,7 +68,7 @@ def exposed() -> Iterator[str]:
             yield PREFIX + metric.name
 
 
-def test_they_ask_for_metrics_and_labels_that_there_are() -> None:
+def test_dashboard_and_alerts_use_only_metrics_and_labels_that_exist() -> None:
     known = set(exposed())
     labels = {label for metric in METRICS for label in metric.labels} | {"engine", "model_name", "le"}
     for query in (*QUERIES, *(rule["expr"] for rule in RULES)):
@@ -78,7 +78,7 @@ def test_they_ask_for_metrics_and_labels_that_there_are() -> None:
         assert {*named, *grouped} <= labels, query
 
 
-def test_the_dashboard_shows_every_metric_that_is_not_beside_the_point() -> None:
+def test_the_dashboard_shows_every_metric_except_those_left_out_on_purpose() -> None:
     beside = {
         *(
             "rewrites",
@@ -105,7 +105,7 @@ def test_promtool_accepts_the_alerts_and_every_query_of_the_dashboard(tmp_path: 
     promtool("check", "rules", ALERTS, "panels.yaml", cwd=tmp_path)
 
 
-def test_each_alert_fires_when_its_fault_is_there_and_none_when_all_is_well(tmp_path: Path) -> None:
+def test_each_alert_fires_when_its_fault_is_present_and_none_when_all_is_well(tmp_path: Path) -> None:
     def case(faults: dict[str, str], firing: list[str]) -> dict[str, Any]:
         series = [
             {"series": PREFIX + name.replace("{", '{model_name="m",engine="0",'), "values": values}

@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
         ("whisper", "takes sound, and the demo shows photographs"),
     ],
 )
-def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_accepted(
+def test_a_model_that_the_demo_cannot_use_is_named_in_one_line_with_what_is_accepted(
     text: Path, model: str, expected: str
 ) -> None:
     given = model.format(file=text, folder=text.parent)
@@ -42,7 +42,7 @@ def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_
     assert all(name in line for name in MODELS.keys() - {"qwen2audio", "whisper"})
 
 
-def test_the_folder_of_a_checkpoint_and_every_other_name_are_taken(text: Path) -> None:
+def test_the_folder_of_a_checkpoint_and_every_other_name_are_accepted(text: Path) -> None:
     from benchmarks.demo import what_is_wrong
 
     (text.parent / "config.json").write_text("{}")

@@ -39,7 +39,7 @@ def test_a_wrong_variable_shows_the_keys_near_it_too() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"remotes": "gopher://x"}, {"remote_url": "x"}, {"remote_ulr": "redis://x"}])
-def test_no_keys_are_shown_for_a_wrong_address_which_says_itself_what_is_wrong(wrong: dict[str, object]) -> None:
+def test_no_keys_are_shown_for_a_wrong_address_whose_error_is_clear_by_itself(wrong: dict[str, object]) -> None:
     report = examine(json.dumps(wrong), {})
     assert (len(report.problems), report.keys) == (1, [])
 

@@ -145,7 +145,7 @@ def root() -> Iterator[Path]:
         (an_epoch_that_is_none, "which is not an epoch"),
     ],
 )
-def test_what_ends_a_start_is_what_doctor_says_in_the_same_words(
+def test_doctor_reports_what_ends_a_start_in_the_same_words(
     root: Path, made: Callable[[Path], Path], expected: str
 ) -> None:
     doctors, engines, *_ = doctor_and_engine(made(root))

@@ -80,7 +80,7 @@ def test_the_scheduler_side_learns_what_each_item_costs(served: Served) -> None:
     assert served.side.snapshot()["policy_encode_us_image"] == SLOW_S * 1e6
 
 
-def test_a_step_that_encodes_more_than_it_was_made_up_for_teaches_nothing(
+def test_a_step_that_encodes_more_than_was_planned_teaches_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load has failed, and vLLM encodes that item, too."""

@@ -76,7 +76,7 @@ def test_values_that_change_places_on_a_device_are_seen(raw: bytes, dice: random
     assert (one.sums() == other.sums()) == torch.equal(tensor, moved)
 
 
-def test_it_depends_on_values_and_not_on_how_they_lie_in_memory(digest: Any) -> None:
+def test_the_digest_depends_on_values_and_not_on_how_they_lie_in_memory(digest: Any) -> None:
     tensor = torch.arange(60, dtype=torch.int16).view(6, 10)
     assert digest(tensor.t()) == digest(tensor.t().contiguous())
     assert digest(tensor[:, 1:7]) == digest(tensor[:, 1:7].contiguous())
@@ -244,7 +244,7 @@ def test_a_call_that_fails_may_have_changed_weights_all_the_same(watched: Watche
 
 
 @pytest.mark.parametrize("awake", [None, ["weights"], ["weights", "kv_cache"]], ids=str)
-def test_asleep_nothing_is_read(watched: Watched, awake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_are_read_while_they_sleep(watched: Watched, awake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start = watched.digest
     with watched.call("sleep", 1):
         pass
@@ -276,7 +276,7 @@ def test_what_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
     assert watched.digest == start
 
 
-def test_rubbish_after_deep_sleep_is_in_doubt_until_something_is_written(watched: Watched) -> None:
+def test_garbage_after_deep_sleep_is_in_doubt_until_something_is_written(watched: Watched) -> None:
     start, weight = watched.digest, watched.model.vision.weight.data.clone()
     with watched.call("sleep", 2):
         watched.model.vision.weight.data.zero_()
@@ -301,7 +301,7 @@ def test_weights_are_in_doubt_during_a_layerwise_reload(watched: Watched) -> Non
     assert watched.digest == start
 
 
-def test_a_part_that_was_never_loaded_is_no_doubt() -> None:
+def test_a_part_that_was_never_loaded_raises_no_doubt() -> None:
     model = Tower()
     model.projector = torch.nn.Linear(4, 4, device="meta")
     watched = Watched(model)
@@ -325,7 +325,7 @@ def test_buffers_count_if_a_call_changes_them_and_not_if_the_model_does(watched:
     assert watched.digest == start, "it holds again what it held at the start"
 
 
-def test_loading_into_the_model_past_all_calls_puts_it_in_doubt_until_the_next_look() -> None:
+def test_loading_directly_into_the_model_puts_it_in_doubt_until_the_next_look() -> None:
     class Loading(Tower):
         def load_weights(self, weights: Any) -> int:
             for parameter in weights:
@@ -342,14 +342,14 @@ def test_loading_into_the_model_past_all_calls_puts_it_in_doubt_until_the_next_l
     assert watched.digest not in ("", start)
 
 
-def test_a_model_that_was_loaded_anew_is_the_one_that_is_watched(watched: Watched) -> None:
+def test_a_model_that_was_loaded_again_is_the_one_that_is_watched(watched: Watched) -> None:
     start, watched.model = watched.digest, Tower()
     with watched.call("load_model"):
         pass
     assert watched.digest not in ("", start)
 
 
-def test_weights_that_cannot_be_read_are_in_doubt_and_vllm_hears_nothing_of_it(watched: Watched) -> None:
+def test_weights_that_cannot_be_read_are_in_doubt_and_vllm_sees_no_error(watched: Watched) -> None:
     warnings: list[Any] = []
     watched.weights._complaints._logger = SimpleNamespace(warning=lambda *text: warnings.append(text))  # type: ignore[assignment]
     with watched.call("apply_model"):

@@ -169,7 +169,7 @@ def test_a_snapshot_that_is_older_than_what_is_known_sets_nothing_back() -> None
     assert (mirror.in_step, mirror.entries, mirror.gaps) == (True, {"a": 7}, 0)
 
 
-def test_what_came_while_a_snapshot_was_on_its_way_is_not_asked_for_again() -> None:
+def test_events_that_came_while_a_snapshot_was_on_its_way_are_not_asked_for_again() -> None:
     source, mirror = Source(0, "ns"), Mirror(most=10)
     snapshot = source.snapshot()
     for name in "abc":
@@ -204,7 +204,7 @@ def test_an_engine_that_publishes_nothing_notes_nothing() -> None:
     assert Book(PAGE, PAGE, 1).changes is None
 
 
-def test_what_is_noted_while_nobody_takes_it_is_bounded_by_what_is_live() -> None:
+def test_changes_noted_while_nobody_takes_them_are_bounded_by_what_is_live() -> None:
     live = {f"live-{number}": 1 for number in range(1000)}
     changes = Changes(live.items)
     for number in range(300_000):
@@ -290,7 +290,7 @@ def test_addresses_of_this_host_are_accepted(endpoint: str) -> None:
         *("tcp://10.0.0.777:5757", "ipc:///" + "x" * 100),
     ],
 )
-def test_any_other_address_ends_the_start_and_is_told_what_is_accepted(endpoint: object) -> None:
+def test_any_other_address_ends_the_start_with_what_is_accepted(endpoint: object) -> None:
     with pytest.raises(ConfigError, match=r"events_endpoint=.*must (be|have)"):
         keys(events_endpoint=endpoint)
 
@@ -331,10 +331,10 @@ def test_a_subscriber_finds_the_snapshots_where_the_engine_has_them(text: str, s
 
 
 @pytest.mark.parametrize("text", ["", "host:5757", "tcp://*:5757", "tcp://a:65535", "tcp://a:1,", "a,b,c", "ipc://x"])
-def test_what_is_no_replica_is_told_what_one_is(text: str) -> None:
+def test_an_invalid_replica_is_refused_with_what_is_accepted(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         Replica.parse(text)
 
 
-def test_snapshots_are_where_the_table_of_keys_says() -> None:
+def test_snapshots_are_at_the_address_in_the_table_of_keys() -> None:
     assert snapshots_of("tcp://*:5757") == "tcp://*:6757"

@@ -95,7 +95,7 @@ def test_a_checkpoint_overwritten_under_the_same_path_is_another(
     assert checkpoint_fingerprint(checkpoint) != before
 
 
-def test_place_time_and_bystanders_do_not_count(checkpoint: Path, tmp_path: Path) -> None:
+def test_path_time_and_unrelated_files_do_not_count(checkpoint: Path, tmp_path: Path) -> None:
     """Nor does what a hub download adds later, or the way it lays out its files: links into a folder of blobs."""
     before = checkpoint_fingerprint(checkpoint)
     copy = tmp_path / "elsewhere" / "snapshot"
@@ -169,7 +169,7 @@ def test_a_header_that_lies_is_content_like_any_other(tmp_path: Path, header: by
     assert checkpoint_fingerprint(tmp_path) != before
 
 
-def test_what_cannot_be_read_is_named_with_the_way_out(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named_with_a_remedy(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").symlink_to("/nowhere/config.json")

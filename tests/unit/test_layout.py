@@ -40,7 +40,7 @@ def test_an_engine_on_a_device_that_copies_beside_the_model_is_served(device: st
 
 
 @pytest.mark.parametrize("device", ["tpu", "mps"])
-def test_an_engine_on_another_device_starts_and_is_served_without_and_says_so_once(
+def test_an_engine_on_another_device_starts_and_is_served_without_the_cache_and_logs_it_once(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("test_layout")
@@ -49,14 +49,14 @@ def test_an_engine_on_another_device_starts_and_is_served_without_and_says_so_on
     assert not caplog.records, "it is the scheduler side that logs it"
 
 
-def test_a_device_that_turns_out_not_to_work_ends_nobodys_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_turns_out_not_to_work_does_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> None:
     """This torch was built without CUDA."""
     assert build.build_worker_side(config("cuda"), logging.getLogger("test_layout")) is None
     [record] = caplog.records
     assert "rank 0 cannot copy beside the model" in record.getMessage()
 
 
-def test_a_device_that_registers_no_memory_serves_and_one_line_says_what_that_costs(
+def test_a_device_that_registers_no_memory_serves_and_one_line_states_what_that_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     xpu = DeviceCopier(torch.device("xpu", 0), Xpu())

@@ -113,9 +113,7 @@ def judge(cases: list[Case]) -> dict[str, Any]:
     return answer
 
 
-def test_what_is_written_for_the_encoder_cache_means_what_it_means_to_lmcache(
-    cases: list[Case], judge: dict[str, Any]
-) -> None:
+def test_settings_of_the_encoder_cache_mean_what_they_mean_to_lmcache(cases: list[Case], judge: dict[str, Any]) -> None:
     compared = 0
     for case, theirs in zip(cases, judge["answers"], strict=True):
         if set(case.places) <= {"kv"}:
@@ -134,7 +132,7 @@ def test_what_is_written_for_the_encoder_cache_means_what_it_means_to_lmcache(
     assert compared == len(VALUES) * 18
 
 
-def test_of_the_kv_part_places_are_inherited_as_by_lmcache_and_no_budget(
+def test_the_places_of_the_kv_part_are_inherited_as_lmcache_reads_them_and_its_budgets_are_not(
     cases: list[Case], judge: dict[str, Any]
 ) -> None:
     """Here we differ on purpose: LMCache makes a second 20 GiB pool of the first."""

@@ -67,7 +67,7 @@ def test_media_can_be_encoded(media: EncodableMedia, model_config: Any, modality
     assert media.encodable(feature(model_config, modality, None))
 
 
-def test_metadata_alone_cannot(media: EncodableMedia, model_config: Any) -> None:
+def test_metadata_alone_cannot_be_encoded(media: EncodableMedia, model_config: Any) -> None:
     grid = [[1, 6, 6]]
     assert not media.encodable(feature(model_config, "image", tensors(image_grid_thw=grid)))
     video = tensors(video_grid_thw=grid, timestamps=[[0.5]])

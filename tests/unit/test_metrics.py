@@ -93,7 +93,7 @@ def test_payloads_add_up_to_the_counts_whichever_front_end_gets_them(clock: Cloc
     assert value("deferred_seconds_bucket", le="0.025") == 1
 
 
-def test_it_answers_once_a_second_and_as_soon_as_the_last_request_has_ended(clock: Clock) -> None:
+def test_counts_are_handed_over_once_a_second_and_as_soon_as_the_last_request_has_ended(clock: Clock) -> None:
     side = Side()
     handing = collector(side)
     side.counts["saves"] = 1

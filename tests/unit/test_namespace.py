@@ -146,7 +146,7 @@ def test_a_field_that_a_later_vllm_adds_counts() -> None:
     assert seen[0] != seen[1]
 
 
-def test_the_users_part(own: str) -> None:
+def test_the_salt_and_the_name_change_the_namespace_and_budgets_do_not(own: str) -> None:
     """The salt counts, budgets do not, and a name replaces all. Epochs are told apart later, see `at_epoch`."""
     config = vllm_config(model_path(MODEL))
     assert own.startswith("qwen3_vl-")

@@ -223,7 +223,7 @@ def test_a_new_output_is_saved_and_a_loaded_one_is_not_saved_again(served: Serve
     assert (counts["saves"], counts["loads_cpu"], counts["loads_failed"]) == (2, 1, 0)
 
 
-def test_a_load_that_fails_is_encoded_in_the_same_step_beside_the_others(served: Served) -> None:
+def test_an_item_whose_load_fails_is_encoded_in_the_same_step_beside_the_others(served: Served) -> None:
     """The request loads two and encodes one; the rank is sent a place outside its arena for one of the loads."""
     served.store(X, Y)
     asking = request("asking", X, Y, Z)
@@ -270,7 +270,7 @@ def test_an_encoder_that_raises_leaves_no_place_behind(served: Served) -> None:
     assert counts["saves"] == (1 if isinstance(served.runner, V1Runner) else 0)  # V1 saves as it goes
 
 
-def test_a_save_dropped_once_is_made_up_for_from_the_runners_cache(
+def test_a_save_dropped_once_is_done_later_from_the_runners_cache(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, book = request("held", X), served.cache.book

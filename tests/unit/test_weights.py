@@ -221,7 +221,7 @@ def test_calls_that_leave_the_weights_as_they_are_change_nothing(train: Train) -
     assert engine.served.side.snapshot()["weight_changes"] == 0
 
 
-def test_back_at_the_weights_of_the_start_their_entries_are_found(train: Train) -> None:
+def test_the_entries_of_the_starting_weights_are_found_once_these_are_back(train: Train) -> None:
     engine = train()
     assert engine.ask(A) == [A]
     engine.change(2)
@@ -234,7 +234,7 @@ def test_back_at_the_weights_of_the_start_their_entries_are_found(train: Train) 
     assert engine.entries() == {"tests": {A: 1, C: 1}}
 
 
-def test_what_is_promised_when_the_weights_change_is_encoded(train: Train) -> None:
+def test_an_item_promised_when_the_weights_change_is_encoded(train: Train) -> None:
     """The step that loads runs after the call, which vLLM did not wait for: only the worker knows."""
     engine = train()
     engine.ask(A)
@@ -272,7 +272,7 @@ def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any
     assert engine.finish() == {}
 
 
-def test_what_a_request_waits_with_when_the_weights_change_is_not_used(train: Train) -> None:
+def test_an_entry_leased_by_a_waiting_request_when_the_weights_change_is_not_used(train: Train) -> None:
     """It was there, and the KV cache had no room for the request."""
     engine = train()
     engine.ask(A)
@@ -290,7 +290,7 @@ def test_what_a_request_waits_with_when_the_weights_change_is_not_used(train: Tr
     assert engine.finish() == {}
 
 
-def test_what_is_promised_and_carries_nothing_to_encode_is_loaded_all_the_same(train: Train) -> None:
+def test_a_promised_item_that_carries_nothing_to_encode_is_loaded_all_the_same(train: Train) -> None:
     """vLLM would die of an item that never comes. The next request of this kind fails, before it is scheduled."""
     engine = train()
     engine.ask(A)
@@ -325,7 +325,7 @@ def test_a_save_under_way_is_finished_under_the_old_name(train: Train) -> None:
     assert engine.served.cache.book.live(A) is None
 
 
-def test_a_late_answer_about_an_old_entry_is_no_entry_of_the_new_weights(train: Train) -> None:
+def test_a_late_answer_about_an_old_entry_does_not_count_for_the_new_weights(train: Train) -> None:
     """A fill is on its way from the disk when the weights change: what it brings is nobody's."""
     engine = train(persist=True)
     engine.ask(A)
@@ -348,7 +348,7 @@ def test_a_late_answer_about_an_old_entry_is_no_entry_of_the_new_weights(train: 
     assert engine.entries()["tests"] == {A: 1}
 
 
-def test_what_was_owed_for_the_old_weights_is_not_saved_for_the_new(train: Train) -> None:
+def test_a_save_pending_for_the_old_weights_is_not_done_for_the_new(train: Train) -> None:
     """A save found no room; vLLM still holds the tensor, and room is there after the change."""
     engine = train()
     engine.ask(A)
@@ -398,7 +398,7 @@ def test_a_step_looks_at_weights_that_stay_in_doubt(train: Train) -> None:
     assert engine.ask(A) == []
 
 
-def test_a_writer_past_all_calls_is_seen_in_the_next_step_that_copies(train: Train) -> None:
+def test_a_weight_write_that_bypasses_all_calls_is_noticed_in_the_next_step_that_copies(train: Train) -> None:
     engine = train(persist=True, weights_check_s=0.0001)
     engine.ask(A)
     engine.forget()

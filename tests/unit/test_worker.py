@@ -116,7 +116,7 @@ def test_a_load_that_is_not_staged_after_all_is_copied_as_any_other(rig: Rig) ->
     assert rig.end.report() == Report(1, [(PLACE, COPIED, 0)])
 
 
-def test_what_is_staged_for_outdated_weights_is_let_go_of_where_the_item_is_encoded(rig: Rig) -> None:
+def test_a_copy_staged_for_outdated_weights_is_released_where_the_item_is_encoded(rig: Rig) -> None:
     worker, meta = rig.workers[0], loads(load_of("x", 4096, staged=1))
     assert worker._copier.stage(rig.end.memory, Stage(1, 0, 4, WIDTH, "F32")) == ""
     worker.bind(meta)
@@ -137,7 +137,7 @@ BAD_LOADS = {
 
 
 @pytest.mark.parametrize("load", BAD_LOADS.values(), ids=BAD_LOADS.keys())
-def test_what_cannot_be_loaded_is_reported_and_encoded_after_all(rig: Rig, load: Load) -> None:
+def test_an_item_that_cannot_be_loaded_is_reported_and_encoded_after_all(rig: Rig, load: Load) -> None:
     """The item goes into the very dictionary that the encoder reads, beside what that holds already."""
     encodes = {"request": [1], "other": [0]}
     cache: dict[str, torch.Tensor] = {}
@@ -170,7 +170,7 @@ def test_before_it_is_attached_a_rank_loads_nothing_and_vllm_encodes() -> None:
     worker.shutdown()
 
 
-def test_a_full_encoder_cache_fails_the_load_alone(rig: Rig) -> None:
+def test_a_full_encoder_cache_fails_only_the_load_that_finds_no_room(rig: Rig) -> None:
     rig.fill(0, "x", embedding("x"))
     rig.fill(8192, "y", embedding("y"))
     meta, cache = loads(load_of("x"), load_of("y", 8192, ("request", 1))), PreallocatedCache(4, WIDTH)
@@ -292,7 +292,7 @@ UNEXPECTED = {
 
 
 @pytest.mark.parametrize("tensor", UNEXPECTED.values(), ids=UNEXPECTED.keys())
-def test_an_output_other_than_expected_is_not_handed_over(rig: Rig, tensor: torch.Tensor) -> None:
+def test_an_output_of_an_unexpected_form_is_not_handed_over(rig: Rig, tensor: torch.Tensor) -> None:
     step(rig.workers[0], saves(save_of("x")), {}, {"x": tensor})
     assert rig.end.report() == Report(1, [(PLACE, FAILED, 0)])
     assert rig.end.silent()
@@ -332,14 +332,14 @@ def test_an_earlier_output_is_saved_while_it_is_still_there(rig: Rig) -> None:
     assert torch.equal(rig.payload(kept), embedding("kept"))
 
 
-def test_what_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) -> None:
+def test_a_save_that_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) -> None:
     """Nobody else would ever free the place. Unlike FAILED, ABSENT is no fault of the tensor."""
     rig.end.store.close()
     step(rig.workers[0], saves(save_of("x")), {}, {"x": embedding("x")})
     assert rig.end.report() == Report(1, [(PLACE, ABSENT, 0)])
 
 
-def test_a_link_that_is_replaced_at_the_moment_in_which_a_producer_turns_to_it_is_one_that_has_ended(rig: Rig) -> None:
+def test_a_link_that_is_replaced_just_as_a_producer_turns_to_it_counts_as_ended(rig: Rig) -> None:
     """The rank's thread closes it when the next store process is introduced."""
     rank = rig.workers[0]._rank
     assert rank is not None
@@ -367,9 +367,7 @@ def closed(end: SchedulerEnd) -> bool:
         return True
 
 
-def test_a_copy_that_fails_of_an_item_with_nothing_to_encode_is_made_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_of_an_item_with_nothing_to_encode_is_repeated(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM ends the engine over an item that never comes. One that can be encoded is."""
 
     def broken(source: torch.Tensor) -> torch.Tensor:
@@ -407,7 +405,7 @@ def test_a_rank_that_has_left_gives_its_memory_back_after_a_while() -> None:
     rank.close()
 
 
-def test_a_load_of_no_arena_is_an_encode_even_while_the_link_ends(rig: Rig) -> None:
+def test_a_load_that_names_no_arena_becomes_an_encode_even_while_the_link_ends(rig: Rig) -> None:
     """The rank's own arena has no name either for a moment then, and is still mapped."""
     worker, cache = rig.workers[0], dict[str, torch.Tensor]()
     assert worker._rank is not None
@@ -436,7 +434,7 @@ class Weights:
 
 
 @pytest.mark.parametrize("other_rank", [False, True], ids=["on this rank", "on another rank"])
-def test_a_step_made_up_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
+def test_a_step_planned_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
     """Looking finds them on any rank: if only that one knew, the saving rank would keep an output of both."""
     rig = Rig(agree=(lambda votes: [True for _ in votes]) if other_rank else list)
     try:
@@ -456,7 +454,7 @@ def test_a_step_made_up_for_other_weights_copies_nothing_and_encodes_what_it_can
         rig.close()
 
 
-def test_a_step_made_up_for_these_weights_copies_without_a_look(rig: Rig) -> None:
+def test_a_step_planned_for_these_weights_copies_without_a_look_at_them(rig: Rig) -> None:
     weights: Any = Weights(right=True)
     rig.workers[0].weights = weights
     rig.fill(0, "x", embedding("x"))

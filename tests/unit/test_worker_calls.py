@@ -42,7 +42,7 @@ def test_every_method_of_this_vllms_workers_is_known() -> None:
     assert not CHANGING & UNCHANGING
 
 
-def test_a_function_or_a_method_that_nobody_knows_may_change_weights() -> None:
+def test_an_unknown_function_or_method_is_assumed_to_change_weights() -> None:
     methods: list[Method] = [*CHANGING, "a_trainers_own", b"pickled", len, print]
     for method in methods:
         assert may_change_weights(method)
