@@ -22,7 +22,7 @@ class TestAwaited(TierConformance):
         return AwaitedTier("disk", lambda: DiskTier(tmp_path, 64 * MIB))
 
 
-def test_its_folder_is_kept_to_its_limit(tmp_path: Path) -> None:
+def test_the_folder_of_an_awaited_tier_is_kept_to_its_limit(tmp_path: Path) -> None:
     """A neighbour with a higher limit has filled the folder; housekeeping is the awaited tier's, too."""
     namespace = new_namespace()
     neighbour = DiskTier(tmp_path, 64 * MIB)
@@ -35,7 +35,7 @@ def test_its_folder_is_kept_to_its_limit(tmp_path: Path) -> None:
     assert tier.stored_bytes == neighbour.stored_bytes == 4 * MIB, "it reports how much it holds"
 
 
-def test_what_a_user_has_to_know_of_it_follows_what_the_tier_says(tmp_path: Path) -> None:
+def test_its_notice_is_that_of_the_tier_inside(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, MIB)
     tier = AwaitedTier("disk", lambda: disk)
     for notice in ("its clock is wrong", ""):

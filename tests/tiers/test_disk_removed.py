@@ -52,7 +52,7 @@ REMOVED: list[Callable[[Path], Path]] = [
 
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("which", REMOVED, ids=["root", "above", "namespace", "temporaries", "shard"])
-def test_a_folder_removed_under_a_tier_is_missed_and_the_next_put_makes_it_again(
+def test_a_folder_removed_under_a_tier_means_misses_and_the_next_put_creates_it_again(
     tmp_path: Path, which: Callable[[Path], Path], scanned: bool
 ) -> None:
     """All room is there again, too: what went with the folder is not counted for ever."""
@@ -76,7 +76,7 @@ def test_a_folder_removed_under_a_tier_is_missed_and_the_next_put_makes_it_again
     assert tier.stored_bytes == held(root) == 900
 
 
-def test_where_a_link_outlives_the_folder_that_it_names_that_folder_is_made_again(tmp_path: Path) -> None:
+def test_where_a_link_outlives_the_folder_that_it_names_that_folder_is_created_again(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "root").symlink_to(tmp_path / "there")
     tier = DiskTier(tmp_path / "root", LIMIT)
@@ -86,7 +86,7 @@ def test_where_a_link_outlives_the_folder_that_it_names_that_folder_is_made_agai
 
 
 @pytest.mark.parametrize("call", ["statvfs", "scandir", "pwrite", "write", "utime", "link"])
-def test_a_put_under_way_when_the_folder_is_removed_starts_anew(
+def test_a_put_under_way_when_the_folder_is_removed_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     root, real = tmp_path / "root", getattr(os, call)
@@ -204,7 +204,7 @@ def test_a_folder_with_locks_in_the_place_of_one_without_is_shared_from_the_next
     assert neighbour.stored_bytes == tier.stored_bytes == 900
 
 
-def test_a_root_that_was_moved_is_let_go_of_and_the_one_in_its_place_is_read_at_once(tmp_path: Path) -> None:
+def test_a_root_that_was_moved_is_released_and_the_one_in_its_place_is_read_at_once(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
     DiskTier(other, LIMIT).put(key("b"), value("b", 200))
     tier = DiskTier(root, LIMIT)
@@ -221,7 +221,7 @@ def test_a_root_that_was_moved_is_let_go_of_and_the_one_in_its_place_is_read_at_
     assert str(root) not in open_files()
 
 
-def test_what_is_written_or_deleted_is_in_the_folder_that_the_path_leads_to_now(tmp_path: Path) -> None:
+def test_writes_and_deletions_go_to_the_folder_that_the_path_leads_to_now(tmp_path: Path) -> None:
     """At once, though the folder of before is kept open for the next look-up."""
     root, moved, link = tmp_path / "root", tmp_path / "moved", tmp_path / "link"
     link.symlink_to(root)
@@ -242,7 +242,7 @@ def test_what_is_written_or_deleted_is_in_the_folder_that_the_path_leads_to_now(
     assert held(moved) == tier.stored_bytes == 400
 
 
-def test_rights_that_the_folder_is_given_are_those_of_the_next_entry(tmp_path: Path) -> None:
+def test_changed_rights_of_the_folder_are_those_of_the_next_entry(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, LIMIT)
     for name, mode in (("a", 0o700), ("b", 0o770), ("c", 0o750)):
         tmp_path.chmod(mode)
@@ -274,7 +274,7 @@ def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_pat
     assert after.total == 500
 
 
-def test_of_two_first_surveys_of_a_folder_the_later_one_does_not_lower_what_the_earlier_one_counted(
+def test_a_second_first_survey_of_a_folder_does_not_lower_what_the_earlier_one_counted(
     tmp_path: Path,
 ) -> None:
     """A writer may have reserved its room in an account that began and was removed between them."""

@@ -131,7 +131,7 @@ class TestFolder(TierConformance):
 # -- what a connector cannot promise
 
 
-def test_a_server_cannot_list_and_says_so(server: LMCacheServer) -> None:
+def test_a_server_that_cannot_list_reports_it(server: LMCacheServer) -> None:
     key = new_key()
     with opened(server.url) as tier:
         tier.put(key, value("a", 10))
@@ -139,7 +139,9 @@ def test_a_server_cannot_list_and_says_so(server: LMCacheServer) -> None:
         assert "cannot be listed" in tier.notice
 
 
-def test_what_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_all(server: LMCacheServer) -> None:
+def test_an_entry_that_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_all(
+    server: LMCacheServer,
+) -> None:
     key = new_key()
     with opened(server.url) as tier, opened(server.url) as neighbour:
         tier.put(key, value("bad", 100))
@@ -418,7 +420,7 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ),
     ],
 )
-def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, expected: str) -> None:
+def test_a_remote_that_cannot_serve_is_refused_before_anything_is_opened(url: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected) as caught:
         check_remote(Remote(url))
     assert "canary" not in str(caught.value)
@@ -520,14 +522,14 @@ def test_a_plugin_that_keeps_values_as_they_are_serves() -> None:
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("class_name", ["Shapes", "Forgetful"])
-def test_a_plugin_that_does_not_is_refused_when_it_is_opened(class_name: str) -> None:
+def test_a_plugin_that_does_not_keep_values_as_they_are_is_refused_when_it_is_opened(class_name: str) -> None:
     with pytest.raises(ValueError, match="cannot keep encoder outputs") as caught:
         open_remote(Remote("plugin://mine", plugin(class_name)))
     assert not isinstance(caught.value, TierUnreachable)
 
 
 @pytest.mark.usefixtures("module")
-def test_what_a_store_does_not_take_or_does_not_give_up_is_an_error() -> None:
+def test_an_entry_that_a_store_fails_to_keep_or_to_delete_is_an_error() -> None:
     key = EncoderCacheKey("kept", "picture")
     with closing(open_remote(Remote("plugin://mine", plugin("Stubborn")))) as tier:
         with pytest.raises(TierError, match="was written, but is not there"):

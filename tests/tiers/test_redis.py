@@ -345,7 +345,7 @@ def _quietly(serve: Callable[[socket.socket], None], client: socket.socket) -> N
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_never_stops_to_trickle_is_left() -> None:
+def test_a_server_that_sends_a_trickle_without_end_is_left() -> None:
     """Each byte is in time, but the call has an end. Without one this test has none."""
     answer = [b"$1000000\r\n", *[b"x"] * 10_000]
     with (
@@ -357,7 +357,7 @@ def test_a_server_that_never_stops_to_trickle_is_left() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_never_stops_to_take_a_little_is_left() -> None:
+def test_a_server_that_takes_only_a_little_at_a_time_is_left() -> None:
     """As above, of a write."""
     over = threading.Event()
 
@@ -384,7 +384,7 @@ def test_a_server_that_never_stops_to_take_a_little_is_left() -> None:
         over.set()
 
 
-def test_what_a_server_sends_unasked_is_no_answer_to_what_is_asked_next() -> None:
+def test_unrequested_bytes_of_a_server_are_no_answer_to_the_next_request() -> None:
     """Whether it came together with an answer, or after it."""
     answer, unasked = (b"$100\r\n" + letter * 100 + b"\r\n" for letter in (b"a", b"b"))
     buffer = memoryview(bytearray(100))
@@ -503,7 +503,7 @@ def test_answers_are_read_alike_however_they_arrive(replies: list[tuple[str, byt
         assert_untouched(around)
 
 
-def test_a_frozen_server_is_an_error_in_time_and_none_once_it_goes_on(server: RedisServer) -> None:
+def test_a_frozen_server_is_an_error_in_time_and_none_once_it_resumes(server: RedisServer) -> None:
     with closing(wait_until("it opens in time", lambda: open_redis(server.url, QUICK))) as tier:
         large = new_key()
         server.freeze()
@@ -534,7 +534,7 @@ def test_a_killed_server_is_an_error_and_none_once_it_is_back(tmp_path: Path) ->
                 call()
 
 
-def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> None:
+def test_a_full_server_refuses_the_whole_entry_and_the_error_names_the_reason(tmp_path: Path) -> None:
     limit = ("--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
     with redis_server(tmp_path, *limit) as server, opened(server.url) as tier:
         stored: list[EncoderCacheKey] = []
@@ -571,11 +571,11 @@ def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> Non
         ("WRONGPASS invalid username-password pair", TierUnreachable),
     ],
 )
-def test_an_error_says_whether_it_is_about_the_entry_the_store_or_its_writes(line: str, kind: type[TierError]) -> None:
+def test_an_error_shows_whether_it_concerns_the_entry_the_store_or_its_writes(line: str, kind: type[TierError]) -> None:
     assert fault_of(PayloadParser.parse_error(line)) is kind
 
 
-def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_path: Path) -> None:
+def test_an_entry_that_the_server_evicts_is_a_plain_miss_and_listing_does_not_count_as_a_use(tmp_path: Path) -> None:
     limit = ("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru")
     with redis_server(tmp_path, *limit) as server, opened(server.url) as tier:
         keys = [EncoderCacheKey("ns", str(number)) for number in range(24)]
@@ -596,7 +596,7 @@ def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_p
         assert use.used <= client.time()[0]
 
 
-def test_thousands_of_entries_are_counted_and_removed_in_steps_and_strangers_stay(tmp_path: Path) -> None:
+def test_thousands_of_entries_are_counted_and_removed_in_steps_and_foreign_keys_stay(tmp_path: Path) -> None:
     """Where the server evicts by frequency, too: then nobody knows when they were used."""
     with redis_server(tmp_path) as server, opened(server.url) as tier:
         client = server.client()
@@ -649,7 +649,7 @@ def test_an_entry_over_the_limit_is_refused_before_anything_is_sent(server: Redi
         assert watcher.info("stats")["total_commands_processed"] == before + 1
 
 
-def test_what_is_there_already_is_not_sent_again(server: RedisServer) -> None:
+def test_an_entry_that_is_there_already_is_not_sent_again(server: RedisServer) -> None:
     key = new_key()
     with opened(server.url) as tier:
         tier.put(key, value("a", MIB))
@@ -760,7 +760,7 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
         wait_until_whole(masters)
 
 
-def test_on_a_cluster_what_a_silent_server_had_is_asked_of_its_successor(masters: Sequence[RedisServer]) -> None:
+def test_on_a_cluster_the_entries_of_a_silent_server_are_asked_of_its_successor(masters: Sequence[RedisServer]) -> None:
     victim, successor, witness = masters[1], masters[0], masters[2]
     keys = (EncoderCacheKey("ns", str(number)) for number in range(1000))
     key = next(key for key in keys if owner_of(slot_of(key, masters[0]), masters) is victim)
@@ -806,7 +806,7 @@ def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_gi
         wait_until("connections are closed", partial(has_clients, watcher, idle))
 
 
-def test_behind_sentinels_an_answer_that_came_too_late_is_nobodys(
+def test_behind_sentinels_an_answer_that_came_too_late_is_discarded(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
     """Two entries of one length. The server goes on while the second is asked for."""
@@ -897,7 +897,7 @@ def with_credentials(url: str, user: str = USER, password: str = PASSWORD) -> st
     return url.replace("://", f"://{quote(user, safe='')}:{quote(password, safe='')}@", 1)
 
 
-def test_user_and_password_of_the_url_or_of_the_options_let_in(guarded: RedisServer) -> None:
+def test_user_and_password_are_taken_from_the_url_or_from_the_options(guarded: RedisServer) -> None:
     for url, options in (
         (with_credentials(guarded.url), PATIENT),
         (guarded.url, replace(PATIENT, username=USER, password=PASSWORD)),
@@ -1053,7 +1053,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ],
     ids=lambda given: given.__name__ if callable(given) else "",
 )
-def test_what_is_wrong_is_reported_at_the_opening_in_one_line_without_credentials(
+def test_a_mistake_is_reported_at_the_opening_in_one_line_without_credentials(
     request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, expected: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -1154,7 +1154,7 @@ def test_a_refused_url_is_explained_and_not_quoted(url: str, expected: str) -> N
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "connect_timeout_s", "ttl_s", "max_entry_bytes", "connections"])
-def test_options_that_cannot_be_are_refused(option: str) -> None:
+def test_impossible_options_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} of a Redis tier: must be a positive number.*, not -1"):
         RedisOptions(**{option: cast(Any, -1)})
 

@@ -158,7 +158,7 @@ def test_user_and_password_may_both_be_in_files(vault: Vault, tmp_path: Path) ->
         assert tier.contains(new_key()) is None
 
 
-def test_a_store_that_is_refused_goes_on_as_soon_as_the_source_knows_better(vault: Vault) -> None:
+def test_a_store_that_is_refused_recovers_as_soon_as_the_source_has_new_credentials(vault: Vault) -> None:
     with opened(vault.url(f"password_command={vault.program}")) as tier:
         right = vault.file.read_text()
         vault.file.write_text(f"{CANARY}-wrong")
@@ -252,7 +252,7 @@ def test_no_shell_reads_the_command_and_one_run_serves_all_who_wait(tmp_path: Pa
     assert not (tmp_path / "shell").exists()
 
 
-def test_what_was_refused_is_not_asked_for_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_credentials_are_not_asked_for_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_credentials, "_AGAIN_S", 3600.0)
     provider = CommandCredentials(program(tmp_path, f"echo run >> {tmp_path}/runs; echo x"), None)
     for _ in range(50):
@@ -293,7 +293,7 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
         ("sentinel_password=a&sentinel_password_file=/x", "must be given once"),
     ],
 )
-def test_what_cannot_be_meant_ends_the_start(parameters: str, expected: str) -> None:
+def test_invalid_parameters_end_the_start(parameters: str, expected: str) -> None:
     with pytest.raises(ValueError, match=expected) as caught:
         open_redis(f"redis://127.0.0.1:1?{parameters}")
     assert not isinstance(caught.value, TierUnreachable)
@@ -335,7 +335,7 @@ def test_a_command_gets_the_variables_of_clouds_and_a_store_without_one_does_not
     assert "AWS_" not in environment_of(["redis://host?password_file=/x"])
 
 
-def test_doctor_says_where_credentials_come_from_and_not_what_they_are(
+def test_doctor_shows_where_credentials_come_from_and_not_what_they_are(
     vault: Vault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "lmcache.yaml"

@@ -230,7 +230,7 @@ def test_a_wrong_guess_of_the_length_does_not_fetch_the_object(url: str, relay: 
     assert relay.answered_bytes - before < 24 * MIB  # what sockets hold
 
 
-def test_what_is_there_is_not_sent_again(url: str, relay: Relay) -> None:
+def test_an_entry_that_is_there_already_is_not_sent_again(url: str, relay: Relay) -> None:
     tier = open_s3(through(relay, url))
     tier.put(key("a"), value("a", MIB))
     sent = len(relay.requests)
@@ -373,7 +373,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
     assert fetch(lasting, key("a")) == b"neighbour's"
 
 
-def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
+def test_an_entry_that_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the server's own stamps, as an engine sees it: one that runs on, and one that starts."""
@@ -545,7 +545,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         (404, "", "does not answer like S3"),
     ],
 )
-def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str, expected: str) -> None:
+def test_answers_that_only_aws_gives_are_refused_with_the_reason(status: int, code: str, expected: str) -> None:
     with answering((status, code)) as remote, refused(expected):
         open_s3(remote)
 
@@ -563,7 +563,7 @@ def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str
         (409, "OperationAborted", TierError, TierError),
     ],
 )
-def test_an_answer_says_whether_it_is_about_the_entry_the_store_or_its_writes(
+def test_an_answer_shows_whether_it_concerns_the_entry_the_store_or_its_writes(
     status: int, code: str, reading: type[TierError], writing: type[TierError]
 ) -> None:
     with answering((404, "NoSuchKey"), (status, code)) as remote, pytest.raises(TierError) as caught:
@@ -575,7 +575,7 @@ def test_an_answer_says_whether_it_is_about_the_entry_the_store_or_its_writes(
 
 
 @pytest.mark.parametrize(("status", "certain"), [(412, True), (404, True), (501, False), (400, False)])
-def test_it_is_asked_for_a_write_that_no_store_makes(status: int, certain: bool) -> None:
+def test_writes_are_checked_with_a_request_that_no_store_carries_out(status: int, certain: bool) -> None:
     with answering((404, "NoSuchKey"), (status, "")) as remote:
         assert open_s3(remote).check_writes() is certain
     with answering((404, "NoSuchKey"), (403, "AccessDenied")) as remote, pytest.raises(WritesRefused):
@@ -583,7 +583,7 @@ def test_it_is_asked_for_a_write_that_no_store_makes(status: int, certain: bool)
 
 
 @pytest.mark.parametrize("status", [400, 501])
-def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
+def test_a_store_that_refuses_conditions_is_written_without_them_from_then_on(
     server: Seaweed, url: str, status: int
 ) -> None:
     with s3_front(int(server.endpoint.rpartition(":")[2])) as front:
@@ -601,7 +601,7 @@ def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
         assert [request.method for request in front.seen] == ["HEAD", "PUT", "HEAD"]
 
 
-def test_a_store_that_is_not_well_is_distinguished_from_a_wrong_address() -> None:
+def test_an_ailing_store_is_distinguished_from_a_wrong_address() -> None:
     for status in (500, 503, 429):
         with answering((status, "SlowDown")) as remote, pytest.raises(TierNotReady):
             open_s3(remote)
@@ -664,7 +664,7 @@ def test_credentials_of_a_profile_and_of_lmcaches_configuration_are_found(
     assert fetch(open_s3(url, keys), key("a")) == value("a", 10)
 
 
-def test_credentials_that_end_are_renewed(
+def test_credentials_that_expire_are_renewed(
     server: Seaweed, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a role's are; here a program of the user's (`credential_process`) stands for the role."""
@@ -857,7 +857,7 @@ assert {"boto3", "obstore"} <= set(sys.modules) and "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("missing", ["boto3", "obstore.auth.boto3"])
-def test_what_is_not_installed_is_named(url: str, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_a_missing_package_is_named(url: str, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=r"pip install 'lmcache-ec\[s3\]'"):
         open_s3(url)

@@ -34,7 +34,7 @@ def url(s3: Seaweed, front: S3Front) -> str:
 
 
 @pytest.mark.parametrize("ahead_s", [-600.0, 600.0])
-def test_what_was_written_just_now_is_there_and_what_has_aged_is_not_whatever_the_stores_clock_says(
+def test_new_entries_are_there_and_aged_ones_are_not_whatever_the_stores_clock_shows(
     front: S3Front, url: str, ahead_s: float
 ) -> None:
     front.ahead_s = ahead_s
@@ -71,7 +71,7 @@ def test_a_clock_that_goes_wrong_later_is_seen_at_the_next_listing(
     "S3",
     "hits; nothing is uploaded again; the clock is reported",
 )
-def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
+def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_report_the_lag(
     front: S3Front, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     front.ahead_s = -600.0

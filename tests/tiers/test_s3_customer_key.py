@@ -48,7 +48,7 @@ def opened(url: str, query: str = "") -> S3Tier:
     return open_s3(url + query, timeout_s=20.0)
 
 
-def test_the_key_goes_with_each_read_look_and_write_and_who_has_none_reads_nothing(
+def test_the_key_goes_with_each_read_look_and_write_and_without_it_nothing_is_read(
     s3: Seaweed, front: S3Front, url: str, key_file: Path
 ) -> None:
     tier = opened(url, f"&sse_c_key_file={key_file}")
@@ -82,7 +82,7 @@ def test_the_key_is_taken_from_the_environment_or_in_base64_from_the_file(
 
 
 @pytest.mark.fault("objects were written with another SSE-C key", "S3", "a miss, or an error at startup")
-def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_written_with_it(
+def test_another_key_is_an_error_of_the_entry_and_of_the_start_if_all_is_written_with_it(
     url: str, key_file: Path
 ) -> None:
     """An entry that cannot be read neither pauses the store nor makes it read only."""
@@ -116,7 +116,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
         ("sse_c_key=abc", None, "with credentials"),
     ],
 )
-def test_a_key_that_cannot_be_meant_is_refused_before_any_request_and_not_printed(
+def test_an_invalid_key_is_refused_before_any_request_and_not_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, expected: str
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -80,7 +80,7 @@ def part(data: object) -> Any:
     return SimpleNamespace(data=data)
 
 
-def test_it_answers_whatever_it_is_asked(media: EncodableMedia) -> None:
+def test_any_item_gets_an_answer_and_broken_or_empty_media_count_as_none(media: EncodableMedia) -> None:
     """What lies in the shared memory of vLLM's processor cache is media; what holds nothing, or is broken, is none."""
 
     def item(data: object, modality: object = "image") -> Any:
