@@ -254,10 +254,10 @@ class Engine:
             stats = of_a_client.scheduler_stats
             if stats is not None and stats.ec_connector_stats is not None:
                 self.handed.append(stats.ec_connector_stats)
-            for output in of_a_client.outputs:
-                if output.finish_reason is not None:
-                    assert output.request_id not in self.endings, f"{output.request_id} ended twice"
-                    self.endings[output.request_id] = output.finish_reason
+            for answer in of_a_client.outputs:
+                if answer.finish_reason is not None:
+                    assert answer.request_id not in self.endings, f"{answer.request_id} ended twice"
+                    self.endings[answer.request_id] = answer.finish_reason
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
         """Passes, with a text-only request in each of them that would be empty, until `condition` holds."""

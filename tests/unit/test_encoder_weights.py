@@ -86,7 +86,7 @@ def test_the_digest_depends_on_values_and_not_on_how_they_lie_in_memory(digest: 
 
 def test_names_dtypes_and_shapes_count() -> None:
     zeros = torch.zeros(4, 3)
-    digests = [
+    distinct = [
         tensor_digest(tensors)
         for tensors in (
             [("a", zeros)],
@@ -98,7 +98,7 @@ def test_names_dtypes_and_shapes_count() -> None:
             [],
         )
     ]
-    assert len(set(digests)) == len(digests)
+    assert len(set(distinct)) == len(distinct)
 
 
 def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() -> None:
