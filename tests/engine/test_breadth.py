@@ -54,7 +54,7 @@ def test_an_item_is_encoded_once_and_loaded_by_a_new_process(
 
 @pytest.mark.slow
 def test_embeddings_sent_by_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
-    """vLLM takes them for the outputs of an encoder that does not run."""
+    """vLLM treats them as the outputs of an encoder that does not run."""
     chats = [Call("tests.engine.drive:chat_with_embeddings", {"seed": seed}) for seed in (1, 2, 1)]
     with EngineProcess(
         "llava", Layout.ONE_PROCESS, folder=tmp_path / "plain", dtype="float32", enable_prompt_embeds=True
@@ -77,7 +77,7 @@ def test_embeddings_sent_by_the_client_pass_through_and_are_never_saved(tmp_path
 
 @pytest.mark.slow
 def test_the_cache_works_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
-    """Drafts by n-grams: the one proposer that runs on a CPU. What is drafted needs items a pass earlier."""
+    """Drafts are made from n-grams, the only method that runs on a CPU. Drafting needs items one pass earlier."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     asked = (Prompt(images=(1,), text="la la la la la la"), Prompt(videos=(2,)), Prompt(images=(1, 3)))
     with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference, speculative_config=speculative) as rig:

@@ -193,7 +193,7 @@ def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
 def test_a_picture_that_is_replaced_behind_a_vouched_url_is_served_as_it_was(
     joined: Deployment, pictures: Pictures
 ) -> None:
-    """As both files say: a picture that is replaced behind its URL keeps being served as it was."""
+    """As both files state: a picture that is replaced behind its URL is still served as it was."""
     url = image_part(pictures.put("vouched.png", png(80)))
     joined.asked(url, encodes=1)
     before = joined.plain.ask(url)

@@ -23,7 +23,8 @@ def crawled(round_: int) -> list[Prompt]:
 def test_pictures_in_steady_use_survive_a_crawl_if_eviction_is_by_cost(
     policy: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """Between two uses of two pictures, five that nobody asks for again; there is room for five or six."""
+    """Two pictures in use, and between two uses of them five that are never asked for again: there is room
+    for five or six."""
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"ec:\n  max_local_cpu_size: {ARENA_FOR_SIX}\n  cache_policy: {policy}\n")
     with Rig(

@@ -195,7 +195,7 @@ def test_rendered_features_never_stand_in_for_another_pictures_pixels(right: Rig
 
 @pytest.mark.slow
 def test_prompts_of_tokens_and_prompts_that_were_rendered_before(tmp_path: Path, reference: Reference) -> None:
-    """In Python, where a prompt that this process has rendered keeps what is known of its media."""
+    """In Python, where a prompt that this process has rendered keeps what is known about its media."""
     picture, other = Prompt(images=(1,)), Prompt(images=(2,))
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference) as rig:
         [victim] = rig.play(Request(picture, tokens=True)).encodes

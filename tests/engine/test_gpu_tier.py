@@ -29,8 +29,8 @@ def crawled(round_: int) -> list[Prompt]:
 def test_the_cache_on_the_device_keeps_pictures_in_steady_use(
     manager: str, layout: Layout, tmp_path: Path, reference: Reference
 ) -> None:
-    """Between two uses of two pictures, eight that nobody asks for again: neither the device nor the arena has room for
-    all ten. The outputs are those of an engine without a cache, which `ask` looks at."""
+    """Two pictures in use, and between two uses of them eight that are never asked for again: neither the device nor
+    the arena has room for all ten. `ask` checks that the outputs are those of an engine without a cache."""
     chosen: dict[str, Any] = {}
     if manager != "vllm":
         chosen["ec_manager_config"] = {"encoder_cache_manager_cls": MANAGER, "manager_config": {"policy": manager}}

@@ -180,7 +180,7 @@ def test_several_front_ends_and_engines_count_everything_once(layout: dict[str, 
 
 @pytest.mark.slow
 def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_path: Path) -> None:
-    """In a real Prometheus, of an engine with a disk and a Redis, over two of its lives."""
+    """In a real Prometheus, for an engine with a disk and a Redis that is started twice."""
     with (
         redis_server(tmp_path / "redis") as redis,
         served(tmp_path / "server", tmp_path / "disk", remote_url=redis.url) as server,

@@ -115,7 +115,7 @@ def test_a_name_used_for_pictures_of_two_sizes_keeps_the_entry_that_was_stored_f
 ) -> None:
     """What was stored first has the name: the other is encoded each time, and nothing is deleted or written for it.
 
-    Without vLLM's processor cache, which would take the one for the other by their name.
+    Without vLLM's processor cache, which would confuse the two because of their name.
     """
     small = Request(Prompt(images=(1,), size=(112, 112)), uuids=("one name",))
     large = Request(Prompt(images=(2,), size=(224, 112)), uuids=("one name",))

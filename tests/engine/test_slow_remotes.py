@@ -145,7 +145,7 @@ def test_a_waiting_request_is_released_at_the_deadline(store: Store, tmp_path: P
 def test_a_request_to_a_new_replica_of_a_slow_store_is_released_at_the_deadline(
     store: Store, tmp_path: Path, reference: Reference
 ) -> None:
-    """From the first request on, whatever the store process has been able to find out until then."""
+    """From the first request on, whatever the store process has learned by then."""
     store.between.delay_s = 2.0
     with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
         for number, prompt in enumerate((*STORED, new(), new())):

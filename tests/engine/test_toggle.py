@@ -35,7 +35,7 @@ def lmcache_file(folder: Path, text: str) -> dict[str, str]:
 
 
 def test_a_file_for_kv_alone_gives_safe_defaults_and_no_second_pool(tmp_path: Path, reference: Reference) -> None:
-    """Places are inherited, budgets are not: LMCache's 20 GiB for KV are not taken once more."""
+    """Locations are inherited, budgets are not: LMCache's 20 GiB for KV are not allocated a second time."""
     environment = lmcache_file(tmp_path, KV_ONLY)
     no_keys: dict[str, Any] = {"ec_connector_extra_config": {}}
     disk = tmp_path / "kv" / "encoder-cache"
@@ -69,7 +69,7 @@ def test_every_source_of_the_configuration_can_switch_it_off(where: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", [EXAMPLE_KV, LMCACHE_KV], ids=lambda kv: kv["kv_connector"])
 def test_the_cache_works_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
-    """Both read one file and serve one engine; neither keeps the other from a warm restart."""
+    """Both read one file and serve one engine; neither prevents a warm restart of the other."""
     stored = {"shared_storage_path": str(tmp_path / "kv")} if kv is EXAMPLE_KV else {}
     environment = lmcache_file(tmp_path, "chunk_size: 16\nlocal_cpu: true\nmax_local_cpu_size: 0.1\nec: {{}}\n")
     transfer = {**kv, "kv_connector_extra_config": stored}

@@ -102,7 +102,7 @@ def build(tmp_path: Path, reference: Reference, twin: EngineProcess) -> Iterator
 def test_new_weights_encode_again_and_leave_nothing_on_disk_whenever_vllms_caches_are_reset(
     layout: Layout, build: Build
 ) -> None:
-    """First calls that change nothing of the encoder: P1 stays where it is."""
+    """First calls that do not change the encoder: the entry of P1 stays where it is."""
     engine = build(layout)
     assert engine.ask(P1) == 1
     stored = engine.rig.files()
@@ -133,7 +133,7 @@ def test_new_weights_encode_again_and_leave_nothing_on_disk_whenever_vllms_cache
 def test_reloading_the_same_weights_keeps_the_entries_and_another_checkpoint_does_not(
     build: Build, tmp_path: Path
 ) -> None:
-    """By vLLM's own method. On CPU it packs the tower's linear layers out of sight: only these differ here."""
+    """By vLLM's own method. On a CPU it packs the tower's linear layers out of reach: only these differ here."""
     engine = build()
     assert engine.ask(P1) == 1
     own, other = str(model_path(MODEL)), tmp_path / "other" / MODEL
@@ -147,7 +147,7 @@ def test_reloading_the_same_weights_keeps_the_entries_and_another_checkpoint_doe
 
 
 def test_updated_weights_that_may_persist_have_a_namespace_made_from_their_digest(build: Build) -> None:
-    """Back at the weights of the checkpoint the engine finds what it had stored for them."""
+    """Once the weights of the checkpoint are back, the engine finds what it had stored for them."""
     engine = build(persist_updated_weights=True)
     assert engine.ask(P1) == 1
     start = engine.rig.status()["namespace"]

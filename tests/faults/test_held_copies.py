@@ -29,7 +29,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     engine="alive",
 )
 def test_a_place_is_not_reused_while_its_copy_is_held_even_if_the_request_is_aborted(served: Served) -> None:
-    """The store process is stopped as well: it sees a place only after everybody has copied who believes to own it."""
+    """The store process is stopped as well: it sees a place only after everybody who believes to own it has copied."""
     before = served.settle()
     with stopped(served.store_pid()):
         with served.copies_held():
@@ -52,7 +52,7 @@ def test_a_place_is_not_reused_while_its_copy_is_held_even_if_the_request_is_abo
     engine="alive",
 )
 def test_an_arena_full_of_unsealed_entries_costs_no_more_than_saves(served: Served) -> None:
-    """Full of places that are not sealed yet: requests are served right, saves are dropped, counted and made up for."""
+    """No place is sealed yet: requests are served correctly, and saves are dropped, counted and done later."""
     pictures = range(30, 30 + 3 * ROOM)
     before = served.settle()
     with stopped(served.store_pid()):
@@ -74,7 +74,7 @@ def test_an_arena_full_of_unsealed_entries_costs_no_more_than_saves(served: Serv
     engine="alive",
 )
 def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(truth: Truth, tmp_path: Path) -> None:
-    """Entries beyond the budget of unwritten ones are evicted; nobody may still be about to write from their places."""
+    """Entries beyond the budget for unwritten ones are evicted: no write may still be pending from their places."""
     obstacle = tmp_path / "disk" / NAMESPACE / ".tmp" / "stuck"
     pictures = range(1, 1 + 6 * ROOM)
     with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:
@@ -99,7 +99,7 @@ def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_byte
     engine="alive",
 )
 def test_pending_saves_of_tensors_that_vllm_has_dropped_are_forgotten(truth: Truth, tmp_path: Path) -> None:
-    """vLLM's cache was emptied: there is nothing left to copy, and no pass may try again or evict for it."""
+    """vLLM's cache was emptied: there is nothing left to copy, and no pass may retry or evict for it."""
     with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:
         with stopped(served.store_pid()):
             served.ask(*range(1, 1 + 3 * ROOM), together=True)

@@ -155,7 +155,7 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
     engine="alive",
 )
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:
-    """Both ranks encode then, or the encoder's collectives would hang."""
+    """Then both ranks encode: otherwise the encoder's collectives would hang."""
     disk = tmp_path / "disk"
     truth.store(disk, [1, 2])
     with Served(truth, tmp_path, Layout.TP2) as served:

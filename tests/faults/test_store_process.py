@@ -131,7 +131,7 @@ def test_a_disk_that_fills_up_or_disappears_costs_only_the_writes(served: Served
 def test_a_store_process_killed_or_left_stopped_is_replaced_and_pending_entries_are_written(
     truth: Truth, tmp_path: Path
 ) -> None:
-    """Nothing is encoded twice for it: what was not sealed is copied again, from vLLM's own cache."""
+    """Nothing is encoded twice because of it: what was not sealed is copied again, from vLLM's own cache."""
     with Served(truth, tmp_path, store_timeout_s=2) as served:
         with stuck(served.disk / NAMESPACE / ".tmp" / "stuck"):
             assert served.ask(1) == {1}

@@ -296,7 +296,7 @@ def test_an_ailing_bucket_does_not_stop_the_start_and_is_used_once_it_is_well(
     "still loading its data set at startup", "Valkey", "the engine starts without it", recovery="it is used"
 )
 def test_a_server_that_is_loading_its_data_does_not_stop_the_start(tmp_path: Path) -> None:
-    """Long enough to be met: a third of a second for each key."""
+    """Loading takes long enough to be noticed: a third of a second for each key."""
     with redis_server(tmp_path / "redis", "--enable-debug-command", "local") as server:
         fill(server.url, lambda: stored_in(server))
         server.client().save()

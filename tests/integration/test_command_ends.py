@@ -32,7 +32,7 @@ COMMAND = [
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
 def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) -> None:
-    """While modules are loaded, too. A shell shows 130 for either way to end."""
+    """Also while modules are loaded. A shell shows status 130 either way."""
     with subprocess.Popen([*COMMAND, "top", "--interval", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as top:
         assert top.stderr is not None
         assert top.stderr.readline() == b"begun\n"
@@ -78,7 +78,7 @@ def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(
 
 
 def test_a_command_imports_only_what_it_needs() -> None:
-    """A monitor asks for the status again and again. What all commands need together takes longer than that."""
+    """A monitor asks for the status again and again: importing what all commands need would take longer than that."""
     code = """
 import sys
 from lmcache_ec.cli.commands import app

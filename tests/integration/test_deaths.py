@@ -112,7 +112,7 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
     recovery="nothing is left",
 )
 def test_killed_before_the_store_process_has_read_anything(engine: Engine, tmp_path: Path) -> None:
-    """Its links hold all that was handed over, beside answers that nobody took."""
+    """Its links hold all that was handed over, and answers that nobody has read."""
     engine.copied(IMAGES[:5])
     wait_until("it has answered", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES[:5]))
     with stopped(engine.store):
@@ -131,7 +131,7 @@ def test_killed_before_the_store_process_has_read_anything(engine: Engine, tmp_p
     recovery="the store process has ended",
 )
 def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_for(tmp_path: Path) -> None:
-    """Played over the bare links: a `Rank` lets go as soon as it notices."""
+    """Played over the bare links: a `Rank` would close them as soon as it notices."""
     name = str(uuid.uuid4())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as address:
         address.bind(rank_address(name, 0))

@@ -191,7 +191,7 @@ def test_a_worker_that_ends_unregisters_before_it_unmaps(cuda: Cuda, card: Card)
 def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everything_back(
     cuda: Cuda, card: Card, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The addresses are given out again, to whoever maps memory next."""
+    """The addresses can be reused by whoever maps memory next."""
     passed_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
     monkeypatch.setattr(lmcache_ec.rank, "time", clock)
@@ -223,7 +223,7 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
 
 
 def test_one_engine_after_another_in_one_process_can_register(cuda: Cuda, card: Card) -> None:
-    """Addresses are given out again: what was still registered there would be refused."""
+    """Addresses are reused: if one were still registered, the next registration would be refused."""
     for _ in range(4):
         with Rig.local(card, 512 * MIB) as rig:
             store(rig, card, "image")

@@ -132,7 +132,7 @@ def test_a_damaged_file_is_a_miss_and_the_next_save_replaces_it(
 def test_an_entry_too_large_for_this_arena_is_left_for_engines_with_larger_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour with a larger arena and longer prompts has stored it, and it is what its name stands for."""
+    """A neighbour with a larger arena and longer prompts has stored it, and it is valid under its name."""
     rows = MIB // 128
     with Bench(tmp_path) as bench:
         bench.encode(["long"], rows)
@@ -282,7 +282,7 @@ def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
 
 
 def test_fetches_beyond_the_budget_of_fills_wait_for_their_turn_and_none_is_a_miss(tmp_path: Path) -> None:
-    """Forty entries of 1 MiB through an arena of 8, of which fills may hold 2."""
+    """Forty entries of 1 MiB go through an arena of 8 MiB, of which fills may hold 2."""
     rows = MIB // 128
     many = names("large", 40)
     with Bench(tmp_path, arena_bytes=64 * MIB) as bench:

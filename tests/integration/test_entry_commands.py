@@ -535,7 +535,7 @@ def in_a_process(*arguments: str) -> subprocess.Popen[str]:
 def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruptions(
     stores: Stores, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Progress within a second of the first work, Ctrl-C at once, and the same command goes on."""
+    """Progress is shown within a second of the first work, Ctrl-C ends it at once, and the same command continues."""
     number = 100_000
     client = stores.server.client(password=CANARY)
     for first in range(0, number, 1000):
@@ -581,7 +581,7 @@ def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruption
 
 
 def test_a_namespace_that_no_tier_has_is_named_and_is_an_error(tmp_path: Path) -> None:
-    """A misspelled one must not look like one in which all is well."""
+    """A misspelled namespace must not look like one without problems."""
     extra = json.dumps({"local_disk": str(tmp_path / "entries"), "min_free_disk_size": 0})
     (tmp_path / "entries").mkdir()
     for command in (["ls"], ["verify"], ["verify", "--sample", "5%"]):

@@ -66,7 +66,7 @@ def test_a_running_engine_finds_no_older_entries_and_keeps_what_it_encodes_from_
 
 
 def test_saves_under_way_are_finished_under_the_old_name_and_are_not_served(tmp_path: Path) -> None:
-    """A step that was made up before, and whose rank copies after the engine has moved on."""
+    """The step was planned before the epoch began, and its rank copies after that."""
     with Bench(tmp_path) as bench:
         step = bench.save(IMAGES)
         follows(bench, begin(tmp_path))

@@ -102,7 +102,7 @@ def known_to(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_encoded_entries_are_warm_here_and_evicted_ones_are_not(scheme: str, tmp_path: Path, endpoint: str) -> None:
-    """Also for who comes late, and for an entry that comes from the disk in place of an encode."""
+    """Also for late subscribers, and for an entry that comes from the disk instead of an encode."""
     endpoint = endpoint if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     with (
         Bench(tmp_path / "disk", events_endpoint=endpoint, arena_bytes=12 * 4096) as bench,

@@ -142,7 +142,7 @@ def test_items_without_media_and_announced_items_are_waited_for_however_long_tha
 def test_a_request_waits_as_long_as_an_encode_takes_and_no_longer(
     serve: Serve, between: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a tier that was quick, and hangs now: it has still twenty seconds to answer."""
+    """For a tier that was quick and now hangs: it still has twenty seconds to answer."""
     served = serve(0.0, 5.0)
     learn_encodes(served)
     assert ask(served, *STORED[:5]) == ["load"] * 5

@@ -53,7 +53,7 @@ def test_a_neighbours_new_entry_is_found_before_the_next_listing_and_a_miss_asks
 
 
 def test_an_entry_that_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
-    """Before, during and after the listing, as it comes: each is listed, or news."""
+    """Before, during and after the listing, by chance: each entry is either listed or announced as news."""
     with Bench(tmp_path) as one:
         for number in range(5):
             with Bench(tmp_path) as two:

@@ -95,7 +95,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def test_each_item_that_a_request_needs_is_a_line_that_plan_replays(served: Served, tmp_path: Path) -> None:
-    """Also of what vLLM's own cache holds; what the request needs in many passes is one."""
+    """Also for items that vLLM's own cache holds; an item that is needed in many passes is one line."""
     file = tmp_path / "trace.csv"
     serve(served, "before", Z)
     with recorder(file, served) as process:

@@ -361,7 +361,7 @@ def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
 def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And whoever reads the log learns that it went, and that it is back."""
+    """The log shows that it went away, and that it is back."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         bench.encode(IMAGES[:1])
         bench.settle()

@@ -118,7 +118,7 @@ def test_a_store_that_was_emptied_is_refilled_with_what_memory_holds(store: Stor
 
 @pytest.mark.parametrize("store", ["disk", "redis", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_entries_that_one_engine_finds_lost_are_written_again_by_every_other_engine_too(store: Store) -> None:
-    """Whoever looks first gives the store its new name; the others see that it is another one."""
+    """The first engine that looks gives the store its new name; the others see that it has changed."""
     with store.bench() as one, store.bench() as other:
         filled(one, store, *IMAGES[:3])
         filled(other, store, *IMAGES[3:])
@@ -163,7 +163,7 @@ def test_entries_that_we_removed_stay_removed(
 
 @pytest.mark.parametrize("store", ["redis", "s3"], indirect=True)
 def test_expired_entries_are_not_written_again(store: Store) -> None:
-    """S3's age is what each reader makes of it."""
+    """In S3, each reader judges the age for itself."""
     reader = open_s3(store.remotes[0], ttl_s=1.0) if store.name == "s3" else store.tier
     with store.bench(ttl_s=1.0) as bench:
         bench.encode(IMAGES)
@@ -190,7 +190,7 @@ def test_a_consumer_writes_nothing_again(store: Store) -> None:
 
 
 def test_entries_evicted_from_the_folder_are_not_written_again(tmp_path: Path) -> None:
-    """Entries of a mebibyte through a folder of four."""
+    """Entries of 1 MiB go through a folder of 4 MiB."""
     many = names("large", 12)
     with Bench(tmp_path, max_local_disk_size=4 / 1024) as bench:
         for identifier in many:
@@ -203,7 +203,7 @@ def test_entries_evicted_from_the_folder_are_not_written_again(tmp_path: Path) -
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
 def test_entries_evicted_by_redis_are_not_written_again(tmp_path: Path, policy: str) -> None:
-    """Though one that evicts at random evicts the name by which it is known, too. A flush is seen all the same."""
+    """Even though a Redis that evicts at random may evict its own name as well. A flush is still noticed."""
     settings = ("--maxmemory", "6mb", "--maxmemory-policy", policy)
     with redis_server(tmp_path / "server", *settings) as server, Bench(None, remotes=[server.url]) as bench:
         looked(bench, "redis", times=1)
@@ -224,7 +224,7 @@ def test_entries_evicted_by_redis_are_not_written_again(tmp_path: Path, policy: 
 
 
 def test_a_remote_that_was_unreachable_gets_what_it_missed(tmp_path: Path) -> None:
-    """What was encoded and what was promoted meanwhile, and what it had before and lost with its process."""
+    """What was encoded or promoted meanwhile, and what it had before and lost with its process."""
     with (
         redis_server(tmp_path / "near") as near,
         redis_server(tmp_path / "far") as far,

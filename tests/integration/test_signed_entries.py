@@ -83,7 +83,7 @@ def test_a_consumer_neither_believes_a_forgery_nor_deletes_it(
 
 
 def test_a_producer_announces_only_what_it_has_verified(folder: Path, key_file: Path) -> None:
-    """It sees of an entry that it is there and how long it is: a forger could have all consumers wait in vain."""
+    """It sees only that an entry is there and how long it is: a forger could make all consumers wait in vain."""
     namespace = read_key(key_file).namespace(NAMESPACE)
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])

@@ -229,7 +229,7 @@ def test_an_engine_that_is_starting_is_listed_as_starting(tmp_path: Path) -> Non
 
 
 def test_engines_of_another_user_are_not_listed() -> None:
-    """Neither one that answers nor one that does not; nor that user's to root."""
+    """Neither one that answers nor one that does not; and root is not shown that user's engines either."""
     become = "import os; os.geteuid() or os.setresuid(*[65534] * 3)\n"
     ask = "import json; from lmcache_ec.cli.status import all_engines; all_engines()\n" + become
     ask += "print(json.dumps(all_engines()))"
@@ -253,7 +253,7 @@ def test_engines_of_another_user_are_not_listed() -> None:
 
 
 def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
-    """And one that answers what is no object is left out."""
+    """One whose answer is not a JSON object is left out."""
     reports = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
     with ThreadPoolExecutor(2) as threads:
         sockets = [socket.socket(socket.AF_UNIX) for _ in reports]

@@ -78,7 +78,8 @@ def noticed(bench: Bench, losses: int) -> bool:
     recovery="all is written",
 )
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
-    """The arena is small and wanted again: no place is reused before the store's answer, every file holds its own."""
+    """The arena is small and keeps being reused: no place before the store's answer, and every file holds its own
+    bytes."""
     saves = names("held", 50)
     with Bench(tmp_path, arena_bytes=60 * 8192, store_timeout_s=60) as bench:
         bench.encode(names("before", 20))
@@ -208,7 +209,7 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_the_pending_work(tmp
 def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It hangs in its start, before or after it has detached itself, with saves handed over to it."""
+    """It hangs while it starts, before or after it has detached itself, with saves already handed over to it."""
     hanging_call = f"lambda *given: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang(*given)"
     code = f"import os\nhang = os.{call}\nos.{call} = {hanging_call}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -250,7 +251,7 @@ def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_plac
 def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers nothing while it opens them: killed for that, none of its successors would ever be done either."""
+    """It answers nothing while it opens them. If it were killed for that, no successor would ever be ready either."""
     code = "import time\nfrom lmcache_ec.tiers import disk\nopen_now = disk.DiskTier.__init__\n"
     code += "disk.DiskTier.__init__ = lambda *args: time.sleep(3) or open_now(*args)\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -322,7 +323,7 @@ def test_killed_while_it_seals(tmp_path: Path) -> None:
 def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank reads its link in a thread of its own, so that a full one has to be feigned."""
+    """A rank reads its link in its own thread, so a full link has to be simulated."""
     send, refusals = Link.send, count()
 
     def full_at_first(link: Link, message: AnyMessage, fds: Sequence[int] = ()) -> bool:
@@ -527,7 +528,7 @@ def test_writes_that_were_put_off_are_done_when_the_engine_ends(tmp_path: Path) 
 
 @pytest.mark.fault("does not answer", "LocalDisk", "only a bounded number of look-ups wait for it")
 def test_requests_to_a_disk_that_never_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
+    """Its store process answers every ping. The number of waiting requests is bounded; any more do not wait at all."""
     code = f"""
 import runpy, time
 runpy.run_path({str(PLUGIN / "sitecustomize.py")!r})
@@ -606,7 +607,7 @@ def in_time(work: Callable[[], None]) -> None:
     recovery="all reports are in",
 )
 def test_a_store_process_that_reads_no_messages_costs_saves_and_misses_but_no_wait(tmp_path: Path) -> None:
-    """Both links to it are filled up. What was taken is done afterwards; what was not is known to be owed."""
+    """Both links to it are full. What was accepted is done afterwards; what was not is known to be pending."""
     many = names("image", 6000)
     asked: list[bool] = []
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
@@ -634,7 +635,7 @@ def test_a_store_process_that_reads_no_messages_costs_saves_and_misses_but_no_wa
 
 @pytest.mark.fault("reads no messages", "scheduler side", "ranks and store process carry on", recovery="all is sealed")
 def test_a_scheduler_side_that_reads_no_messages_delays_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
-    """More reports and answers than a link holds: they come late, all, and in order."""
+    """There are more reports and answers than a link holds: all of them arrive late, and in order."""
     many = names("image", 5000)
     with Bench(tmp_path) as bench:
         bench.encode(["hot"])
@@ -656,8 +657,8 @@ def test_a_scheduler_side_that_reads_no_messages_delays_neither_ranks_nor_the_st
 
 
 @pytest.mark.fault("a producer has no usable tier left", "tiers", "it finds out at once, and announces nothing")
-def test_a_producer_with_no_tier_left_learns_so_at_once(tmp_path: Path) -> None:
-    """The folder cannot be used, which is found out too late to end the start."""
+def test_a_producer_with_no_tier_left_learns_it_at_once(tmp_path: Path) -> None:
+    """The folder cannot be used, which is discovered too late to end the start."""
     (tmp_path / "in the way").write_text("")
     with Bench(tmp_path / "in the way", start_timeout_s=0.001) as bench:
         worker, _ = bench.workers[0], bench.serving()

@@ -23,7 +23,7 @@ def lost(bench: Bench, processes: int) -> bool:
 
 
 def test_a_kill_loses_no_count_that_was_not_sent_yet(tmp_path: Path) -> None:
-    """Each life of the store process writes, and is killed before the scheduler side has heard of it again."""
+    """Each life of the store process writes, and is killed before the scheduler side gets another message from it."""
     with Bench(tmp_path) as bench:
         for life in range(2):
             pid, identifiers = bench.serving(), names(f"life{life}", 4)
