@@ -67,7 +67,7 @@ def test_an_entry_that_came_before_the_first_pass_defers_none(serve: Serve) -> N
 
 
 def test_an_entry_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it: it is looked once more before the pass is given up."""
+    """Nobody waits for it: it is looked for once more before the pass is given up."""
     serve().store(X)
     served = serve()
     listen = served.cache.listen
@@ -139,7 +139,7 @@ def test_an_answer_of_the_presence_filter_is_counted_once_per_request(serve: Ser
 
 
 def test_items_that_the_kv_cache_may_have_are_left_to_the_pass(serve: Serve) -> None:
-    """A chat sends its pictures again with every turn, and the pass knows that their tokens are there."""
+    """A chat sends its pictures again with every turn, and the pass knows which of their tokens are cached."""
     serve().store(X)
     for reuses_kv in (True, False):
         served = serve(reuses_kv=reuses_kv)
@@ -207,7 +207,7 @@ def test_every_engine_of_this_process_is_notified_of_arrivals(monkeypatch: pytes
 
 
 def test_counts_are_never_read_in_the_middle_of_an_early_look_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks for metrics between two passes; what changes meanwhile would break the reading for good."""
+    """vLLM asks for metrics between two passes; a change in the middle of reading them would break that for good."""
     served, looking, go_on, read = serve(), threading.Event(), threading.Event(), threading.Event()
 
     def listen_slowly(now: float) -> bool:

@@ -474,7 +474,7 @@ def test_eviction_takes_the_least_recently_used_and_never_a_pinned_one() -> None
 
 
 def test_a_retry_evicts_nothing_whose_own_write_is_pending() -> None:
-    """While a tier hangs, what could not be written yet must not push out its like, pass after pass."""
+    """While a tier hangs, entries that could not be written yet must not evict one another, pass after pass."""
     book = opened(4 * MIB)
     for number, name in enumerate("abc"):  # a quarter of the arena may be dirty: the writes of b and c are owed
         place = book.reserve_save(name, spec(1), persist=True)
@@ -513,7 +513,7 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
 
 
 def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> None:
-    """One reservation evicts twice its size at most, so that those are no help to it."""
+    """A reservation evicts at most twice its size, so the larger ones do not help it."""
     book = Book(128 * MIB, 128 * MIB, 1, lambda place: place.length * (1e-9 if place.length > MIB else 1e-8))
     book.open(0, 128 * MIB)
     for number in range(64):
@@ -525,7 +525,7 @@ def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> Non
 
 
 def test_an_entry_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
-    """Its write-through included; a write that would have been owed is not."""
+    """Including its write-through; a write that would have been pending is not done."""
     book = opened(16 * MIB)
     written, owed = under_way(book, "a", "b")[0], under_way(book, "c")[0]
     assert written.dirty

@@ -538,7 +538,7 @@ def test_no_text_that_leaves_the_configuration_shows_a_credential(file: File, ke
 
 
 def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
-    """As a part of an address, whatever is in it; or as the whole of one, as it is."""
+    """As a part of an address, whatever it contains; or as a whole address, unchanged."""
     values = {"PASSWORD": "p@ss:/,${x}%", "ADDRESS": "redis://one:6379/2"}
     named = {"remotes": ["redis://u:${PASSWORD}@two:6379", "${ADDRESS}"]}
     expected = ("redis://u:p%40ss%3A%2F%2C%24%7Bx%7D%25@two:6379", "redis://one:6379/2")

@@ -103,7 +103,7 @@ def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
 def test_the_start_logs_each_setting_with_its_source_and_what_does_not_fit_the_host(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a KV part beside it whose remote store no tier of ours serves: a note, without its password."""
+    """With a KV part whose remote store none of our tiers serves: that is a note, without its password."""
     room = memory()
     assert room is not None
     size = (room.available_bytes >> 30) + 64
@@ -140,7 +140,7 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
 def test_a_version_of_any_length_fits_the_producer_field_of_an_entry(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed: none would be."""
+    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed."""
     monkeypatch.setattr("vllm.__version__", "0.32.1rc1.dev342+g1a2b3c4d5.d20261231.cu130.precompiled")
     _, scheduler = both(build)
     side = scheduler._scheduler
@@ -151,7 +151,7 @@ def test_a_version_of_any_length_fits_the_producer_field_of_an_entry(
 def test_where_nobody_watches_the_calls_to_workers_the_cache_is_off_and_logs_it(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
-    """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
+    """As with a VLLM_PLUGINS that does not name ours: weights could change unnoticed."""
     worker = build(ECConnectorRole.WORKER)
     serves_without(worker, build(ECConnectorRole.SCHEDULER, watched=False))
     assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
@@ -160,7 +160,7 @@ def test_where_nobody_watches_the_calls_to_workers_the_cache_is_off_and_logs_it(
 def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
 ) -> None:
-    """What it stores could not be distinguished from what others store, wherever it lies."""
+    """Its entries could not be distinguished from those of others, wherever they are stored."""
 
     def unknown(*_: object) -> str:
         raise namespace.NamespaceUnknown("the weights cannot be seen")
@@ -259,7 +259,7 @@ def test_a_scheduler_hook_that_fails_is_logged_once_and_the_engine_goes_on(
 def test_a_worker_hook_that_fails_is_logged_once_and_its_rank_leaves_the_cache(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
-    """The scheduler side has to know: what it sends to this rank from now on is never copied."""
+    """The scheduler side has to know, since nothing that it sends to this rank from now on is copied."""
     for name, (method, hook) in WORKER_HOOKS.items():
         worker, scheduler = both(build)
         side = scheduler._scheduler
@@ -334,7 +334,7 @@ def stored(side: Any, asking: Any) -> None:
 
 
 def test_running_requests_outlive_a_failure_of_the_cache(build: Build) -> None:
-    """Whatever they needed is in the KV cache: only what is still to come can be missed."""
+    """What they needed is in the KV cache: only items that are still to come can be missing."""
     _, scheduler = both(build)
     running = request("running", "x", data=None)
     side = scheduler._scheduler

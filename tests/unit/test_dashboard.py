@@ -133,7 +133,7 @@ def test_the_documentation_names_each_alert() -> None:
 
 
 def test_grafana_can_lay_the_dashboard_out() -> None:
-    """As its schema of dashboards wants it: identities differ, panels lie on 24 columns and do not overlap, each has
+    """As its schema of dashboards requires: identities differ, panels lie on 24 columns and do not overlap, each has
     its data source and its queries' names of its own."""
     assert Counter(panel["id"] for panel in DASHBOARD["panels"]).most_common(1)[0][1] == 1
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}

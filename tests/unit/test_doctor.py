@@ -310,7 +310,7 @@ def test_the_pool_of_the_kv_part_is_printed_as_lmcaches_own(
 
 
 def test_the_pool_of_the_kv_part_counts_against_the_memory_at_hand(tmp_path: Path) -> None:
-    """Either alone would fit."""
+    """Either of them alone would fit."""
     room = memory()
     assert room is not None
     share = round(room.available_bytes / GIB * 0.6, 1)
@@ -466,7 +466,7 @@ app(["doctor", *sys.argv[1:]])
 
 
 def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> None:
-    """Nothing is made or written to find that out."""
+    """Nothing is created or written to find out."""
     folder = tmp_path / "entries"
     (folder / "ns" / "aa").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))

@@ -71,7 +71,7 @@ def managers(size: int, lower_tiers: LowerTiers | None = None) -> list[EncoderCa
 
 
 def test_vllms_own_manager_evicts_in_the_order_of_last_release() -> None:
-    """A long request that had its item first and ended last keeps it longest. Ours goes by the last access."""
+    """A long request that got its item first and ended last keeps it longest. Ours goes by the last access."""
     freed = []
     for manager in managers(12)[:2]:
         long = request("long", "early")
@@ -93,7 +93,7 @@ def test_items_that_memory_holds_go_before_items_that_would_be_encoded_again() -
 
 
 def test_an_item_that_a_tier_has_lost_since_is_kept_from_then_on() -> None:
-    """It is weighed at the moment of eviction, by what is below at that moment."""
+    """Its cost is judged at the moment of eviction, by what the tiers hold at that moment."""
     tiers = Tiers(one=LOAD_S, two=LOAD_S)
     manager = TierAwareEncoderCacheManager(8, tiers)
     use(manager, request("a", "one"))
@@ -103,7 +103,7 @@ def test_an_item_that_a_tier_has_lost_since_is_kept_from_then_on() -> None:
 
 
 def test_a_crawl_does_not_flush_items_in_steady_use() -> None:
-    """All of it is in memory below: uses decide."""
+    """All of it is in LocalCPU: the number of uses decides."""
     tiers = Tiers(**{f"page {number}": LOAD_S for number in range(99)}, popular=LOAD_S)
     own, ours = EncoderCacheManager(16), TierAwareEncoderCacheManager(16, tiers)
     for number in range(6):
@@ -116,7 +116,7 @@ def test_a_crawl_does_not_flush_items_in_steady_use() -> None:
 
 
 def test_one_request_that_asks_in_many_passes_counts_as_one_use() -> None:
-    """Chunked prefill asks in each pass; an item may be in a prompt twice."""
+    """Chunked prefill asks in each pass, and an item may occur in a prompt twice."""
     tiers = Tiers(chunked=LOAD_S, popular=LOAD_S)
     manager = TierAwareEncoderCacheManager(8, tiers)
     use(manager, request("a", "popular"))
@@ -144,7 +144,7 @@ def test_an_item_that_needs_the_room_of_many_takes_it_and_no_more() -> None:
 
 
 def test_making_room_asks_about_a_bounded_number_of_entries_and_each_once() -> None:
-    """Whatever is left is taken as it was thought of."""
+    """The others are judged by what was last known of them."""
     tiers = Tiers()
     manager = TierAwareEncoderCacheManager(4000, tiers)
     for number in range(1000):

@@ -46,7 +46,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 3, 15, 16, 17, 33, 500])
 def test_every_byte_at_its_position_counts(digest: Any, dtype: torch.dtype, count: int) -> None:
-    """Of any dtype and number: a byte that is flipped, and two that change places, give another digest."""
+    """For any dtype and number: a flipped byte, or two bytes that change places, give another digest."""
     dice = random.Random(count)
     raw = torch.tensor([dice.randrange(2) for _ in range(count * dtype.itemsize)], dtype=torch.uint8)
     tensor = raw.view(dtype)
@@ -102,7 +102,7 @@ def test_names_dtypes_and_shapes_count() -> None:
 
 
 def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() -> None:
-    """However they are gathered: a whole that is cut in other places is the same whole."""
+    """However they are gathered: the digest is the same wherever the data is split."""
     whole = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     parts, together = Fold(whole.device), Fold(whole.device)
     for part in whole.split(20):
@@ -360,7 +360,7 @@ def test_weights_that_cannot_be_read_are_in_doubt_and_vllm_sees_no_error(watched
 
 
 def test_packed_weights_count_by_the_digest_that_was_taken_before(watched: Watched) -> None:
-    """vLLM's CPU build leaves an empty parameter behind. What was packed unseen counts as changed by every call."""
+    """vLLM's CPU build leaves an empty parameter behind. Weights packed unseen count as changed by every call."""
     layer = watched.model.vision
     layer.weight, layer.cpu_linear = torch.nn.Parameter(torch.empty(0)), torch.nn.functional.linear
     layer.lmcache_ec_packed_digest = "one"

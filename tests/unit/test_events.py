@@ -230,7 +230,7 @@ def test_changes_noted_while_nobody_takes_them_are_bounded_by_what_is_live() -> 
 
 @pytest.mark.parametrize("letter", ["a", "\N{GREEK SMALL LETTER ALPHA}"])
 def test_the_longest_identifiers_fit_the_link(letter: str) -> None:
-    """4096 bytes each, which is what an entry may have."""
+    """4096 bytes each, the most that an entry may have."""
     ours, theirs = pair()
     changes = Changes(dict[str, int]().items)
     for number in range(100):

@@ -126,7 +126,7 @@ def test_path_time_and_unrelated_files_do_not_count(checkpoint: Path, tmp_path: 
     ],
 )
 def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
-    """Wherever it is: in the first quarter of a fused matrix, as of an adapter that was merged into queries alone."""
+    """Wherever it is: in the first quarter of a fused matrix, for example, if an adapter was merged into queries."""
     write_safetensors(tmp_path / "model.safetensors", {"model.layers.0.weight": 8 * MIB, name: 9 * MIB})
     seen = {checkpoint_fingerprint(tmp_path)}
     weights = tmp_path / "model.safetensors"
@@ -137,7 +137,7 @@ def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
 
 
 def test_reads_stay_bounded_however_large_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 GiB in 10 000 tensors: the header, and not a hundredth of the rest."""
+    """Of 4 GiB in 10 000 tensors, the header is read and less than a hundredth of the rest."""
     write_safetensors(tmp_path / "model.safetensors", {f"layers.{i}": (4 << 30) // 10_000 for i in range(10_000)})
     (tmp_path / "unsafe.safetensors").write_bytes(b"\xff" * 8)
     os.truncate(tmp_path / "unsafe.safetensors", 1 << 30)  # claims a header of 16 EiB

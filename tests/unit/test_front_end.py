@@ -283,7 +283,7 @@ def asks() -> st.SearchStrategy[Ask]:
 @given(st.lists(asks(), max_size=12), st.booleans())
 def test_no_request_gets_an_output_that_its_own_name_never_stood_for(sequence: list[Ask], vouched: bool) -> None:
     """LocalCPU and the tiers as dictionaries. An output is (picture, arguments). Behind a front end without this
-    package even a digest is no more than a name, and stays in memory."""
+    package even a digest is only a name, and its entry stays in memory."""
     memory: dict[str, Any] = {}
     tiers: dict[str, Any] = {}
     given: dict[Any, set[Any]] = {}

@@ -54,7 +54,7 @@ def allowed(growing: Growing, length: int) -> bool:
 
 
 def test_growth_checks_again_and_follows_what_others_take_and_give_back(tmp_path: Path) -> None:
-    """And the one who asks never reads a file."""
+    """And the caller never reads a file."""
     now = [100.0]
     growing = Growing(group(tmp_path, GIB, 0), lambda: now[0])
     assert growing.allows(MIB) is False, "not known yet"
@@ -123,7 +123,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def test_an_arena_that_cannot_be_mapped_is_reported_in_one_sentence() -> None:
-    """In whichever process it is: the store process here."""
+    """Whichever process it happens in: here the store process."""
     code = """
 import os, resource
 from lmcache_ec import arena
@@ -175,7 +175,7 @@ def small_group() -> Iterator[Path]:
 
 
 def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_lives(small_group: Path) -> None:
-    """400 MiB of entries go by; without the limit's being asked for, the kernel kills it."""
+    """400 MiB of entries are stored; if it did not check the limit, the kernel would kill it."""
     capacity, log = serves(rows=65_536, images=50, within=small_group)
     assert capacity < 240 * MIB
     assert "of control group" in log

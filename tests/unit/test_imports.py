@@ -58,7 +58,7 @@ def reach(edges: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_nothing_uses_a_random_generator_that_others_seed() -> None:
-    """vLLM seeds `random`'s and numpy's own alike on all replicas: what is to differ among them would not."""
+    """vLLM seeds those of `random` and numpy alike on all replicas: what has to differ between replicas would not."""
     own = {"random.Random", "random.SystemRandom"}
     for name, file in modules().items():
         drawn = {each for each in imported(name, file) if each.partition(".")[0] == "random"} - own

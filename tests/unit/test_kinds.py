@@ -37,7 +37,7 @@ def test_each_scheme_belongs_to_one_kind_and_is_not_refused_by_another() -> None
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_remote_is_the_same_whether_an_engine_the_plugin_or_nobody_configures_it(url: str) -> None:
-    """No default stands twice."""
+    """No default is written down twice."""
     [of_engine] = EncoderCacheConfig(remotes=[url]).remote_tiers
     [of_plugin] = remote_tiers(PluginSettings(remotes=[url]), {})
     assert of_engine == of_plugin == configured(url, {})

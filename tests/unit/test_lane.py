@@ -327,7 +327,7 @@ def test_many_failures_at_once_count_as_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a tier that went meanwhile, nothing is lost of what was seen, and it is listed again."""
+    """Nobody waits for a tier that went away meanwhile, what was seen is kept, and it is listed again."""
     here = Setting(monkeypatch, Lookup.CATALOG)
     here.tier.torn = UNREACHABLE
     with pytest.raises(TierError):
@@ -355,8 +355,8 @@ def test_a_tier_that_cannot_be_listed_is_asked_about_everything(monkeypatch: pyt
 def test_replicas_that_were_started_together_do_not_list_together_again(
     monkeypatch: pytest.MonkeyPatch, listable: bool
 ) -> None:
-    """None later than it was to, nor a tenth sooner; and not in step, even where a program seeds Python's random
-    numbers alike on all of them, as vLLM does in its workers."""
+    """None is later than planned, nor a tenth sooner; and they are not in step, even if a program seeds Python's
+    random numbers alike on all of them, as vLLM does in its workers."""
     here, waits = Setting(monkeypatch, Lookup.CATALOG), list[float]()
     here.tier.torn = None if listable else TierError(None, "no right to list")
     for _ in range(100):
@@ -450,7 +450,7 @@ def test_an_entry_that_a_neighbour_wrote_first_counts_once_in_whatever_order_tha
 def test_news_is_not_read_before_a_listing_has_begun_and_a_listing_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A neighbour's entry that is written while the first shards have been listed already is then heard of."""
+    """So an entry that a neighbour writes after the first shards have been listed is read as news."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.tier.written = [ABSENT]
     here.lane.follow(NAMESPACE)
@@ -468,7 +468,7 @@ def test_news_is_not_read_before_a_listing_has_begun_and_a_listing_begins_with_i
 
 
 def test_a_listing_that_another_namespace_has_overtaken_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it shows is of the old one: until the new one is listed, everything is asked for."""
+    """It shows entries of the old one: until the new one is listed, everything is asked for."""
     here = Setting(monkeypatch, Lookup.CATALOG)
 
     def list_and_move(namespace: str) -> Iterator[Listed]:

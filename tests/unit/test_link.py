@@ -96,7 +96,7 @@ def test_a_message_and_the_end_of_a_link_are_found() -> None:
 
 
 def test_a_link_that_was_closed_on_this_side_is_found_closed() -> None:
-    """Whatever has its descriptor's number by then."""
+    """Whatever its descriptor's number refers to by then."""
     link, theirs = pair()
     link.close()
     _another = pair()

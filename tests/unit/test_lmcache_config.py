@@ -135,7 +135,7 @@ def test_settings_of_the_encoder_cache_mean_what_they_mean_to_lmcache(cases: lis
 def test_the_places_of_the_kv_part_are_inherited_as_lmcache_reads_them_and_its_budgets_are_not(
     cases: list[Case], judge: dict[str, Any]
 ) -> None:
-    """Here we differ on purpose: LMCache makes a second 20 GiB pool of the first."""
+    """Here we differ on purpose: LMCache would create a second pool of 20 GiB."""
     answers = {
         case.key: (case, each) for case, each in zip(cases, judge["answers"], strict=True) if case.places == ("kv",)
     }
@@ -164,7 +164,7 @@ def test_every_key_of_lmcache_is_known_here_and_none_of_ours_is_taken(judge: dic
 
 
 def test_a_file_that_spells_out_all_of_lmcache_needs_no_change(judge: dict[str, Any], tmp_path: Path) -> None:
-    """Whoever moves from LMCache's own encoder cache changes the connector's name, and reads what has no effect."""
+    """To move from LMCache's own encoder cache, change the connector's name; a note lists what has no effect."""
     every = judge["definitions"] | {"local_cpu": False}
     (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump({"ec": every}))
     resolved = resolve({}, {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")})

@@ -81,7 +81,7 @@ def part(data: object) -> Any:
 
 
 def test_any_item_gets_an_answer_and_broken_or_empty_media_count_as_none(media: EncodableMedia) -> None:
-    """What lies in the shared memory of vLLM's processor cache is media; what holds nothing, or is broken, is none."""
+    """An item in the shared memory of vLLM's processor cache is media; one that is empty or broken is not."""
 
     def item(data: object, modality: object = "image") -> Any:
         return SimpleNamespace(modality=modality, data=data)
@@ -95,7 +95,7 @@ def test_any_item_gets_an_answer_and_broken_or_empty_media_count_as_none(media: 
 
 
 def test_a_processor_that_fails_is_reported_once(model_config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Everything that holds data then counts as media: the cache works on, without this protection."""
+    """Then everything that holds data counts as media: the cache keeps working, without this protection."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     def broken(*_: object) -> None:

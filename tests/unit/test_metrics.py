@@ -111,7 +111,7 @@ def test_counts_are_handed_over_once_a_second_and_as_soon_as_the_last_request_ha
 
 
 def test_a_series_begins_at_zero(clock: Clock) -> None:
-    """Or its first increase is none: to Prometheus, a series that appears with a value has not changed."""
+    """Otherwise its first increase is lost: to Prometheus, a series that appears with a value has not changed."""
     proms = prom(2)
     for reason in MISS_REASONS:
         assert value("misses_total", reason=reason) == 0

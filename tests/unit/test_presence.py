@@ -175,7 +175,7 @@ def small_sizes() -> Iterator[None]:
 
 
 def test_a_key_that_was_added_is_never_denied_whatever_the_writer_is_doing() -> None:
-    """While it adds, grows, lists, cuts down, swaps, gives up, and gives memory back."""
+    """While it adds, grows, lists, shrinks, swaps, gives up, and gives memory back."""
     with small_sizes():
         writer, stored = PresenceWriter.create(["disk"]), digests("stored", 20)
         with reader_of(writer, ["disk"]) as reader:
@@ -246,7 +246,7 @@ for size in sizes:
 
 
 def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_denied_here() -> None:
-    """Swaps, growth and cutting down as they come, while this process looks without a pause."""
+    """Swapping, growing and shrinking as needed, while this process looks without a pause."""
     stored, seen = digests("stored", 500), list[str]()
     with subprocess.Popen([sys.executable, "-c", LISTS_FOR_EVER], stdout=subprocess.PIPE, text=True) as lister:
         assert lister.stdout is not None
@@ -354,7 +354,7 @@ def test_after_a_listing_false_positives_are_under_one_percent_at_25_bits_a_key(
 
 
 def test_a_filter_that_fills_between_two_listings_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It errs more often than one that was sized for its count, and far less than one that had not grown."""
+    """It errs more often than one sized for its count, and far less often than one that has not grown."""
     monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
     writer, keys = PresenceWriter.create(TIERS), digests("in", 50_000)
     list_all(writer, keys[:100])
@@ -384,7 +384,7 @@ def test_a_filter_stops_growing_at_its_limit(monkeypatch: pytest.MonkeyPatch) ->
 def test_where_memory_cannot_be_given_back_its_keys_are_forgotten_all_the_same(
     writer: PresenceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sandboxes that do not know the call."""
+    """As in sandboxes that do not support the call."""
     monkeypatch.setattr(mmap, "MADV_REMOVE", 4242)
     for name in ("first", "second", "third"):
         list_all(writer, digests(name, 1000))

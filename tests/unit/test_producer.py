@@ -101,7 +101,7 @@ def test_only_what_a_tier_has_is_announced_as_stored(producer_on: Produce) -> No
 
 
 def test_stored_items_are_not_encoded_and_nothing_is_moved_to_find_out(producer_on: Produce) -> None:
-    """Not what this producer stored or another one, not after a restart, and not what vLLM's own cache has lost."""
+    """Whether this producer or another stored them, also after a restart, and if vLLM's own cache has lost them."""
     first = producer_on()
     assert produce(first, request("first", X)) == (1, {X: True})
     for producer in (first, producer_on()):
@@ -126,7 +126,7 @@ def test_a_request_with_nothing_to_encode_is_served_if_its_item_is_stored_and_fa
 
 
 def test_a_read_only_remote_counts_only_if_no_other_remote_is_written(producer_on: Produce, tmp_path: Path) -> None:
-    """It never has what is new; what it has already consumers find there."""
+    """It never gets new entries; what it already has, consumers find there."""
     with redis_server(tmp_path / "written") as written, redis_server(tmp_path / "read") as read:
         for identifier, server, remotes in (
             (X, written, [written.url, f"{read.url}?read_only=true"]),
@@ -155,7 +155,7 @@ def test_a_skipped_item_that_is_lost_is_encoded_again_though_vllm_counts_it_as_c
 
 
 def test_items_that_are_encoded_again_keep_to_the_encoders_budget(producer_on: Produce, folder: Path) -> None:
-    """What finds no room in it is announced without metadata, and encoded for the next request."""
+    """An item beyond the budget is announced without metadata, and encoded for the next request."""
     produce(producer_on(), request("first", X, Y))
     producer = producer_on(encoder_budget=7)
     assert produce(producer, request("skipped", X, Y)) == (0, {X: True, Y: True})

@@ -136,7 +136,7 @@ def test_two_requests_in_one_pass_share_a_load_and_a_save(serve: Serve) -> None:
 
 
 def test_restoring_an_item_costs_a_read_of_the_nearest_tier_that_has_it(serve: Serve) -> None:
-    """An entry that is not sealed yet may get lost: it counts as one that nobody has."""
+    """An entry that is not sealed yet may still be lost: it does not count."""
     served = serve()
     served.cache.policy.encode_s = lambda items: 0.05  # type: ignore[method-assign]
 
@@ -218,7 +218,7 @@ def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
 def test_a_name_used_for_two_lengths_in_turn_costs_the_encodes_of_one_and_no_writes(
     serve: Serve, tmp_path: Path, kept: bool
 ) -> None:
-    """Ten requests each. What was stored first stays as it is, and nobody waits for it in vain more than once."""
+    """Ten requests each. The entry that was stored first stays as it is, and nobody waits for it in vain twice."""
     served = serve(naming=Naming(persist_client_ids=True))
     for number in range(20):
         asking = request(f"request {number}", UUID, rows=(4, 9)[number % 2])
@@ -243,7 +243,7 @@ def test_a_name_used_for_two_lengths_in_turn_costs_the_encodes_of_one_and_no_wri
 def test_a_metadata_only_request_for_another_length_fails_alone_and_takes_nothing_from_others(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """Anybody may send one, to a consumer that never writes."""
+    """Anybody may send one, also to a consumer that never writes."""
     serve().store(X)
     [path] = (tmp_path / "entries").rglob("*.safetensors")
     consumer = serve(producer=False, widths={})
@@ -386,8 +386,8 @@ def test_a_step_without_tokens_drops_reservations_and_keeps_loads(serve: Serve) 
 
 
 def test_a_load_goes_out_with_a_step_that_could_encode_the_item_in_its_place(serve: Serve) -> None:
-    """Its own request was preempted in the pass that promised it. vLLM takes the item for cached from then on: a load
-    that failed with nobody there to be encoded for would end the engine when the next request gathers it."""
+    """Its own request was preempted in the pass that promised it. vLLM takes the item for cached from then on: if
+    a load failed in a step without a request to encode for, the next request to gather it would end the engine."""
     served = serve()
     served.store(X)
     preempted, text, other = request("preempted", X), request("text"), request("other", Y, X)
@@ -441,8 +441,8 @@ def test_if_a_shared_load_fails_the_item_is_encoded_for_the_request_that_carries
 
 
 def test_an_item_that_vllm_has_taken_back_from_its_workers_is_not_promised(serve: Serve) -> None:
-    """0.33's V2 runner lets go of an item's pixels once it is computed. After a rollback, and an eviction, a load that
-    failed could not be made up for; an encode that vLLM schedules brings the pixels along."""
+    """0.33's V2 runner lets go of an item's pixels once it is computed. After a rollback and an eviction, a failed
+    load could not be replaced by an encode; an encode that vLLM schedules brings the pixels along."""
 
     def updates(payload: Any) -> None:
         served.vllm._output.scheduled_new_reqs = []
@@ -701,7 +701,7 @@ def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alon
 def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
     serve: Serve, other: dict[str, Any]
 ) -> None:
-    """vLLM asks about the first in a pass whose window the second is not in, by a name that stands for both."""
+    """vLLM asks about the first in a pass whose window does not include the second, by a name that is that of both."""
     served = serve(window=20, widths={"image": WIDTH, "video": 2 * WIDTH})
     served.store(UUID)
     first = Feature(UUID, Position(0, 4), data=None)
@@ -715,7 +715,7 @@ def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
 
 
 def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
-    """A rank leaves the cache when one of its hooks fails. Its engine serves on, and nothing is promised any more."""
+    """A rank leaves the cache when one of its hooks fails. Its engine keeps serving, and nothing more is promised."""
     served = serve()
     served.store(X)
     waiting, other = metadata_only("waiting", X), request("other", X)
@@ -813,7 +813,7 @@ def test_a_request_waits_for_its_deadline_in_total_and_no_longer(serve: Serve, c
 
 
 def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
-    """Leases end at half the arena; what is over is encoded or loaded as it comes, and nobody waits for ever."""
+    """Leases stop at half the arena; items beyond that are encoded or loaded as they come; nobody waits for ever."""
     images = [digest(f"image {number}") for number in range(50)]
     writer = serve()
     writer.store(*images)

@@ -285,8 +285,8 @@ def test_a_save_dropped_once_is_done_later_from_the_runners_cache(
 
 
 def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(served: Served) -> None:
-    """Its scheduler side promised it in a step that was under way: there is nothing to encode in its place, and what is
-    missing when it is gathered ends the engine."""
+    """Its scheduler side promised it in a step that was under way: there is nothing to encode in its place, and an
+    item that is missing when it is gathered ends the engine."""
     served.store(X)
     asking = request("asking", X, data=None)
     served.stage(asking)
@@ -319,7 +319,7 @@ def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(
 
 
 def test_after_a_rollback_an_item_whose_payload_vllm_took_back_is_encoded(served: Served) -> None:
-    """0.33's V2 runner: were it promised, and could not be loaded, nobody could encode it."""
+    """With 0.33's V2 runner: if it were promised and could not be loaded, nobody could encode it."""
     if not isinstance(served.runner, V2Runner):
         pytest.skip("the V1 runner keeps payloads")
     served.store(X)

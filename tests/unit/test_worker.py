@@ -138,7 +138,7 @@ BAD_LOADS = {
 
 @pytest.mark.parametrize("load", BAD_LOADS.values(), ids=BAD_LOADS.keys())
 def test_an_item_that_cannot_be_loaded_is_reported_and_encoded_after_all(rig: Rig, load: Load) -> None:
-    """The item goes into the very dictionary that the encoder reads, beside what that holds already."""
+    """The item is added to the very dictionary that the encoder reads, beside what it already holds."""
     encodes = {"request": [1], "other": [0]}
     cache: dict[str, torch.Tensor] = {}
     step(rig.workers[0], loads(load, load_of("x", 0, ("other", 0)), encodes=encodes), cache)
@@ -307,7 +307,7 @@ def test_a_place_outside_the_arena_is_not_written(rig: Rig, offset: int) -> None
 
 
 def test_an_output_without_an_order_and_one_that_never_came_are_not_named(rig: Rig) -> None:
-    """What a report covers and does not name is void: so no place is lost when the encoder fails."""
+    """A place that a report covers and does not name is void, so none is lost when the encoder fails."""
     step(rig.workers[0], saves(save_of("ordered")), {}, {"not ordered": embedding("x")})
     assert rig.end.report() == Report(1, [])
     assert rig.end.silent()
@@ -368,7 +368,7 @@ def closed(end: SchedulerEnd) -> bool:
 
 
 def test_a_failed_copy_of_an_item_with_nothing_to_encode_is_repeated(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM ends the engine over an item that never comes. One that can be encoded is."""
+    """vLLM ends the engine over an item that never comes. An item that can be encoded is encoded instead."""
 
     def broken(source: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no room on the stream")
@@ -406,7 +406,7 @@ def test_a_rank_that_has_left_gives_its_memory_back_after_a_while() -> None:
 
 
 def test_a_load_that_names_no_arena_becomes_an_encode_even_while_the_link_ends(rig: Rig) -> None:
-    """The rank's own arena has no name either for a moment then, and is still mapped."""
+    """For a moment the rank's own arena has no name either, although it is still mapped."""
     worker, cache = rig.workers[0], dict[str, torch.Tensor]()
     assert worker._rank is not None
     worker._rank.arena_id = ""
@@ -435,7 +435,7 @@ class Weights:
 
 @pytest.mark.parametrize("other_rank", [False, True], ids=["on this rank", "on another rank"])
 def test_a_step_planned_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
-    """Looking finds them on any rank: if only that one knew, the saving rank would keep an output of both."""
+    """Any rank may notice it: if only that one knew, the saving rank would keep an output of both weights."""
     rig = Rig(agree=(lambda votes: [True for _ in votes]) if other_rank else list)
     try:
         worker, encodes = rig.workers[0], dict[str, list[int]]()
