@@ -218,7 +218,7 @@ class TierConformance:
                 tier.remove(bad)
 
     def test_the_name_of_a_tiers_content_outlasts_all_ordinary_use_and_is_no_entry(self, tier: Tier) -> None:
-        """Only who empties it from outside changes that: it is the evidence for writing everything again."""
+        """Only emptying it from outside changes that: it is the evidence for writing everything again."""
         namespace = new_namespace()
         keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(4)]
         name = tier.born()

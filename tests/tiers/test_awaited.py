@@ -23,7 +23,7 @@ class TestAwaited(TierConformance):
 
 
 def test_the_folder_of_an_awaited_tier_is_kept_to_its_limit(tmp_path: Path) -> None:
-    """A neighbour with a higher limit has filled the folder; housekeeping is the awaited tier's, too."""
+    """A neighbour with a higher limit has filled the folder; housekeeping is a task of the awaited tier, too."""
     namespace = new_namespace()
     neighbour = DiskTier(tmp_path, 64 * MIB)
     for number in range(8):

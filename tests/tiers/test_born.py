@@ -99,7 +99,7 @@ def test_emptying_a_store_gives_it_another_name_that_all_see(store: Store) -> No
 
 
 def test_a_folder_that_was_emptied_in_an_orderly_way_keeps_its_name(tmp_path: Path) -> None:
-    """By eviction, by the command, and an entry or two by hand."""
+    """By eviction, by the command, and a few entries by hand."""
     tier = DiskTier(tmp_path, 10_000)
     name = surveyed(tier)
     for number in range(30):
@@ -128,7 +128,7 @@ def test_a_name_that_redis_evicted_comes_back_even_if_a_newcomer_has_given_anoth
 
 
 def test_a_redis_that_lost_all_with_its_process_has_another_name(tmp_path: Path) -> None:
-    """And one that found all on its disk has not."""
+    """One that found everything on its disk has not."""
     with redis_server(tmp_path) as server:
         tier = open_redis(server.url)
         name = tier.born()

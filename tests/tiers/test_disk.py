@@ -160,7 +160,7 @@ def test_look_ups_of_many_threads_find_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_living_neighbours_temporary_is_left_alone(tmp_path: Path) -> None:
-    """The neighbour is stopped in the middle of a write, then goes on."""
+    """The neighbour is stopped in the middle of a write, then resumed."""
     code = """
 import os, sys; from pathlib import Path
 from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
@@ -284,7 +284,7 @@ def test_the_least_recently_used_go_first_across_engines_and_restarts(tmp_path: 
 def test_in_a_folder_too_large_to_look_through_a_put_evicts_the_oldest_of_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until a survey is through: then it is the oldest again."""
+    """Until a survey is complete: then it evicts the oldest of all again."""
     monkeypatch.setattr(disk, "_SAMPLE", 64)
     looked_at, status = list[str](), disk_files._status
 
@@ -426,7 +426,7 @@ def test_where_too_little_is_free_nothing_is_written_and_nothing_evicted(tmp_pat
 def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old_by_the_clock_that_dates_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """On a network share that is its server's; this machine's may be ahead of it, or behind."""
+    """On a network share that is the server's clock; this machine's may be ahead of it, or behind."""
     no_locks(monkeypatch)
     server_s = time.time()
     monkeypatch.setattr("time.time", lambda: server_s + ahead_s)
@@ -569,7 +569,7 @@ def test_a_read_only_folder_is_a_read_only_tier() -> None:
 
 
 def test_a_folder_that_becomes_read_only_is_noticed_at_the_first_write() -> None:
-    """And a single folder in it that belongs to another is a fault of its entries alone."""
+    """A single folder in it that belongs to another user affects only its own entries."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         root.chmod(0o777)
@@ -647,7 +647,7 @@ def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> No
 
 
 def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) -> None:
-    """Ten times: that a look meets a removal is a matter of chance."""
+    """Ten times, since it is a matter of chance whether a look meets a removal."""
     for root in (tmp_path / str(number) for number in range(10)):
         tier = DiskTier(root, 10_000)
         with ThreadPoolExecutor(8) as threads:
@@ -658,7 +658,7 @@ def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_anything_but_a_file_in_an_entrys_place_is_a_miss_and_a_failed_write(tmp_path: Path, kind: str) -> None:
-    """Neither may a pipe hold a reader for ever, nor may the entry be taken for stored."""
+    """A pipe must not block a reader for ever, nor may the entry count as stored."""
     tier = DiskTier(tmp_path, GIB)
     path = tmp_path / key("picture").object_name
     path.parent.mkdir(parents=True)

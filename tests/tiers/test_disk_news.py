@@ -149,7 +149,7 @@ def test_more_news_than_is_read_at_once_is_read_over_several_calls(
 
 
 def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follower: FolderNews) -> None:
-    """And if it was not torn, but seen in the middle of an append, it is heard once it is whole."""
+    """If it was not torn, but seen in the middle of an append, it is read once it is whole."""
     folder.mkdir()
     for torn in range(RECORD_BYTES):
         log, whole = folder / f"{torn:024}", record(2 * torn, 2 * torn + 1)
@@ -173,7 +173,7 @@ while True:
 
 
 def test_news_written_before_a_kill_is_read(folder: Path, follower: FolderNews) -> None:
-    """Killed anywhere, in the middle of an append too; and after the last one nothing stays but logs that are swept."""
+    """Killed anywhere, also in the middle of an append. After the last one only logs remain, which are swept."""
     moments, announced, heard = random.Random(0), set[int](), list[bytes]()
     for start in range(10):
         command = [sys.executable, "-c", ANNOUNCES, str(folder), str(start * 1_000_000)]

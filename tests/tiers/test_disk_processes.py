@@ -68,7 +68,7 @@ def held(root: Path) -> int:
 
 
 def test_two_storms_with_limits_of_their_own_keep_the_folder_within_the_larger_one(tmp_path: Path) -> None:
-    """Looked at while both are stopped, wherever they happen to be; now and then one of them is killed."""
+    """Checked while both are stopped, wherever they happen to be; now and then one of them is killed."""
     moments, watcher, most = random.Random(0), DiskTier(tmp_path, LIMITS["large"]), 0
     watcher.maintain()
     writers = {name: storm(tmp_path, limit) for name, limit in LIMITS.items()}

@@ -55,7 +55,7 @@ REMOVED: list[Callable[[Path], Path]] = [
 def test_a_folder_removed_under_a_tier_means_misses_and_the_next_put_creates_it_again(
     tmp_path: Path, which: Callable[[Path], Path], scanned: bool
 ) -> None:
-    """All room is there again, too: what went with the folder is not counted for ever."""
+    """All its room is available again, too: what was lost with the folder does not count for ever."""
     root = tmp_path / "above" / "root"
     tier = DiskTier(root, LIMIT, min_free_bytes=1)
     assert tier.put(key("a"), value("a", LIMIT))
@@ -222,7 +222,7 @@ def test_a_root_that_was_moved_is_released_and_the_one_in_its_place_is_read_at_o
 
 
 def test_writes_and_deletions_go_to_the_folder_that_the_path_leads_to_now(tmp_path: Path) -> None:
-    """At once, though the folder of before is kept open for the next look-up."""
+    """At once, although the previous folder is kept open for the next look-up."""
     root, moved, link = tmp_path / "root", tmp_path / "moved", tmp_path / "link"
     link.symlink_to(root)
     tier = DiskTier(link, LIMIT)
@@ -286,7 +286,7 @@ def test_a_second_first_survey_of_a_folder_does_not_lower_what_the_earlier_one_c
 
 
 def test_an_engine_whose_folder_is_removed_misses_encodes_and_writes_on(tmp_path: Path) -> None:
-    """No error is counted, and none logged."""
+    """No error is counted or logged."""
     root, (first, second, third) = tmp_path / "root", names("image", 3)
     with Bench(root, min_free_disk_size=0.001) as bench:
         bench.scanned()

@@ -152,7 +152,7 @@ def test_unsigned_entries_are_counted_separately_and_listed_for_their_tier(store
 
 
 def test_an_engine_that_never_read_a_forgery_replaces_it_when_it_writes(store: tuple[Tier, bool]) -> None:
-    """A producer knows entries by their length alone; and one may be put there between a miss and a write."""
+    """A producer knows entries only by their length; and one may be put there between a miss and a write."""
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace())
     key = EncoderCacheKey(namespace, "picture")
@@ -175,7 +175,7 @@ def test_a_signed_entry_keeps_its_name_whatever_its_length(store: tuple[Tier, bo
 def test_a_huge_forgery_is_replaced_without_being_read(
     store: tuple[Tier, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that is no longer than entries may be takes no more memory than copies may."""
+    """One of at most the length of an entry takes no more memory than copies may."""
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace(), copied_bytes=600_000)
     read: list[int] = []

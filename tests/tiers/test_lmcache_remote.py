@@ -157,7 +157,7 @@ def test_an_entry_that_a_server_cannot_delete_is_absent_for_this_tier_and_replac
 def test_two_processes_may_both_write_a_key_but_nobody_ever_reads_a_mixture(
     place: str, server: LMCacheServer, tmp_path: Path
 ) -> None:
-    """Two tiers here: what two of them share is what two processes do, the store alone."""
+    """Here by two tiers: like two processes, they share only the store."""
     url = server.url if place == "server" else f"fs://{tmp_path}"
     values = [bytes([number]) * (8 * MIB + number) for number in (1, 2)]
     with opened(url) as one, opened(url) as other, opened(url) as reader, ThreadPoolExecutor(2) as threads:
@@ -317,7 +317,7 @@ def test_a_value_of_which_half_arrives_leaves_the_buffer_as_it_was(server: LMCac
 
 
 def test_a_long_value_of_another_length_is_not_fetched_and_what_comes_after_it_is_right(server: LMCacheServer) -> None:
-    """The value reads like the server's answer that it has nothing: taken for one, it would make a miss of a hit."""
+    """The value looks like the server's answer that it has nothing, which would turn a hit into a miss."""
     wrong, right, word = new_key(), new_key(), struct.pack("9i", 400, 0, 1, 1, 0, 0, 0, 0, 0)
     data = memoryview(word * (5 * MIB // len(word)))
     with opened(server.url) as tier:

@@ -239,7 +239,7 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 def test_a_wrong_length_is_reported_and_what_comes_after_it_is_right(
     server: RedisServer, stored: int, asked: int
 ) -> None:
-    """Whether the connection goes on, or is closed because the value is too long to be read for nothing."""
+    """Whether the connection is kept, or closed because the value is too long to be read in vain."""
     wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
     good = memoryview(bytearray(1000))
@@ -279,7 +279,7 @@ def test_an_error_reply_is_an_error_of_its_entry_and_the_connection_goes_on(serv
 @pytest.mark.parametrize("then", Then)
 @pytest.mark.parametrize("answered", [0, 1, 9, 10, 11, 40_000, 99_999, 100_010])
 def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer, then: Then, answered: int) -> None:
-    """Cut: it is asked again on another connection. Silent: an error. What is asked next is answered right."""
+    """If it is cut, the call is repeated on another one; if it is silent, that is an error. The next one is right."""
     key = new_key()
     around, buffer = trapped(100_000)
     with relay(server.port) as line, opened(f"redis://127.0.0.1:{line.port}", PATIENT) as tier:
@@ -346,7 +346,7 @@ def _quietly(serve: Callable[[socket.socket], None], client: socket.socket) -> N
 
 @pytest.mark.timeout(30)
 def test_a_server_that_sends_a_trickle_without_end_is_left() -> None:
-    """Each byte is in time, but the call has an end. Without one this test has none."""
+    """Each byte is in time, but the call has a deadline. Without one this test would not end."""
     answer = [b"$1000000\r\n", *[b"x"] * 10_000]
     with (
         answering_gets_with(*answer, pause_s=0.05) as tier,
@@ -358,7 +358,7 @@ def test_a_server_that_sends_a_trickle_without_end_is_left() -> None:
 
 @pytest.mark.timeout(30)
 def test_a_server_that_takes_only_a_little_at_a_time_is_left() -> None:
-    """As above, of a write."""
+    """The same for a write."""
     over = threading.Event()
 
     def serve(client: socket.socket) -> None:
@@ -385,7 +385,7 @@ def test_a_server_that_takes_only_a_little_at_a_time_is_left() -> None:
 
 
 def test_unrequested_bytes_of_a_server_are_no_answer_to_the_next_request() -> None:
-    """Whether it came together with an answer, or after it."""
+    """Whether they came together with an answer, or after it."""
     answer, unasked = (b"$100\r\n" + letter * 100 + b"\r\n" for letter in (b"a", b"b"))
     buffer = memoryview(bytearray(100))
     with answering_gets_with(answer + unasked) as tier:
@@ -597,7 +597,7 @@ def test_an_entry_that_the_server_evicts_is_a_plain_miss_and_listing_does_not_co
 
 
 def test_thousands_of_entries_are_counted_and_removed_in_steps_and_foreign_keys_stay(tmp_path: Path) -> None:
-    """Where the server evicts by frequency, too: then nobody knows when they were used."""
+    """Also where the server evicts by frequency: then it is not known when they were used."""
     with redis_server(tmp_path) as server, opened(server.url) as tier:
         client = server.client()
         keys = [EncoderCacheKey("ns", str(number)) for number in range(3000)]
@@ -809,7 +809,7 @@ def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_gi
 def test_behind_sentinels_an_answer_that_came_too_late_is_discarded(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
-    """Two entries of one length. The server goes on while the second is asked for."""
+    """Two entries of one length. The server resumes while the second is asked for."""
     servers, sentinels = pair
     first, second, buffer = new_key(), new_key(), memoryview(bytearray(100))
     master = next(server for server in servers if server.client().role()[0] == b"master")
@@ -1089,7 +1089,7 @@ def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, ca
 
 
 def test_a_server_that_repeats_the_credentials_in_its_error_does_not_make_us_repeat_them(tmp_path: Path) -> None:
-    """As one does that does not know AUTH."""
+    """As a server does that does not know AUTH."""
     with redis_server(tmp_path, "--rename-command", "AUTH", "") as server:
         with pytest.raises(ValueError, match="AUTH") as caught:
             open_redis(with_credentials(server.url))

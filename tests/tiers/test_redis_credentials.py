@@ -210,7 +210,7 @@ def test_a_command_that_fails_is_an_outage_that_names_the_program_and_shows_noth
 def test_a_command_that_hangs_holds_up_a_call_no_longer_than_a_store_that_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has ended before the command's own time is up, which ends here when the test wants it."""
+    """The call ends before the command's own time is up, which here is when the test wants it."""
     timers = list[threading.Timer]()
 
     class Held(threading.Timer):

@@ -376,7 +376,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
 def test_an_entry_that_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the server's own stamps, as an engine sees it: one that runs on, and one that starts."""
+    """By the server's own timestamps, as seen by an engine that keeps running and by one that starts."""
 
     def written_s(name: str) -> float:
         found = server.client().head_object(Bucket=server.bucket, Key=object_key(url, key(name)))
@@ -667,7 +667,7 @@ def test_credentials_of_a_profile_and_of_lmcaches_configuration_are_found(
 def test_credentials_that_expire_are_renewed(
     server: Seaweed, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a role's are; here a program of the user's (`credential_process`) stands for the role."""
+    """As those of a role do; here a user's program (`credential_process`) stands in for the role."""
     monkeypatch.setattr(s3_access, "_CREDENTIALS_S", 1.0)  # obstore asks each time
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -757,7 +757,7 @@ def test_a_private_authority_is_trusted_where_it_is_named(
 def test_buckets_are_found_by_host_and_by_path(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch, address: str, extra: dict[str, object]
 ) -> None:
-    """The server stands as the proxy of these hosts, which have no address here."""
+    """The server acts as the proxy for these hosts, which have no address here."""
     monkeypatch.setenv("http_proxy", server.endpoint)
     if "AWS_ENDPOINT_URL_S3" in extra:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://any.host")

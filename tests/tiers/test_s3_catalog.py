@@ -370,7 +370,7 @@ def test_a_compactor_may_die_before_each_kind_of_step(filled: str, first: bool) 
 
 
 def test_a_compactor_that_has_lost_its_lease_to_another_is_refused_and_removes_nothing(filled: str) -> None:
-    """It stands still after it has listed; meanwhile its lease is taken, more is written, and all is listed again."""
+    """It pauses after it has listed; meanwhile its lease is taken, more is written, and everything is listed again."""
     one, other = Replica(filled), Replica(filled)
     one.compact()
     one.refresh()
@@ -398,7 +398,7 @@ def test_a_compactor_that_has_lost_its_lease_to_another_is_refused_and_removes_n
 
 @pytest.mark.slow
 def test_whether_a_lease_is_stale_depends_only_on_the_observers_clock(filled: str, front: S3Front, s3: Seaweed) -> None:
-    """A store whose clock is a year off, and a holder that has just died: it is waited for, and then replaced."""
+    """A store whose clock is a year off, and a holder that has just died: the others wait, and then replace it."""
     front.ahead_s = 365 * 86400.0
     one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     dead = one.compactor()
@@ -494,7 +494,7 @@ HOWS = (
 
 
 def test_damaged_shards_cause_look_ups_and_the_next_listing_repairs_them(filled: str, s3: Seaweed) -> None:
-    """Each shard is damaged in another way; all keys that begin as it does are then asked for."""
+    """Each shard is damaged in another way; then all keys that belong to it are asked for."""
     one = Replica(filled, signing=KEY)
     one.compact()
     follower = Replica(filled, signing=KEY)

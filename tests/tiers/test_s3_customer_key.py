@@ -141,7 +141,7 @@ def test_a_write_that_is_refused_is_not_the_keys_fault_and_the_file_is_read_once
 def test_an_object_that_cannot_be_read_without_another_key_can_be_replaced_where_entries_are_signed(
     url: str, key_file: Path, tmp_path: Path
 ) -> None:
-    """Else somebody who may write to the bucket could keep an entry from being stored."""
+    """Otherwise anybody who may write to the bucket could prevent an entry from being stored."""
     (other := tmp_path / "other").write_bytes(os.urandom(32))
     tier = opened(url, f"&sse_c_key_file={key_file}")
     assert opened(url, f"&sse_c_key_file={other}").put(KEY, value("another's", 5000))

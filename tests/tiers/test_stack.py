@@ -223,7 +223,7 @@ def test_an_entry_that_does_not_verify_is_deleted_and_repaired_from_the_next_tie
 def test_an_entry_that_a_neighbour_writes_is_known_within_a_second_and_without_a_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written right after a look at the news. The second is that of whoever waits between the looks."""
+    """It is written right after a look at the news. The second is the time waited between looks."""
     here, neighbour, waited_s = Setting(tmp_path), DiskTier(tmp_path, 1 << 30), list[float]()
     lane = here.stack.lanes[0]
     lane.survey(NAMESPACE)
