@@ -115,7 +115,7 @@ def joined(
                 yield deployment
 
 
-def test_pictures_are_encoded_by_the_producer_alone(joined: Deployment, pictures: Pictures) -> None:
+def test_only_the_producer_encodes_pictures(joined: Deployment, pictures: Pictures) -> None:
     """One; the same one twice; three; an answer as a stream; by URL and sent along; named by the client."""
     urls = [image_part(pictures.put(f"{seed}.png", png(seed))) for seed in range(5)]
     joined.asked(urls[0], encodes=1)

@@ -77,7 +77,7 @@ def test_an_item_is_encoded_once_and_then_loaded_from_memory(rig: Rig) -> None:
     assert rig.counts()["loads_cpu"] == before.get("loads_cpu", 0) + 4
 
 
-def test_one_new_image_in_two_concurrent_requests(rig: Rig) -> None:
+def test_one_new_image_in_two_concurrent_requests_is_encoded_once(rig: Rig) -> None:
     assert rig.ask(images(300), images(300, text="another question")) == 1
     rig.forget()
     before = rig.counts()
@@ -91,7 +91,7 @@ def test_two_images_in_one_prompt(rig: Rig) -> None:
     assert rig.ask(images(401, 400)) == 0
 
 
-def test_one_stored_and_one_new(rig: Rig) -> None:
+def test_beside_a_stored_image_only_the_new_one_is_encoded(rig: Rig) -> None:
     assert rig.ask(images(500)) == 1
     rig.settle()
     rig.forget()

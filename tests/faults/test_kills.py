@@ -68,7 +68,7 @@ def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
     "vLLM ends the engine; saves already handed over are written",
     engine="ended by vLLM",
 )
-def test_the_worker_is_killed(served: Served) -> None:
+def test_entries_handed_over_are_written_if_the_worker_is_killed(served: Served) -> None:
     dies_and_leaves_its_entry(served, "VLLM::Worker", 20)
 
 
@@ -78,7 +78,7 @@ def test_the_worker_is_killed(served: Served) -> None:
     "the engine ends; saves already handed over are written",
     engine="ended",
 )
-def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
+def test_entries_handed_over_are_written_if_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
     with Served(truth, tmp_path, Layout.MULTI_PROCESS) as served:
         dies_and_leaves_its_entry(served, "VLLM::EngineCore", 20)
 

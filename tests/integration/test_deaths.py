@@ -89,7 +89,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     "the entry is written; nothing is left behind",
     recovery="nothing is left",
 )
-def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_is_left(
+def test_an_entry_handed_over_right_before_a_kill_is_written_and_nothing_is_left(
     engine: Engine, tmp_path: Path, victims: list[str]
 ) -> None:
     engine.copied(IMAGES)
@@ -111,8 +111,10 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
     "saves already handed over are written",
     recovery="nothing is left",
 )
-def test_killed_before_the_store_process_has_read_anything(engine: Engine, tmp_path: Path) -> None:
-    """Its links hold all that was handed over, and answers that nobody has read."""
+def test_entries_handed_over_before_the_store_process_has_read_anything_survive_a_kill(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """The links hold all that was handed over, and answers that nobody has read."""
     engine.copied(IMAGES[:5])
     wait_until("it has answered", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES[:5]))
     with stopped(engine.store):
@@ -182,7 +184,9 @@ def link_messages(link: Link, *kinds: type[Message]) -> list[tuple[type[Message]
     "nothing is left behind; no partial entry is served",
     recovery="nothing is left",
 )
-def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engine: Engine, tmp_path: Path) -> None:
+def test_processes_that_are_all_killed_together_leave_nothing_behind_and_serve_no_part_of_an_entry(
+    engine: Engine, tmp_path: Path
+) -> None:
     engine.copied([*IMAGES])
     step = engine.scheduler.call("save", ["big"], 32 * MIB // 128)
     engine.rank.call("run", step, report=False)

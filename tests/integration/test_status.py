@@ -177,7 +177,7 @@ def test_the_activity_of_each_tier_is_shown_as_a_rate_per_second(tmp_path: Path)
         assert f"engine {bench.engine[:8]}" in shown
 
 
-def test_the_live_view_is_drawn_anew_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_view_is_redrawn_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[object] = []
 
     def update(live: Live, view: object, *, refresh: bool = False) -> None:

@@ -155,7 +155,7 @@ def test_a_stopped_store_process_delays_no_call_and_all_works_again_once_it_resu
 @pytest.mark.fault(
     "stopped, with its link full, while the engine is idle", "store process", "it resumes, and is not killed"
 )
-def test_one_that_resumes_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
+def test_a_store_process_that_resumes_while_the_engine_is_idle_is_not_killed_over_a_ping_it_never_got(
     tmp_path: Path,
 ) -> None:
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is asked
@@ -173,7 +173,7 @@ def test_one_that_resumes_while_the_engine_is_idle_is_not_killed_over_a_ping_tha
 @pytest.mark.fault(
     "stays stopped", "store process", "killed and replaced; pending writes are made", recovery="it is replaced"
 )
-def test_one_that_stays_stopped_is_killed_and_the_next_does_the_pending_work(tmp_path: Path) -> None:
+def test_a_store_process_that_stays_stopped_is_killed_and_the_next_does_the_pending_work(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
     with Bench(tmp_path) as bench:
         bench.encode(old)
@@ -206,7 +206,7 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_the_pending_work(tmp
     "replaced; it touches nothing in the arena",
     recovery="the next one serves, and the arena is used again and again",
 )
-def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
+def test_a_store_process_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """It hangs while it starts, before or after it has detached itself, with saves already handed over to it."""
@@ -248,7 +248,7 @@ def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_plac
 @pytest.mark.fault(
     "its tiers take longer to open than store_timeout_s", "store process", "it is not killed, and serves"
 )
-def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_to_serve(
+def test_a_store_process_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers nothing while it opens them. If it were killed for that, no successor would ever be ready either."""
@@ -277,7 +277,7 @@ def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_t
     "a miss; read again",
     recovery="it is asked for again",
 )
-def test_killed_while_it_fills(tmp_path: Path) -> None:
+def test_a_store_process_killed_while_it_fills_costs_a_miss_and_no_entry(tmp_path: Path) -> None:
     old = names("old", 5)
     with Bench(tmp_path) as bench:
         bench.encode(old)
@@ -299,7 +299,7 @@ def test_killed_while_it_fills(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("killed while it seals an entry", "store process", "the save is repeated")
-def test_killed_while_it_seals(tmp_path: Path) -> None:
+def test_a_store_process_killed_while_it_seals_costs_no_entry(tmp_path: Path) -> None:
     saves = names("sealing", 5)
     with Bench(tmp_path) as bench:
         pid = bench.serving()
@@ -320,7 +320,7 @@ def test_killed_while_it_seals(tmp_path: Path) -> None:
     "the rank is connected to its successor once there is room",
     recovery="the rank knows it",
 )
-def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
+def test_a_new_store_process_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank reads its link in its own thread, so a full link has to be simulated."""
@@ -346,9 +346,9 @@ def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_ful
     "the partial file is removed; the entry is written again",
     recovery="the torn file is swept",
 )
-def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """A file half written is never served, is swept, and is written whole by the next one. At the latest when that
-    lists the folder again: one that is being killed may still hold its file when the next one first looks."""
+def test_a_store_process_killed_while_it_writes_leaves_no_torn_file(tmp_path: Path) -> None:
+    """A half-written file is never served, is swept, and is written whole by the next store process: at the latest when
+    that lists the folder again, since one that is being killed may still hold its file when the next one first looks."""
     rows, big = 32 * MIB // 128, (f"big-{number}" for number in count())
     with Bench(tmp_path, arena_bytes=128 * MIB) as bench:
         pid = bench.serving()
@@ -376,7 +376,9 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("killed at random moments", "store process", "no entry is damaged or lost")
-def test_killed_at_random_moments_it_leaves_no_torn_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_process_killed_at_random_moments_leaves_no_torn_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fifteen times, while it fills, seals and writes."""
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
     dice = random.Random(2)
@@ -406,7 +408,7 @@ def test_killed_at_random_moments_it_leaves_no_torn_entry(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/no/such/interpreter"])
 @pytest.mark.fault("cannot be started", "store process", "misses; retried until it starts")
-def test_one_that_cannot_be_started_costs_misses_and_is_started_once_it_can_be(
+def test_a_store_process_that_cannot_be_started_costs_misses_and_is_started_once_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.1, 0.2, 0.3))
@@ -433,7 +435,7 @@ def test_one_that_cannot_be_started_costs_misses_and_is_started_once_it_can_be(
 @pytest.mark.fault(
     "exits right after its first message, every time", "store process", "restarted after longer and longer pauses"
 )
-def test_one_that_ends_right_after_its_first_message_is_restarted_after_longer_and_longer_pauses(
+def test_a_store_process_that_ends_right_after_its_first_message_is_restarted_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))

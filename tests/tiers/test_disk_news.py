@@ -337,7 +337,7 @@ for number in range(100):
 """
 
 
-def test_where_a_log_finds_no_room_entries_are_written_and_a_torn_record_costs_itself_alone(tmp_path: Path) -> None:
+def test_where_a_log_finds_no_room_entries_are_written_and_only_the_torn_record_is_lost(tmp_path: Path) -> None:
     """Files may grow to 1000 bytes: the 28th record of a log is cut short by the kernel."""
     other = DiskTier(tmp_path, 1 << 20)
     assert other.news("ns") == []

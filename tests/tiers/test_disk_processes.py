@@ -156,7 +156,7 @@ def test_two_hundred_kills_leave_entries_that_verify_no_temporary_and_a_folder_t
 
 
 @pytest.mark.fault("another engine is stopped while it holds the account", "LocalDisk", "the others give up after 5 s")
-def test_an_engine_stopped_while_it_holds_the_account_holds_up_no_other_for_ever(
+def test_an_engine_stopped_while_it_holds_the_account_blocks_no_other_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes fail in time and look-ups go on; afterwards all is as before."""

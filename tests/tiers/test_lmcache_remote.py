@@ -288,7 +288,7 @@ def test_an_address_where_nobody_answers_any_more_holds_up_no_call_once_it_leads
         assert fetch(tier, key) == value("a", 1000)
 
 
-def test_of_many_calls_at_once_on_a_server_that_hangs_each_ends(server: LMCacheServer) -> None:
+def test_each_of_many_calls_at_once_on_a_server_that_hangs_ends(server: LMCacheServer) -> None:
     with opened(server.url) as tier, ThreadPoolExecutor(8) as threads:
         server.freeze()
         try:

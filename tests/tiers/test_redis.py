@@ -236,9 +236,7 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 
 @pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
 @pytest.mark.parametrize("asked", [0, 11, 71_000])
-def test_a_wrong_length_is_reported_and_what_comes_after_it_is_right(
-    server: RedisServer, stored: int, asked: int
-) -> None:
+def test_a_wrong_length_is_reported_and_the_next_answer_is_right(server: RedisServer, stored: int, asked: int) -> None:
     """Whether the connection is kept, or closed because the value is too long to be read in vain."""
     wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
@@ -345,7 +343,7 @@ def _quietly(serve: Callable[[socket.socket], None], client: socket.socket) -> N
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_sends_a_trickle_without_end_is_left() -> None:
+def test_a_server_that_sends_a_trickle_without_end_is_abandoned() -> None:
     """Each byte is in time, but the call has a deadline. Without one this test would not end."""
     answer = [b"$1000000\r\n", *[b"x"] * 10_000]
     with (
@@ -357,7 +355,7 @@ def test_a_server_that_sends_a_trickle_without_end_is_left() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_takes_only_a_little_at_a_time_is_left() -> None:
+def test_a_server_that_takes_only_a_little_at_a_time_is_abandoned() -> None:
     """The same for a write."""
     over = threading.Event()
 
@@ -731,7 +729,7 @@ def test_on_a_cluster_redirects_are_followed_by_every_call(masters: Sequence[Red
         assert [found.digest for found in tier.list(key.namespace)] == [key.digest]
 
 
-def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Sequence[RedisServer]) -> None:
+def test_a_lost_server_of_a_cluster_costs_only_the_entries_it_had(masters: Sequence[RedisServer]) -> None:
     """Killed, or frozen: the others answer in the same call, which asks all of them side by side."""
     namespace = new_namespace()
     keys = [EncoderCacheKey(namespace, str(number)) for number in range(30)]
@@ -865,7 +863,7 @@ def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_ove
 
 
 @pytest.mark.slow
-def test_a_master_that_was_replaced_is_left(
+def test_a_master_that_was_replaced_is_abandoned(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
     """It lives on as a replica, and would refuse what is written."""

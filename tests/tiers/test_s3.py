@@ -248,7 +248,7 @@ def test_bytes_that_change_on_the_way_are_refused_by_the_server(url: str, relay:
     assert tier.put(key("a"), memoryview(b"a picture " * 1000)) is True
 
 
-def test_of_two_processes_that_write_at_once_one_writes(url: str, tier: S3Tier) -> None:
+def test_only_one_of_two_processes_that_write_at_once_succeeds(url: str, tier: S3Tier) -> None:
     code = """
 import sys; from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.s3 import open_s3
 tier = open_s3(sys.argv[1])
@@ -419,7 +419,7 @@ def test_an_entry_that_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_ref
     assert (starting.listed, starting.asks(key("a").digest), starting.asks(key("b").digest)) == (1, True, False)
 
 
-def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str, tier: S3Tier) -> None:
+def test_the_lifecycle_rule_covers_only_our_prefix_and_is_read_back(server: Seaweed, url: str, tier: S3Tier) -> None:
     other = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "theirs/"}, "Expiration": {"Days": 9}}
     client = server.client()
     client.put_bucket_lifecycle_configuration(Bucket=server.bucket, LifecycleConfiguration={"Rules": [other]})

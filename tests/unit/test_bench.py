@@ -58,7 +58,7 @@ def test_the_worst_size_decides() -> None:
     assert bar(collected, "save_busy") == Bar("save_busy <= 2 x idle", "1.50 (2.75 MB), 2.10 (134 MB)", False)
 
 
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+def test_a_bar_that_was_not_measured_is_neither_met_nor_missed() -> None:
     assert bar(taken(save__ours=[1]), "has_cache_item").met is None
     assert bar(taken(save__ours=[1]), "disk_get").met is None
 

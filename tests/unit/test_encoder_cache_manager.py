@@ -230,7 +230,7 @@ The cache is emptied, as vLLM allows it: while no request holds anything."""
     lengths=st.lists(st.integers(1, 9), min_size=len(ITEMS), max_size=len(ITEMS)),
     events=EVENTS,
 )
-def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_must(
+def test_our_manager_grants_what_vllms_grants_and_evicts_no_more_than_it_must_whatever_happens(
     policy: str, size: int, lengths: list[int], events: list[_Event]
 ) -> None:
     rows_of = dict(zip(ITEMS, lengths, strict=True))

@@ -260,7 +260,7 @@ def test_no_weights_are_read_while_they_sleep(watched: Watched, awake: Any, monk
     assert watched.digest == start
 
 
-def test_what_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
+def test_memory_that_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocation = SimpleNamespace(tag="weights", is_asleep=True)

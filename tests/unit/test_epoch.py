@@ -97,7 +97,7 @@ def test_a_stranger_under_the_files_name_is_not_followed_waited_for_or_replaced(
     assert (folder / ".epoch").lstat().st_mode == kind
 
 
-def test_of_epochs_raised_at_once_the_highest_remains_and_a_reader_never_sees_it_fall(folder: Path) -> None:
+def test_the_highest_of_epochs_raised_at_once_remains_and_a_reader_never_sees_it_fall(folder: Path) -> None:
     begun, seen, done = threading.Barrier(9), [0], threading.Event()
 
     def raise_to(epoch: int) -> None:

@@ -174,7 +174,7 @@ def small_group() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_lives(small_group: Path) -> None:
+def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_survives(small_group: Path) -> None:
     """400 MiB of entries are stored; if it did not check the limit, the kernel would kill it."""
     capacity, log = serves(rows=65_536, images=50, within=small_group)
     assert capacity < 240 * MIB

@@ -133,7 +133,7 @@ def test_a_failure_costs_metrics_and_nothing_else(clock: Clock, caplog: pytest.L
     prom().observe({"counters": {"unheard_of": 1}}, 0)
 
 
-def test_a_second_engine_in_a_process_registers_them_anew() -> None:
+def test_a_second_engine_in_a_process_registers_its_metrics_again() -> None:
     prom()
     prom()
 

@@ -313,7 +313,7 @@ def test_weights_that_are_replaced_while_an_engine_loads_them_have_no_namespace(
     assert engine_namespace(config, EncoderCacheConfig()) != own
 
 
-def test_what_a_download_adds_while_an_engine_loads_is_no_replacement(checkpoint: Path) -> None:
+def test_files_that_a_download_adds_while_an_engine_loads_are_no_replacement(checkpoint: Path) -> None:
     config = vllm_config(checkpoint)
     note_checkpoint(config)
     (checkpoint / "vocab.txt").write_text("added")

@@ -240,7 +240,7 @@ def test_nobody_waits_for_the_tiers_longer_than_the_deadline(
     assert produce(producer, request("next", X)) == (0, {X: True})
 
 
-def test_with_its_store_process_dead_it_encodes_and_serves_on(producer_on: Produce) -> None:
+def test_a_producer_whose_store_process_is_dead_goes_on_encoding_and_serving(producer_on: Produce) -> None:
     produce(producer_on(), request("first", X))
     producer = producer_on(deadline_s=60.0)
     with stopped(pid := store_pid(producer)):

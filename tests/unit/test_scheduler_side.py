@@ -178,7 +178,7 @@ def test_restoring_an_item_costs_its_encode_once_the_cache_has_given_up(serve: S
 # ---- promises
 
 
-def test_a_promise_that_finds_no_room_in_the_kv_cache_lasts_for_its_pass_alone(serve: Serve) -> None:
+def test_a_promise_that_finds_no_room_in_the_kv_cache_lasts_only_for_its_pass(serve: Serve) -> None:
     served = serve()
     served.store(X)
     waiting = request("waiting", X)

@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_used_ends_the_start_in_the_first_process(tmp_pa
         begun(**cached(local_disk=str(tmp_path)))
 
 
-def test_what_interpreters_print_as_they_start_ends_no_start_and_hides_no_reason(
+def test_output_of_starting_interpreters_neither_ends_the_start_nor_hides_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talkative, disk = tmp_path / "talkative", tmp_path / "disk"

@@ -304,7 +304,7 @@ def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(serv
     wait_until("the scheduler side sees the link end", inert)
 
 
-def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(served: Served) -> None:
+def test_an_item_without_media_is_loaded_even_if_its_scheduler_side_has_given_up(served: Served) -> None:
     served.store(X)
     asking, side = request("asking", X, data=None), served.side
     served.stage(asking)

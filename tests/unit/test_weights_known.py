@@ -58,7 +58,7 @@ def test_swapped_ranks_are_other_weights() -> None:
 
 
 @pytest.mark.parametrize("persist", [False, True, "by_version"])
-def test_the_namespace_of_the_start_is_for_the_weights_of_the_start_alone(persist: Any) -> None:
+def test_the_starting_namespace_is_only_for_the_starting_weights(persist: Any) -> None:
     start = home(reported(*START, calls=7, persist=persist))
     assert start == Home("model-0123456789abcdef", True)
     changed = home(reported("a1", "b1", calls=8, persist=persist))
