@@ -348,7 +348,7 @@ def test_a_new_store_process_is_introduced_to_the_saving_rank_even_if_that_link_
 )
 def test_a_store_process_killed_while_it_writes_leaves_no_torn_file(tmp_path: Path) -> None:
     """A half-written file is never served, is swept, and is written whole by the next store process: at the latest when
-    that lists the folder again, since one that is being killed may still hold its file when the next one first looks."""
+    that lists the folder again, since one being killed may still hold its file when the next one first looks."""
     rows, big = 32 * MIB // 128, (f"big-{number}" for number in count())
     with Bench(tmp_path, arena_bytes=128 * MIB) as bench:
         pid = bench.serving()

@@ -230,7 +230,7 @@ def test_a_wrong_guess_of_the_length_does_not_fetch_the_object(url: str, relay: 
     assert relay.answered_bytes - before < 24 * MIB  # what sockets hold
 
 
-def test_an_entry_that_is_there_already_is_not_sent_again(url: str, relay: Relay) -> None:
+def test_an_object_that_is_there_already_is_not_sent_again(url: str, relay: Relay) -> None:
     tier = open_s3(through(relay, url))
     tier.put(key("a"), value("a", MIB))
     sent = len(relay.requests)
