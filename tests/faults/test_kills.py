@@ -48,7 +48,7 @@ def test_places_are_not_reused_while_their_copies_are_held_in_another_process(se
 
 
 def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
-    """vLLM ends the others, although the store process is held. The front end stays: it is told to close."""
+    """vLLM ends the others, although the store process is held. The front end stays until it is closed."""
     traces = Traces(served)
     others = {name: pid for name, pid in served.engine.processes().items() if name.startswith("VLLM::")}
     [victim] = [pid for name, pid in others.items() if name.startswith(title)]
