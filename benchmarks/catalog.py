@@ -218,7 +218,7 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
     requests: Counter[str] = Counter()
     moved, ages = 0.0, []
     deltas: list[float] = []  # when each was written
-    gone_before, rewritten, listed_at = 0.0, 0.0, 0.0
+    removed_before, rewritten, listed_at = 0.0, 0.0, 0.0
     seen = dict.fromkeys(range(replicas), 0.0)
     due = sorted(
         (chance.uniform(0, refresh_s) + turn * refresh_s, replica)
@@ -235,8 +235,8 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
             else:
                 requests["PUT"] += SHARDS + 40
                 requests["DELETE"] += 1 + len(deltas) // 1000
-                gone_before, listed_at, rewritten = now, now, now + listing_s
-        deltas = [written for written in deltas if written > gone_before or now < rewritten]
+                removed_before, listed_at, rewritten = now, now, now + listing_s
+        deltas = [written for written in deltas if written > removed_before or now < rewritten]
         requests["LIST"] += 1 + (SHARDS + len(deltas)) // 1000
         unseen = sum(written > seen[replica] for written in deltas)
         changed = SHARDS if seen[replica] < rewritten <= now or seen[replica] == 0.0 else 0

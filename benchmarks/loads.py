@@ -3,7 +3,7 @@
 
 A real scheduler side, worker side and store process over a Redis behind a relay that passes on late; the encoder is a
 sleep. For each pair of times an engine serves stored images, one request at a time: first enough of them to learn, then
-those that count. The table says how long the model waited for an image's output, with the policy and with each of its
+those that count. The table shows how long the model waited for an image's output, with the policy and with each of its
 two alternatives, and which of the two it chose how often. Exit status 1 if it took more than 1.1 times the better one.
 
     python -m benchmarks.loads

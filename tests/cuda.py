@@ -10,7 +10,7 @@
 
 Device tensors are views of one block of host memory. In `OnDevice` what torch is asked to make on a device is made
 there, and asynchronous copies are work for the current stream. Streams either run by themselves, each on a thread of
-its own, or when a test says so (`run`), so that any order can be played which the rules allow.
+its own, or when a test runs them (`run`), so that any order can be played which the rules allow.
 """
 
 from __future__ import annotations
@@ -608,7 +608,7 @@ def collected(*references: Callable[[], Any]) -> list[bool]:
     return [reference() is None for reference in references]
 
 
-# ---- what the kernel says
+# ---- what the kernel reports
 
 
 def _mapped(address: int, length: int) -> tuple[str, ...]:
@@ -634,7 +634,7 @@ def _is_resident(start: int, length: int) -> bool:
 
 
 def _pages(start: int, length: int) -> bytes | None:
-    """One byte a page, its lowest bit says whether it is resident; None if not all of the range is mapped."""
+    """One byte a page, its lowest bit set if it is resident; None if not all of the range is mapped."""
     vector = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
     failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), vector)
     return None if failed else bytes(vector)

@@ -2,7 +2,7 @@
 """`make reliability`: runs the tests and a soak that bring faults about, and writes what came of each into the table of
 docs/reliability.md.
 
-A test says of itself, with the mark `fault`, which fault it brings about, where, and what it asserts of what happens
+A test states, with the mark `fault`, which fault it brings about, where, and what it asserts of what happens
 then; it is the test that holds the row, and the row is written only if the test passed. `recovery` names the wait
 (`wait_until`) that lasts from the fault's end until all is as before: how long it took is measured. `engine` is what
 became of a real engine, whose outputs were compared, but for `outputs=False`; without it there was none.
@@ -56,7 +56,7 @@ class Row:
         return self.fault, self.where, self.outcome, self.engine or "-", equal, seconds or "-"
 
 
-# ---- what the suite says that it has
+# ---- what the suite states that it has
 
 
 Named = tuple[str, str]
@@ -116,7 +116,7 @@ class Recorder:
             if (recovery := mark.kwargs.get("recovery", "")) in ("", *self._waits):
                 self._record(*mark.args, **mark.kwargs)
             else:
-                report.outcome, report.longrepr = "failed", f"never waited until {recovery!r}, as the mark says"
+                report.outcome, report.longrepr = "failed", f"never waited until {recovery!r}, as the mark requires"
 
     def _record(
         self, fault: str, where: str, outcome: str, *, recovery: str = "", engine: str = "", outputs: bool = True

@@ -4,7 +4,7 @@ what came of it into benchmarks/results/versions.json and the table of docs/supp
 
 Each version gets an environment and a copy of this tree under build/versions, both removed afterwards; the log stays. A
 version that cannot be installed, or whose tests fail, is a row of the table and does not end the run. Arguments that
-are not known here go to pytest, in place of the engine tests, and the page says what they were.
+are not known here go to pytest, in place of the engine tests, and the page names them.
 """
 
 from __future__ import annotations

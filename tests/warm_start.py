@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def fork_the_others(link: socket.socket) -> None:
-    """EngineCore and workers. They may not hold the link, whose end says that the first process has ended."""
+    """EngineCore and workers. They may not hold the link, whose end means that the first process has ended."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__

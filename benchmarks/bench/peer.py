@@ -51,7 +51,7 @@ class Peer:
 
     load_cpu, save   as its connector calls it in the forward pass: `get` and `put`
     disk_get         its disk tier alone, into its pool of memory, on the caller's thread; nothing is verified
-    disk_put         its disk tier alone, from a place in the pool, until its thread says that it is done
+    disk_put         its disk tier alone, from a place in the pool, until its thread reports that it is done
     fetch_to_live    `get` of what is on disk alone, to a tensor: the forward pass waits for it
     save_to_written  `put` until it is on disk
     """

@@ -58,7 +58,7 @@ def pairs(url: str, megabytes: float, count: int) -> Samples:
     return {name: values[_WARM_UP:] for name, values in samples.items()}
 
 
-def _told(row: str, taken: Sequence[Samples]) -> str:
+def _summary(row: str, taken: Sequence[Samples]) -> str:
     """Medians and quartiles in ms, and of the ratio to the floor of the same pair."""
     cells = []
     for whose in _WHOSE:
@@ -85,7 +85,7 @@ def main() -> None:
         ("the third that reads fastest", taken[:third]),
         ("the third that reads slowest", taken[-third:]),
     ):
-        print(f"{title}\n  {_told('get', some)}\n  {_told('put', some)}")
+        print(f"{title}\n  {_summary('get', some)}\n  {_summary('put', some)}")
 
 
 if __name__ == "__main__":

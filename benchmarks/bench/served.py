@@ -143,4 +143,4 @@ def new_identifier() -> str:
 
 def _expect(answer: Any, wanted: str) -> None:
     if answer != wanted:
-        raise RuntimeError(f"the scheduler side said {answer}, expected was {wanted}")
+        raise RuntimeError(f"the scheduler side answered {answer}, expected was {wanted}")

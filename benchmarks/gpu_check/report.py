@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Check:
-    """Every byte compared. `wrong` says what is; empty if all is right."""
+    """Every byte compared. `wrong` describes what is; empty if all is right."""
 
     name: str
     wrong: str
@@ -19,7 +19,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """`limit` is what `value` may be at most, None where nothing is promised. `of` says of what, and against what."""
+    """`limit` is the most that `value` may be, None where nothing is promised. `of`: of what, and against what."""
 
     name: str
     value: float | None

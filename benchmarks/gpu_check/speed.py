@@ -126,7 +126,7 @@ def _nothing() -> None:
 
 
 def _on_card(card: Card, enqueue: Callable[[Any], Any]) -> float:
-    """Milliseconds from an event on the model's stream to the end of what `enqueue(event)` queues; it says where."""
+    """Milliseconds from an event on the model's stream to the end of what `enqueue(event)` queues. It returns where."""
     start, end = card.event(), card.event()
     card.hold(_HOLD_S)
     start.record(card.stream())
@@ -296,7 +296,7 @@ def memory(plan: Plan, effort: Effort) -> Iterable[Figure]:
 
 
 def weights(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """The digest of a tower's parameters on the card, which tells whether weights have changed.
+    """The digest of a tower's parameters on the card, which shows whether weights have changed.
 
     `tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str`
     """

@@ -16,7 +16,7 @@ import redis
 from benchmarks.soak.faults import FAULTS, Fault, Held, Targets
 
 _AWAY = (redis.RedisError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, OSError)
-"""What a store says that is not quite up again. Then nothing was hurt."""
+"""What a store answers that is not quite up again. Then nothing was hurt."""
 _ENDS_AT_ONCE = ("store-kill", "redis-flush", "redis-hang-up")
 _LOOK_S = 0.02
 _PATIENCE_S = 20.0

@@ -162,7 +162,7 @@ class _Life:
         return bool(self.report.requests)
 
     def store_processes(self) -> list[int]:
-        """None before it serves: an engine whose store process ends while it starts does not start, and says so."""
+        """None before it serves: an engine whose store process ends while it starts does not start, and reports it."""
         if not self.serves:
             return []
         self._arenas |= arenas(self._process.pid)
@@ -175,7 +175,7 @@ class _Life:
         return b"".join(self._words[-20:]).decode(errors="replace")
 
     def rest(self) -> None:
-        """It asks nothing more; then its last report says what it still holds."""
+        """It asks nothing more; then its last report shows what it still holds."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"rest\n")
         self._process.stdin.flush()

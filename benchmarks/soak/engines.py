@@ -326,7 +326,7 @@ class _Soak:
 
     async def _sent(self, server: Server, ticket: Ticket) -> client.Reply:
         """vLLM answers 500 where its front end took for granted that a picture had reached the engine, which a client
-        that left, or an abort, kept from it; then it is asked again. Its log says how often that was.
+        that left, or an abort, kept from it; then it is asked again. Its log shows how often that was.
         """
         for _ in range(_TRIES):
             reply = await client.send(self._session, server.url, str(self._model), ticket.ask, self._truth)

@@ -4,7 +4,7 @@
 vLLM leaves it to the caller that its own caches hold nothing of other weights, and may lose step with itself if they
 are reset while requests run. So every change waits for what runs, or pauses it. Each order that people use is here:
 resets before the change (vLLM's own `pause`) and after it, a reload from another checkpoint, with requests that run to
-their end first, and with requests that are aborted. The connector is told nothing of all this.
+their end first, and with requests that are aborted. The connector is not notified of any of this.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def _reset_all(stage: Stage, chance: Random) -> None:
 
 
 async def _sleep(stage: Stage, chance: Random) -> None:
-    """On a CPU no memory is given back, but every cache is emptied and the engine is told to wake up."""
+    """On a CPU no memory is given back, but every cache is emptied and the engine is woken up."""
     async with stage.closed(drained=True):
         await stage.post("/sleep?level=1&mode=wait")
         await stage.post("/wake_up")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an answer may be what it is. Pure logic: it is told what was asked, changed and answered, in this order.
+"""Whether an answer may be what it is. Pure logic: it is given what was asked, changed and answered, in this order.
 
 What is right comes from an engine without the cache: one answer for each (pictures, arguments, weights). Then:
 
@@ -74,12 +74,12 @@ class Verdict(enum.StrEnum):
     """As it may be."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Its server was killed on purpose, or told to abort it."""
+    """Its server was killed on purpose, or ordered to abort it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`how` is one of few words for a kind of wrong, `why` tells this one."""
+    """`how` is one of few words for a kind of wrong answer, `why` describes this one."""
 
     verdict: Verdict
     how: str = ""
@@ -116,7 +116,7 @@ class _Name:
 
 
 class Judge:
-    """For one thread. `rows` says how long a picture's output is under given arguments: [(picture, arguments)]."""
+    """For one thread. `rows` gives the length of a picture's output under given arguments: [(picture, arguments)]."""
 
     def __init__(self, right: Mapping[Question, Answer], rows: Mapping[tuple[int, str], int]) -> None:
         self._right = right
@@ -139,7 +139,7 @@ class Judge:
         life.weights = {weights}
 
     def cutting(self, life: Life) -> None:
-        """It is told to abort what is under way."""
+        """It is ordered to abort what is under way."""
         for ticket in life.under_way:
             ticket.cut = True
 
@@ -181,7 +181,7 @@ class Judge:
         return self._without_an_answer(ticket, problem)
 
     def forgotten(self, ticket: Ticket) -> None:
-        """The client has gone away itself, or the request is judged."""
+        """The client itself has left, or the request is judged."""
         ticket.life.under_way.discard(ticket)
 
     def may_be_refused(self, ticket: Ticket) -> bool:

@@ -101,7 +101,7 @@ class Footprint:
 
 
 def on_disk(folder: Path) -> list[str]:
-    """What is wrong with a folder that nobody writes to: temporaries, and an account that says something else. Links
+    """What is wrong with a folder that nobody writes to: temporaries, and an account of another total. Links
     that somebody planted are no entries."""
     entries = {path for path in folder.glob("*/??/*.safetensors") if path.is_file() and not path.is_symlink()}
     strangers = [path for path in folder.rglob("*") if not (path.is_dir() or path.is_symlink()) and path not in entries]
@@ -132,7 +132,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-# ---- what the kernel says
+# ---- what the kernel reports
 
 
 def processes_with(memory: set[int], command: bytes) -> list[int]:

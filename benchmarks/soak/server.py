@@ -64,12 +64,12 @@ FLAVOURS = (
 
 
 class ServerFailed(Exception):
-    """It did not start, or what it was told by its own interface it did not do."""
+    """It did not start, or did not do what its own interface was asked for."""
 
 
 @dataclass
 class Server:
-    """`model` is the folder of the checkpoint; `keys` are those of `ec:`. On the event loop's thread, where not said
+    """`model` is the folder of the checkpoint; `keys` are those of `ec:`. On the event loop's thread, if not stated
     otherwise."""
 
     number: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak has counted, and the one line that says it."""
+"""What a soak has counted, and the one line that reports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 _SHOWN = 4
-"""Of the wrong answers and failures, so many of each kind are told one by one."""
+"""Of the wrong answers and failures, so many of each kind are listed one by one."""
 
 
 @dataclass

@@ -38,7 +38,7 @@ class Truth:
     of_names: Mapping[tuple[str, str], str]
     """vLLM's own names for (a client's name, arguments)."""
     pictures: Sequence[int]
-    """Those that can be told from all others; of every size."""
+    """Those that can be told apart from all others; of every size."""
     small: Sequence[int]
     """Of these the ones of the most common size."""
     argued: Sequence[int]

@@ -214,7 +214,7 @@ class Scheduler:
         return self.live(identifier)
 
     def status(self) -> dict[str, Any]:
-        """What the store process tells whoever asks the host."""
+        """What the store process answers anyone on the host."""
         [status] = [status for status in engines() if status["engine"] == self.engine]
         return status
 
@@ -389,7 +389,7 @@ def stuck(path: Path) -> Iterator[Callable[[], None]]:
         path.unlink(missing_ok=True)
 
 
-# ---- what the kernel says
+# ---- what the kernel reports
 
 
 def process_state(pid: int) -> str:

@@ -98,7 +98,7 @@ def read_encodes(log: Path, rank: int | None = None) -> list[str]:
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What greedy decoding said: tokens, the logprob of each, and the time to the first, from arrival, in seconds."""
+    """Greedy decoding's output: tokens, the logprob of each, and the time to the first, from arrival, in seconds."""
 
     tokens: list[int]
     logprobs: list[float]

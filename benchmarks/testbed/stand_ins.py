@@ -33,7 +33,7 @@ PATIENCE_S = 20.0
 """By when something has to have come that should come at once; on a busy machine it may take its time."""
 
 SILENT: Any = SimpleNamespace(warning=lambda *_: None)
-"""A logger that says nothing."""
+"""A logger that logs nothing."""
 
 
 # ---- what vLLM hands to a connector
@@ -135,7 +135,7 @@ class VllmScheduler:
         self._output.total_num_scheduled_tokens -= 1
 
     def evict(self, *identifiers: str) -> None:
-        """vLLM needs the room in its own cache. The connector is told at the end of the pass."""
+        """vLLM needs the room in its own cache. The connector is notified at the end of the pass."""
         self.cached.difference_update(identifiers)
         self._output.free_encoder_mm_hashes.extend(identifiers)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 DEADLINE_S = 20.0
-"""By when a condition has to hold that should hold at once: a hang is a failure that says what it waited for. On a busy
-machine a process may take ten seconds to start."""
+"""By when a condition has to hold that should hold at once: a hang is a failure that names what it waited for. On a
+busy machine a process may take ten seconds to start."""
 
 T = TypeVar("T")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two data-parallel engines of one front end, as a process of its own: `python -m tests.engine.data_parallel DISK`.
 
-Both get the same two images at once, or, with a further argument, what this says: rounds of asks (see `Ask`) as JSON.
-Prints, as its last line, a JSON object: what each said, and each engine's status and arenas.
+Both get the same two images at once, or, with a further argument, what it lists: rounds of asks (see `Ask`) as JSON.
+Prints, as its last line, a JSON object: each output, and each engine's status and arenas.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
     )
     llm = AsyncLLM.from_engine_args(arguments)
 
-    async def said_to(ask: Ask) -> tuple[list[int], list[float]]:
+    async def answer_to(ask: Ask) -> tuple[list[int], list[float]]:
         name = f"{ask.rank}-{ask.prompt.images}-{ask.uuid}"
         rendered: Any = wording.render(ask.prompt)
         if ask.uuid is not None:
@@ -71,7 +71,7 @@ async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
             last = output_of(output)
         return last.tokens, last.logprobs
 
-    outputs = [said for asks in rounds for said in await asyncio.gather(*map(said_to, asks))]
+    outputs = [output for asks in rounds for output in await asyncio.gather(*map(answer_to, asks))]
     own = [status for status in engines() if status["engine"].startswith(f"{NAME}-{os.getpid()}")]
     found = {"outputs": outputs, "engines": own, "arenas": [arenas(status["pid"]) for status in own]}
     llm.shutdown()

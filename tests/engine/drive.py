@@ -153,7 +153,7 @@ def foreign_front_end() -> Iterator[None]:
 
 
 def chat_with_embeddings(engine: Engine, seed: int) -> Any:
-    """A chat of a picture and of embeddings that the client made itself: what the model said."""
+    """A chat with a picture and with embeddings that the client made itself: the model's output."""
     import base64
     import io
 

@@ -38,12 +38,12 @@ SEEN = Prompt(images=(1,), text="seen")
 
 
 class Reference:
-    """Engines without a connector, one a model and data type and each in one process, that say what is right."""
+    """Engines without a connector, one per model and data type and each in one process, for the right outputs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._engines: dict[tuple[str, str], EngineProcess] = {}
-        self._said: dict[tuple[str, str, Prompt, int], Output] = {}
+        self._outputs: dict[tuple[str, str, Prompt, int], Output] = {}
 
     def outputs(
         self, model: str, prompts: Sequence[Prompt], max_tokens: int, dtype: str = "float32", **arguments: Any
@@ -53,17 +53,17 @@ class Reference:
         def asked(prompt: Prompt) -> tuple[str, str, Prompt, int]:
             return model, dtype, prompt, max_tokens
 
-        unsaid = [prompt for prompt in dict.fromkeys(prompts) if asked(prompt) not in self._said]
-        if unsaid:
+        missing = [prompt for prompt in dict.fromkeys(prompts) if asked(prompt) not in self._outputs]
+        if missing:
             engine = self._engines.get((model, dtype))
             if engine is None:
                 folder = self._folder / f"{model}-{dtype}"
                 begin = warm_start.begin
                 engine = EngineProcess(model, Layout.ONE_PROCESS, folder=folder, begin=begin, dtype=dtype, **arguments)
                 self._engines[model, dtype] = engine
-            report = engine.do(Generate(tuple(unsaid), max_tokens, one_by_one=True))
-            self._said |= {asked(prompt): said for prompt, said in zip(unsaid, report.outputs, strict=True)}
-        return [self._said[asked(prompt)] for prompt in prompts]
+            report = engine.do(Generate(tuple(missing), max_tokens, one_by_one=True))
+            self._outputs |= {asked(prompt): output for prompt, output in zip(missing, report.outputs, strict=True)}
+        return [self._outputs[asked(prompt)] for prompt in prompts]
 
     def forget(self, model: str, dtype: str = "float32") -> None:
         """End an engine that nothing will be asked of for a while."""
@@ -170,7 +170,7 @@ class Rig:
             assert output.equals(right), f"{prompt}: {output}, without the cache {right}"
 
     def forget(self, noticed: bool = False) -> None:
-        """Empty vLLM's own encoder cache. vLLM tells the connector nothing: it notices when it is asked about an item
+        """Empty vLLM's own encoder cache. vLLM does not notify the connector: it notices when it is asked about an item
         that it took for cached, and has looked for none of these in the tiers before. `noticed`: it knows already.
         """
         if noticed:
@@ -187,13 +187,13 @@ class Rig:
         return [status for status in engines() if status["engine"].startswith(self.name)]
 
     def status(self) -> dict[str, Any]:
-        """As the store process tells whoever asks. The second answer is later than all that was told it before."""
+        """As the store process answers anyone. The second answer is later than all that it was sent before."""
         self.statuses()
         [status] = self.statuses()
         return status
 
     def settle(self) -> bool:
-        """Until the store process has nothing left to do; the next request's passes take in what it has said. False."""
+        """Until the store process has nothing left to do; the next request's passes take in what it has sent. False."""
         wait_until("the store process is at rest", lambda: self.status()["jobs"] == 0)
         self.ask(NOTHING)
         return False
@@ -231,7 +231,7 @@ class Rig:
     def scanned(self) -> None:
         wait_until("the folder is scanned", lambda: self.status()["scan_complete"])
 
-    # ---- what the kernel says
+    # ---- what the kernel reports
 
     def processes(self) -> dict[str, int]:
         """vLLM's processes by title, and the "store" process."""

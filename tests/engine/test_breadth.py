@@ -36,7 +36,9 @@ def prompts(model: str) -> tuple[tuple[Prompt, ...], int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "dtype"), CASES, ids=["-".join(case) for case in CASES])
-def test_encoded_once_and_loaded_by_a_new_process(model: str, dtype: str, tmp_path: Path, reference: Reference) -> None:
+def test_an_item_is_encoded_once_and_loaded_by_a_new_process(
+    model: str, dtype: str, tmp_path: Path, reference: Reference
+) -> None:
     """One after another, so that bf16 arithmetic is the same whenever an entry arrives."""
     asked, items = prompts(model)
     with Rig(model, Layout.ONE_PROCESS, tmp_path, reference, dtype=dtype) as rig:
@@ -51,8 +53,8 @@ def test_encoded_once_and_loaded_by_a_new_process(model: str, dtype: str, tmp_pa
 
 
 @pytest.mark.slow
-def test_embeddings_of_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
-    """vLLM takes them for the outputs of an encoder that does not run."""
+def test_embeddings_sent_by_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
+    """vLLM treats them as the outputs of an encoder that does not run."""
     chats = [Call("tests.engine.drive:chat_with_embeddings", {"seed": seed}) for seed in (1, 2, 1)]
     with EngineProcess(
         "llava", Layout.ONE_PROCESS, folder=tmp_path / "plain", dtype="float32", enable_prompt_embeds=True
@@ -60,22 +62,22 @@ def test_embeddings_of_the_client_pass_through_and_are_never_saved(tmp_path: Pat
         right = [plain.do(chat).value for chat in chats]
     with Rig("llava", Layout.ONE_PROCESS, tmp_path, reference, enable_prompt_embeds=True) as rig:
         reports = [rig.engine.do(chat) for chat in chats]
-        assert [report.value["tokens"] for report in reports] == [said["tokens"] for said in right]
+        assert [report.value["tokens"] for report in reports] == [output["tokens"] for output in right]
         assert len(set().union(*(report.encodes for report in reports))) == 4, "two pictures, two embeddings"
         rig.settle()
         assert len(rig.files()) == 2, "the pictures alone"
         assert rig.left_over() == {}
         rig.restart()
         reports = [rig.engine.do(chat) for chat in chats]
-        assert [report.value["tokens"] for report in reports] == [said["tokens"] for said in right]
+        assert [report.value["tokens"] for report in reports] == [output["tokens"] for output in right]
         assert len(set().union(*(report.encodes for report in reports))) == 2, "the embeddings alone"
         assert rig.counts()["loads_disk"] == 2
         assert rig.left_over() == {}
 
 
 @pytest.mark.slow
-def test_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
-    """Drafts by n-grams: the one proposer that runs on a CPU. What is drafted needs items a pass earlier."""
+def test_the_cache_works_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
+    """Drafts are made from n-grams, the only method that runs on a CPU. Drafting needs items one pass earlier."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     asked = (Prompt(images=(1,), text="la la la la la la"), Prompt(videos=(2,)), Prompt(images=(1, 3)))
     with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference, speculative_config=speculative) as rig:

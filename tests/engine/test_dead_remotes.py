@@ -45,7 +45,9 @@ def costs(rig: Rig) -> tuple[list[int], int, list[int]]:
     "same steps, encodes and counts as without it; no scheduling pass is deferred",
     engine="alive",
 )
-def test_a_remote_that_is_dead_from_the_start_costs_what_none_costs(tmp_path: Path, reference: Reference) -> None:
+def test_a_remote_that_is_dead_from_the_start_costs_no_more_than_having_none(
+    tmp_path: Path, reference: Reference
+) -> None:
     with redis_server(tmp_path / "redis") as server:
         server.kill()
         with engine(tmp_path / "with", reference, [server.url]) as rig:
@@ -66,7 +68,7 @@ def test_a_remote_that_is_dead_from_the_start_costs_what_none_costs(tmp_path: Pa
     recovery="it is written again",
     engine="alive",
 )
-def test_a_remote_that_dies_costs_nothing_once_that_is_seen(tmp_path: Path, reference: Reference) -> None:
+def test_a_remote_that_dies_costs_nothing_once_its_death_is_noticed(tmp_path: Path, reference: Reference) -> None:
     with redis_server(tmp_path / "redis") as server, engine(tmp_path / "disk", reference, [server.url]) as rig:
         rig.ask(Prompt(images=(next(_numbers),)))
         server.kill()

@@ -34,7 +34,7 @@ PATIENCE = {"LMCACHE_EC_LOAD_DEADLINE_MS": "10000", "LMCACHE_EC_START_TIMEOUT_S"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """It says what is right: no connector, and nobody else's pictures."""
+    """It gives the right answers: no connector, and nobody else's pictures."""
     with OpenAIServer(MODEL, tmp_path_factory.mktemp("plain")) as server:
         yield server
 
@@ -56,10 +56,10 @@ class Deployment:
     plain: OpenAIServer
 
     def asked(self, *pictures: Json, encodes: int | None, media: bool = False, **body: Any) -> None:
-        """Through a proxy: the answer is right, the producer encodes that much (None: whatever), the consumer
+        """Through a proxy: the answer is right, the producer encodes that many (None: any number), the consumer
         nothing."""
-        said = ask((self.media_proxy if media else self.proxy).url, *pictures, **body)
-        assert said.equals(self.plain.ask(*pictures, **body))
+        answer = ask((self.media_proxy if media else self.proxy).url, *pictures, **body)
+        assert answer.equals(self.plain.ask(*pictures, **body))
         encoded = self.producer.encoded()
         assert (encoded if encodes is not None else None, self.consumer.encoded()) == (encodes, 0)
 
@@ -115,7 +115,7 @@ def joined(
                 yield deployment
 
 
-def test_pictures_are_encoded_by_the_producer_alone(joined: Deployment, pictures: Pictures) -> None:
+def test_only_the_producer_encodes_pictures(joined: Deployment, pictures: Pictures) -> None:
     """One; the same one twice; three; an answer as a stream; by URL and sent along; named by the client."""
     urls = [image_part(pictures.put(f"{seed}.png", png(seed))) for seed in range(5)]
     joined.asked(urls[0], encodes=1)
@@ -127,7 +127,7 @@ def test_pictures_are_encoded_by_the_producer_alone(joined: Deployment, pictures
     joined.asked(urls[3], urls[0], encodes=0, stream=True)
 
 
-def test_arguments_of_the_processor_are_part_of_what_a_picture_is_named(joined: Deployment) -> None:
+def test_the_arguments_of_the_processor_are_part_of_a_pictures_name(joined: Deployment) -> None:
     one, others = image_part(20), (image_part(21), image_part(22))
     assert not joined.plain.ask(one).equals(joined.plain.ask(one, mm_processor_kwargs=LARGER))
     joined.asked(one, encodes=1)
@@ -139,7 +139,7 @@ def test_arguments_of_the_processor_are_part_of_what_a_picture_is_named(joined: 
     joined.asked(one, encodes=0, mm_processor_kwargs=LARGER)
 
 
-def test_media_that_the_proxy_leaves_as_they_are_are_not_encoded_either(joined: Deployment) -> None:
+def test_media_that_the_proxy_passes_on_are_not_encoded_by_the_consumer_either(joined: Deployment) -> None:
     """Neither side is given a name, so both name the picture by its content."""
     joined.asked(image_part(30), encodes=1, media=True)
     joined.asked(image_part(31), image_part(30), image_part(32), encodes=2, media=True)
@@ -162,10 +162,10 @@ def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
 
     def through_the_proxy(seed: int) -> bool:
         try:
-            said = ask(joined.proxy.url, image_part(seed))
+            answer = ask(joined.proxy.url, image_part(seed))
         except (Refused, OSError):
             return False
-        assert said.equals(joined.plain.ask(image_part(seed)))
+        assert answer.equals(joined.plain.ask(image_part(seed)))
         return True
 
     with ThreadPoolExecutor(4) as clients:
@@ -190,8 +190,10 @@ def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
     joined.asked(*(image_part(seed) for seed in range(71, 74)), encodes=None)
 
 
-def test_what_vouching_for_urls_means(joined: Deployment, pictures: Pictures) -> None:
-    """As both files say: a picture that is replaced behind its URL keeps being served as it was."""
+def test_a_picture_that_is_replaced_behind_a_vouched_url_is_served_as_it_was(
+    joined: Deployment, pictures: Pictures
+) -> None:
+    """As both files state: a picture that is replaced behind its URL is still served as it was."""
     url = image_part(pictures.put("vouched.png", png(80)))
     joined.asked(url, encodes=1)
     before = joined.plain.ask(url)
@@ -226,10 +228,10 @@ class Answers:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
 
-def test_the_proxy_takes_what_a_producer_says_of_a_video_with_its_sound(tmp_path: Path) -> None:
+def test_the_proxy_accepts_a_producers_announcement_of_a_video_with_its_sound(tmp_path: Path) -> None:
     """It keeps the video in the request. Both engines are stand-ins: no model that fits here takes the two together."""
-    told = announcement(("video", hashed_name(CLIENT, "1" * 64)), ("audio", hashed_name(CLIENT, "2" * 64)))
-    producer, consumer = Answers({"ec_transfer_params": told}), Answers({"choices": []})
+    announced = announcement(("video", hashed_name(CLIENT, "1" * 64)), ("audio", hashed_name(CLIENT, "2" * 64)))
+    producer, consumer = Answers({"ec_transfer_params": announced}), Answers({"choices": []})
     video = {"type": "video_url", "video_url": {"url": "http://host/video.mp4"}}
     with Proxy(tmp_path, producer.url, consumer.url) as proxy:
         request = chat(video, mm_processor_kwargs={"use_audio_in_video": True})
@@ -238,7 +240,7 @@ def test_the_proxy_takes_what_a_producer_says_of_a_video_with_its_sound(tmp_path
     assert consumer.asked[0]["messages"] == request["messages"]
 
 
-def test_as_shipped_no_picture_is_served_once_it_was_replaced_behind_its_url(
+def test_by_default_a_picture_is_no_longer_served_once_it_was_replaced_behind_its_url(
     plain: OpenAIServer, pictures: Pictures, tmp_path: Path
 ) -> None:
     """Names that the proxy gives stay in the producer's memory, so the consumer gets the media, and encodes them. With

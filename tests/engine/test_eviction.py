@@ -20,10 +20,11 @@ def crawled(round_: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize("policy", ["LRU", "cost"])
-def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
+def test_pictures_in_steady_use_survive_a_crawl_if_eviction_is_by_cost(
     policy: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """Between two uses of two pictures, five that nobody asks for again; there is room for five or six."""
+    """Two pictures in use, and between two uses of them five that are never asked for again: there is room
+    for five or six."""
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"ec:\n  max_local_cpu_size: {ARENA_FOR_SIX}\n  cache_policy: {policy}\n")
     with Rig(
@@ -46,10 +47,10 @@ def test_what_is_asked_for_again_and_again_outlives_a_crawl_if_costs_decide(
         assert rig.left_over() == {}
 
 
-def test_what_memory_has_dropped_comes_from_the_disk_once_vllm_has_emptied_its_own_cache(
+def test_entries_evicted_from_memory_come_from_the_disk_once_vllm_has_emptied_its_own_cache(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """The first request, too: nothing in vLLM tells a connector that its cache was emptied."""
+    """The first request, too: vLLM does not notify a connector that its cache was emptied."""
     keys = {"max_local_cpu_size": float(ARENA_FOR_SIX)}
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:
         assert rig.ask(*POPULAR, max_tokens=1) == len(POPULAR)

@@ -53,7 +53,7 @@ def served(folder: Path, disk: Path | None, **arguments: Any) -> OpenAIServer:
 
 
 class Right:
-    """What an engine without a cache says."""
+    """The outputs of an engine without a cache."""
 
     def __init__(self, reference: Reference) -> None:
         self._reference = reference
@@ -100,7 +100,7 @@ def lie(server: OpenAIServer, victim: str, right: Right) -> None:
     assert server.generate(features(server, 4, named=f"lmcache-ec/client:-:{victim}")).equals(right(4))
 
 
-def test_over_http_content_is_kept_and_a_lying_name_is_not(right: Right, tmp_path: Path) -> None:
+def test_over_http_pictures_named_by_content_are_kept_and_a_false_name_is_not(right: Right, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with served(tmp_path / "server", disk) as server:
         lie(server, digest(features(server, 1)), right)
@@ -115,7 +115,7 @@ def test_over_http_content_is_kept_and_a_lying_name_is_not(right: Right, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_what_clients_call_their_pictures_reaches_no_honest_request(flavour: str, right: Right, tmp_path: Path) -> None:
+def test_names_given_by_clients_affect_no_honest_request(flavour: str, right: Right, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     with served(tmp_path / "server", disk, **FLAVOURS[flavour]) as server:
         victim = digest(features(server, 1))
@@ -156,7 +156,7 @@ def test_salts_keep_names_apart(right: Right, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_api_processes_sign_what_they_spell(tmp_path: Path) -> None:
+def test_both_api_processes_sign_the_names_that_they_make(tmp_path: Path) -> None:
     disk, seeds = tmp_path / "disk", count(1)
     logged = {"environment": {"VLLM_LOGGING_LEVEL": "INFO"}, "enable_log_requests": True}
     asked: list[int] = []
@@ -195,7 +195,7 @@ def test_rendered_features_never_stand_in_for_another_pictures_pixels(right: Rig
 
 @pytest.mark.slow
 def test_prompts_of_tokens_and_prompts_that_were_rendered_before(tmp_path: Path, reference: Reference) -> None:
-    """In Python, where a prompt that this process has rendered keeps what is known of its media."""
+    """In Python, where a prompt that this process has rendered keeps what is known about its media."""
     picture, other = Prompt(images=(1,)), Prompt(images=(2,))
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference) as rig:
         [victim] = rig.play(Request(picture, tokens=True)).encodes
@@ -252,7 +252,7 @@ def test_data_parallel_engines_behind_one_front_end(tmp_path: Path, reference: R
 def test_a_front_end_that_is_started_elsewhere(
     package: bool, key: str, kept: int, right: Right, tmp_path: Path
 ) -> None:
-    """What it does not sign stays in memory, and one line says so."""
+    """What it does not sign stays in memory, and one line in the log says so."""
     disk = tmp_path / "disk"
     connector = {
         "ec_connector": "ECLMCacheConnector",

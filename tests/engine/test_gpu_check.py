@@ -33,7 +33,7 @@ def proves_what_it_is_there_for(found: dict[str, Any]) -> None:
     assert all(found[name]["tokens_equal"] and found[name]["ttft_ms_median"] > 0 for name in encodes)
 
 
-def test_an_engine_is_run_off_cold_repeated_and_restarted() -> None:
+def test_an_engine_is_run_without_the_cache_cold_repeated_and_restarted() -> None:
     found = model.run(MODEL, Engines({"V1": {}}, {"begin": warm_start.begin}), print)
     proves_what_it_is_there_for(found["V1"])
     assert model.is_right(found)
@@ -43,7 +43,7 @@ def test_an_engine_is_run_off_cold_repeated_and_restarted() -> None:
 @pytest.mark.slow
 @needs_v2_runner
 @pytest.mark.timeout(1200)  # nine engines, of which three import vLLM in each process
-def test_both_model_runners_are_run_behind_the_checks_of_the_card(capfd: pytest.CaptureFixture[str]) -> None:
+def test_both_model_runners_are_run_after_the_checks_of_the_card(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--card", "tests.cuda:stand_in_card", "--quick", "--model", MODEL]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert found["right"]
@@ -59,7 +59,7 @@ def test_an_engine_that_does_not_start_even_without_the_cache_is_not_run_and_pro
 
 
 @pytest.mark.slow
-def test_an_engine_that_fails_only_with_the_cache_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_only_with_the_cache_is_reported_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LMCACHE_EC_LOAD_DEADLINE_MS", "never")
     found = model.run(MODEL, Engines({"V1": {}}, {"begin": warm_start.begin}), print)
     assert "without the cache one starts" in str(found["V1"]["wrong"])

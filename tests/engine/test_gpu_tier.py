@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own cache in a real engine, evicted by vLLM's order or by ours, as `--ec-manager-config` says."""
+"""vLLM's own cache in a real engine, evicted in vLLM's order or in ours, as `--ec-manager-config` sets."""
 
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ def crawled(round_: int) -> list[Prompt]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("manager", ["vllm", "cost"])
-def test_the_cache_on_the_device_keeps_what_is_asked_for_again_and_again(
+def test_the_cache_on_the_device_keeps_pictures_in_steady_use(
     manager: str, layout: Layout, tmp_path: Path, reference: Reference
 ) -> None:
-    """Between two uses of two pictures, eight that nobody asks for again: neither the device nor the arena has room for
-    all ten. The outputs are those of an engine without a cache, which `ask` looks at."""
+    """Two pictures in use, and between two uses of them eight that are never asked for again: neither the device nor
+    the arena has room for all ten. `ask` checks that the outputs are those of an engine without a cache."""
     chosen: dict[str, Any] = {}
     if manager != "vllm":
         chosen["ec_manager_config"] = {"encoder_cache_manager_cls": MANAGER, "manager_config": {"policy": manager}}

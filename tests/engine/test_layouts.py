@@ -58,7 +58,7 @@ def images(*seeds: int, size: tuple[int, int] = (112, 112), text: str = "hello")
 
 
 def test_memory_follows_what_is_stored(rig: Rig) -> None:
-    """One arena an engine, whatever the number of its processes; pages come into being as entries do."""
+    """One arena per engine, whatever the number of its processes; its pages are allocated as entries are stored."""
     [(arena, before)] = rig.arenas().items()
     assert before == 0
     rig.ask(*(images(100 + number) for number in range(8)))
@@ -68,7 +68,7 @@ def test_memory_follows_what_is_stored(rig: Rig) -> None:
     assert counts["live_bytes"] <= rig.arenas()[arena] <= counts["live_bytes"] + 8 * 8192
 
 
-def test_encoded_once_then_from_memory(rig: Rig) -> None:
+def test_an_item_is_encoded_once_and_then_loaded_from_memory(rig: Rig) -> None:
     prompts = (images(200), Prompt(videos=(201,)), Prompt(images=(202,), videos=(203,)))
     assert rig.ask(*prompts) == 4
     before = rig.counts()
@@ -77,7 +77,7 @@ def test_encoded_once_then_from_memory(rig: Rig) -> None:
     assert rig.counts()["loads_cpu"] == before.get("loads_cpu", 0) + 4
 
 
-def test_one_new_image_in_two_concurrent_requests(rig: Rig) -> None:
+def test_one_new_image_in_two_concurrent_requests_is_encoded_once(rig: Rig) -> None:
     assert rig.ask(images(300), images(300, text="another question")) == 1
     rig.forget()
     before = rig.counts()
@@ -91,7 +91,7 @@ def test_two_images_in_one_prompt(rig: Rig) -> None:
     assert rig.ask(images(401, 400)) == 0
 
 
-def test_one_stored_and_one_new(rig: Rig) -> None:
+def test_beside_a_stored_image_only_the_new_one_is_encoded(rig: Rig) -> None:
     assert rig.ask(images(500)) == 1
     rig.settle()
     rig.forget()
@@ -110,7 +110,7 @@ def test_an_image_longer_than_a_prefill_chunk(rig: Rig) -> None:
 
 
 def test_preemption(rig: Rig) -> None:
-    """Blocks for one and a half of the two requests: one is preempted, and comes back."""
+    """There are KV blocks for one and a half of the two requests: one is preempted, and resumed."""
     pair = [Request(images(700 + number, text="x" * 130), max_tokens=60) for number in range(2)]
     new = rig.play(*pair)
     assert new.preemptions > 0
@@ -162,7 +162,7 @@ def test_abort_in_mid_prefill(rig: Rig) -> None:
 
 
 def test_a_first_seen_image_waits_for_nothing(rig: Rig) -> None:
-    """The folder is scanned, so that no tier can have it: no look-up, no deferred pass."""
+    """The folder has been scanned, so no tier can have it: there is no look-up and no deferred pass."""
     before = rig.counts()
     assert rig.ask(images(1100), images(1101, 1102), Prompt(videos=(1103,))) == 4
     after = rig.counts()
@@ -286,7 +286,7 @@ def test_nothing_accumulates(rig: Rig) -> None:
 
 
 def test_a_new_process_encodes_nothing(rig: Rig) -> None:
-    """Killed and started again, the engine loads all from disk, first the same prompts and then in other company."""
+    """Killed and started again, the engine loads all from disk, first for the same prompts and then beside others."""
     prompts = (images(1800), Prompt(videos=(1801,)), images(1802, 1803), images(1804, size=LARGE))
     files = len(rig.files())
     assert rig.ask(*prompts) == 5

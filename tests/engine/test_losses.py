@@ -25,7 +25,7 @@ NEW = Prompt(images=(4,))
     engine="restarted",
 )
 def test_a_restart_is_warm_though_the_folder_and_the_remote_were_emptied(tmp_path: Path, reference: Reference) -> None:
-    """Both are written again while other requests go on; what was encoded with the remote away reaches it, too."""
+    """Both are written again while other requests run. What was encoded while the remote was away reaches it, too."""
     with redis_server(tmp_path / "redis") as redis:
 
         def in_redis() -> int:

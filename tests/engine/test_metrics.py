@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's /metrics says is what has happened, whoever serves it and whatever has become of the store process."""
+"""vLLM's /metrics shows what has happened, whoever serves it and whatever has become of the store process."""
 
 import math
 import os
@@ -103,7 +103,7 @@ def kill_store(server: OpenAIServer) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_scraped_is_what_has_happened_and_a_store_process_killed_amid_it_changes_nothing(
+def test_scraped_metrics_match_what_has_happened_even_if_the_store_process_is_killed(
     tmp_path: Path,
 ) -> None:
     disk = tmp_path / "disk"
@@ -180,7 +180,7 @@ def test_several_front_ends_and_engines_count_everything_once(layout: dict[str, 
 
 @pytest.mark.slow
 def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_path: Path) -> None:
-    """In a real Prometheus, of an engine with a disk and a Redis, over two of its lives."""
+    """In a real Prometheus, for an engine with a disk and a Redis that is started twice."""
     with (
         redis_server(tmp_path / "redis") as redis,
         served(tmp_path / "server", tmp_path / "disk", remote_url=redis.url) as server,

@@ -49,15 +49,15 @@ def widths(engine: Engine) -> list[dict[str, int]]:
 
 
 def test_widths_are_known_before_anything_is_encoded(tmp_path: Path, reference: Reference) -> None:
-    """Four layers in a row, for each modality; what is not known is not saved."""
+    """Four layers in a row, for each modality. An output of unknown width is not saved."""
     with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference) as rig:
         known, measured = rig.engine.do(Call(f"{__name__}:widths", {})).value
         assert known == measured
         assert known.keys() == {"image", "video"}
 
 
-def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> None:
-    """vLLM would never load for it: the connector says that it is off, and does nothing."""
+def test_whisper_is_served_as_without_the_cache(tmp_path: Path, reference: Reference) -> None:
+    """vLLM would never load for it: the connector logs that it is off, and does nothing."""
     prompts = tuple(Prompt(audios=(number,), text="") for number in (1, 2))
     with Rig("whisper", Layout.ONE_PROCESS, tmp_path, reference) as rig:
         for _ in range(2):
@@ -66,9 +66,11 @@ def test_whisper_is_served_as_without(tmp_path: Path, reference: Reference) -> N
         assert not rig.disk.exists()
 
 
-def test_switched_off(tmp_path: Path, reference: Reference) -> None:
-    """`ec.enabled: false`: outputs are right, and of the cache there is nothing: no arena, store process, link or
-    folder. Switched on, vLLM's processes have the links, and no other socket or file more.
+def test_a_cache_that_is_switched_off_leaves_no_trace_and_outputs_are_right(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """`ec.enabled: false`: outputs are right, and there is nothing of the cache: no arena, store process, link or
+    folder. Switched on, vLLM's processes have the links in addition, and no other socket or file.
     """
     prompts = (Prompt(images=(1, 2)), Prompt(videos=(3,)))
     unknown = Request(Prompt(images=(4,)), uuids=("never seen",), grid=(1, 8, 8))

@@ -19,7 +19,7 @@ SAME_PIXELS = {"do_convert_rgb": True}
 """Arguments of the processor that change nothing: vLLM hashes them together with the name."""
 
 
-def test_what_a_client_calls_its_picture_reaches_no_other_request_and_no_other_engine(
+def test_a_name_given_by_a_client_affects_no_other_request_and_no_other_engine(
     tmp_path: Path, reference: Reference
 ) -> None:
     url = hashlib.sha256(b"https://host/today.png").hexdigest()
@@ -58,7 +58,7 @@ def test_what_a_client_calls_its_picture_reaches_no_other_request_and_no_other_e
         assert rig.left_over() == {}
 
 
-def test_without_digests_what_a_client_names_is_kept_and_what_vllm_counts_is_not(
+def test_without_digests_pictures_named_by_clients_are_kept_and_those_numbered_by_vllm_are_not(
     tmp_path: Path, reference: Reference
 ) -> None:
     """Prefix caching and processor cache are both off."""
@@ -86,7 +86,7 @@ def test_without_digests_what_a_client_names_is_kept_and_what_vllm_counts_is_not
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persist", [False, True], ids=["in memory", "persisted"])
-def test_a_clients_own_names_leave_memory_only_where_the_operator_vouches_for_them(
+def test_entries_under_a_clients_own_names_leave_memory_only_if_the_operator_vouches_for_them(
     persist: bool, tmp_path: Path, reference: Reference
 ) -> None:
     """Tenants' names stay apart either way."""
@@ -110,10 +110,12 @@ def test_a_clients_own_names_leave_memory_only_where_the_operator_vouches_for_th
 
 
 @pytest.mark.slow
-def test_one_name_for_pictures_of_two_sizes_in_turn(tmp_path: Path, reference: Reference) -> None:
+def test_a_name_used_for_pictures_of_two_sizes_keeps_the_entry_that_was_stored_first(
+    tmp_path: Path, reference: Reference
+) -> None:
     """What was stored first has the name: the other is encoded each time, and nothing is deleted or written for it.
 
-    Without vLLM's processor cache, which would take the one for the other by their name.
+    Without vLLM's processor cache, which would confuse the two because of their name.
     """
     small = Request(Prompt(images=(1,), size=(112, 112)), uuids=("one name",))
     large = Request(Prompt(images=(2,), size=(224, 112)), uuids=("one name",))

@@ -39,7 +39,7 @@ def victim(*seeds: int, aborted: int | None = None) -> Request:
 
 
 def test_preempted_in_the_step_that_loads(rig: Rig) -> None:
-    """The load goes out although its request does not: vLLM takes the item for cached from now on."""
+    """The load is sent although its request is not: vLLM counts the item as cached from now on."""
     assert rig.ask(images(1, 2, size=LARGE), images(3, 4, size=LARGE)) == 4
     rig.settle()
     rig.forget()
@@ -76,9 +76,9 @@ def test_a_zero_token_pass_between_reservation_and_copy(rig: Rig) -> None:
     assert not stored.encodes
 
 
-def test_a_save_that_found_no_room_is_made_up_for(tmp_path: Path, reference: Reference) -> None:
+def test_a_save_that_found_no_room_is_done_later(tmp_path: Path, reference: Reference) -> None:
     """An arena for two entries, held by a store process that is stopped: the third is not saved, but it is hot, and
-    vLLM's own cache spares its encode until the engine is started again.
+    vLLM's own cache saves its encode until the engine is started again.
     """
     keys = {**KEYS, "max_local_cpu_size": 0.000105}
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:

@@ -16,8 +16,8 @@ HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handle
 COMMAND = [sys.executable, "-c", f"{HANDLED}; from lmcache_ec.cli import main; main()"]
 
 
-def test_what_an_engine_was_asked_for_is_a_trace_that_plan_replays(tmp_path: Path, reference: Reference) -> None:
-    """Five pictures before, so that encodes have been measured. Then two, one of them twice, in their order."""
+def test_a_recording_of_an_engine_is_a_trace_that_plan_replays(tmp_path: Path, reference: Reference) -> None:
+    """First five pictures, so that encodes have been measured. Then two, one of them twice, in their order."""
     file = tmp_path / "trace.csv"
     prompts = [Prompt(images=(seed,)) for seed in range(7)]
     with Rig("gemma3", Layout.MULTI_PROCESS, tmp_path, reference) as rig:

@@ -62,7 +62,7 @@ def test_a_replica_is_warm_from_its_first_request(stores: Stores, tmp_path: Path
 
 
 def test_a_producer_and_a_consumer_on_two_hosts(stores: Stores, tmp_path: Path, reference: Reference) -> None:
-    """No folder is shared, and the consumer has never seen a width. The producer's answer says that all is stored."""
+    """No folder is shared, and the consumer has never seen a width. The producer answers that all is stored."""
 
     def engine(role: str) -> Rig:
         connector, keys = {"ec_role": f"ec_{role}"}, {"remotes": stores.urls}

@@ -26,13 +26,13 @@ def an_engine(role: str, tmp_path: Path, reference: Reference, disk: Path, **cha
     return Rig(MODEL, Layout.MULTI_PROCESS, tmp_path / role, reference, disk=disk, connector=connector, **changes)
 
 
-def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Reference) -> None:
-    """The consumer is told no widths, encodes itself what nobody has stored, and never writes."""
+def test_a_consumer_loads_what_a_producer_encodes(tmp_path: Path, reference: Reference) -> None:
+    """The consumer is given no widths, encodes what nobody has stored itself, and never writes."""
     disk = tmp_path / "disk"
     with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
         report = producer.engine.do(Generate(PROMPTS, 1))
         assert producer.encodes(report.encodes) == ITEMS
-        assert len(producer.files()) == ITEMS, "a producer's answer says that its entries can be fetched"
+        assert len(producer.files()) == ITEMS, "once a producer has answered, its entries can be fetched"
         namespace = producer.status()["namespace"]
         assert producer.engine.do(Generate(PROMPTS, 1)).encodes == []
         assert len(producer.files()) == ITEMS
@@ -46,13 +46,13 @@ def test_what_a_producer_encodes_a_consumer_loads(tmp_path: Path, reference: Ref
         assert len(consumer.files()) == ITEMS
 
 
-def test_a_producer_encodes_nothing_that_is_stored_and_all_that_is_not(tmp_path: Path, reference: Reference) -> None:
+def test_a_producer_encodes_all_that_is_not_stored_and_nothing_else(tmp_path: Path, reference: Reference) -> None:
     """Started again on the same pictures it encodes nothing. vLLM counts what was skipped as cached; if it is lost
     from the folder then, it is encoded all the same, and no answer promises what is not there."""
     disk, requests = tmp_path / "disk", [Request(prompt, max_tokens=1) for prompt in PROMPTS]
 
     def asked(producer: Rig) -> int:
-        """How many items were encoded; every answer says of each that it can be fetched, and it can."""
+        """How many items were encoded; every answer promises each of them, and each can be fetched."""
         played = producer.play(*requests, compare=False)
         items = [item for ending in played.endings for item in (ending.ec_transfer_params or {}).values()]
         assert (len(items), all(item["metadata"] for item in items)) == (ITEMS, True)
@@ -81,17 +81,17 @@ def test_a_producer_encodes_nothing_that_is_stored_and_all_that_is_not(tmp_path:
 
 
 def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path, reference: Reference) -> None:
-    """An encode-prefill-decode proxy passes on what the producer's answer says, and leaves the picture out."""
+    """An encode-prefill-decode proxy passes on what the producer's answer announces, and leaves the picture out."""
     disk, picture = tmp_path / "disk", Prompt(images=(1,))
     with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
         [ending] = producer.play(Request(picture, max_tokens=1), compare=False).endings
-    told = ending.ec_transfer_params
-    assert told is not None
-    [(identifier, item)] = told.items()
+    announced = ending.ec_transfer_params
+    assert announced is not None
+    [(identifier, item)] = announced.items()
     grid = item["metadata"]["image_grid_thw"]
     waits = {"load_deadline_ms": 4000}  # as long as the consumer waits for what nobody has stored
     with an_engine("consumer", tmp_path, reference, disk, keys=waits) as consumer:
-        bare = Request(picture, uuids=(identifier,), grid=tuple(grid), ec_transfer_params=told)
+        bare = Request(picture, uuids=(identifier,), grid=tuple(grid), ec_transfer_params=announced)
         played = consumer.play(bare)
         assert ([ending.reason for ending in played.endings], played.encodes) == (["length"], [])
         unheard = {"f" * 64: item}

@@ -25,7 +25,7 @@ def lists_entries(request: Request) -> bool:
     return "list-type=2" in request.path and ".catalog" not in request.path
 
 
-def test_replicas_with_a_catalog_share_what_they_encode_and_ask_for_nothing_that_is_new(
+def test_replicas_with_a_catalog_share_entries_and_never_look_up_new_pictures(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with seaweed(tmp_path / "s3") as s3, s3_front(int(s3.endpoint.rpartition(":")[2])) as front:
@@ -48,7 +48,7 @@ def test_replicas_with_a_catalog_share_what_they_encode_and_ask_for_nothing_that
                 wait_until("one has read it", lambda: one.status()["store"]["s3_listed"] >= ITEMS)
                 front.seen.clear()
                 assert two.ask(NEW) == 1
-                wait_until("two has told of it", lambda: any("/delta/" in one.path for one in front.seen))
+                wait_until("two has announced it", lambda: any("/delta/" in one.path for one in front.seen))
                 [name] = [each.path for each in front.seen if each.method == "PUT" and ".safetensors" in each.path]
                 about_it = [each.method for each in front.seen if each.path == name]
                 assert about_it == ["HEAD", "PUT"], "a write, and nothing before it"
@@ -56,7 +56,7 @@ def test_replicas_with_a_catalog_share_what_they_encode_and_ask_for_nothing_that
                 def one_knows() -> bool:
                     return any("/delta/" in each.path and each.method == "GET" for each in front.seen)
 
-                wait_until("one has heard of it", one_knows)
+                wait_until("one has read the announcement", one_knows)
                 wait_until("it is counted", lambda: one.status()["store"]["s3_listed"] > ITEMS)
                 assert one.ask(NEW) == 0
                 assert not any(map(lists_entries, front.seen))

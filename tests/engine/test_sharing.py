@@ -53,7 +53,7 @@ def test_two_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Refe
 
 
 def test_data_parallel_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Reference) -> None:
-    """They share an `engine_id`, and each has a name, a store process and an arena of its own."""
+    """They share an `engine_id`, but each has its own name, store process and arena."""
     log, disk = tmp_path / "encodes", tmp_path / "disk"
     done = subprocess.run(
         [sys.executable, "-m", "tests.engine.data_parallel", str(disk)],

@@ -91,7 +91,7 @@ def waited(rig: Rig, prompt: Prompt) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("answer_s", [0.2, 2.0])
-def test_a_first_seen_image_waits_for_no_step_and_a_stored_one_alone_for_its_load(
+def test_a_new_image_waits_for_no_step_and_a_stored_one_waits_only_for_its_load(
     store: Store, tmp_path: Path, reference: Reference, answer_s: float
 ) -> None:
     with replica(store, tmp_path, reference) as rig:
@@ -121,7 +121,7 @@ def test_a_first_seen_image_waits_for_no_step_and_a_stored_one_alone_for_its_loa
     recovery="the late answer was taken in",
     engine="alive",
 )
-def test_who_waits_is_let_go_at_the_deadline(store: Store, tmp_path: Path, reference: Reference) -> None:
+def test_a_waiting_request_is_released_at_the_deadline(store: Store, tmp_path: Path, reference: Reference) -> None:
     """Whether the store is not known yet (nothing is listed), or has the image and does not deliver it in time."""
     with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
         wait_until("it is listed", lambda: store.name == "redis" or rig.status()["scan_complete"])
@@ -142,10 +142,10 @@ def test_who_waits_is_let_go_at_the_deadline(store: Store, tmp_path: Path, refer
     recovery="the late answers were taken in",
     engine="alive",
 )
-def test_a_new_replica_of_a_slow_store_is_let_go_at_the_deadline(
+def test_a_request_to_a_new_replica_of_a_slow_store_is_released_at_the_deadline(
     store: Store, tmp_path: Path, reference: Reference
 ) -> None:
-    """From the first request on, whatever the store process has been able to find out until then."""
+    """From the first request on, whatever the store process has learned by then."""
     store.between.delay_s = 2.0
     with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
         for number, prompt in enumerate((*STORED, new(), new())):

@@ -38,7 +38,7 @@ def forget_payloads(engine: object) -> None:
     "runner",
     [pytest.param({}, id="v1"), pytest.param(ENVIRONMENT, id="v2", marks=[pytest.mark.slow, needs_v2_runner])],
 )
-def test_a_load_that_fails_of_what_cannot_be_encoded_ends_its_request_and_never_the_engine(
+def test_a_failed_load_of_an_item_without_media_fails_its_request_and_never_the_engine(
     tmp_path: Path, reference: Reference, runner: dict[str, str]
 ) -> None:
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, environment=runner) as rig:

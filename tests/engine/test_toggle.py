@@ -35,12 +35,12 @@ def lmcache_file(folder: Path, text: str) -> dict[str, str]:
 
 
 def test_a_file_for_kv_alone_gives_safe_defaults_and_no_second_pool(tmp_path: Path, reference: Reference) -> None:
-    """Places are inherited, budgets are not: LMCache's 20 GiB for KV are not taken once more."""
+    """Locations are inherited, budgets are not: LMCache's 20 GiB for KV are not allocated a second time."""
     environment = lmcache_file(tmp_path, KV_ONLY)
-    nothing_said: dict[str, Any] = {"ec_connector_extra_config": {}}
+    no_keys: dict[str, Any] = {"ec_connector_extra_config": {}}
     disk = tmp_path / "kv" / "encoder-cache"
     with Rig(
-        MODEL, Layout.ONE_PROCESS, tmp_path, reference, disk=disk, environment=environment, connector=nothing_said
+        MODEL, Layout.ONE_PROCESS, tmp_path, reference, disk=disk, environment=environment, connector=no_keys
     ) as rig:
         assert rig.ask(*PROMPTS) == ITEMS
         assert rig.counts()["capacity_bytes"] == 2 * GIB
@@ -68,8 +68,8 @@ def test_every_source_of_the_configuration_can_switch_it_off(where: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", [EXAMPLE_KV, LMCACHE_KV], ids=lambda kv: kv["kv_connector"])
-def test_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
-    """Both read one file and serve one engine; neither keeps the other from a warm restart."""
+def test_the_cache_works_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+    """Both read one file and serve one engine; neither prevents a warm restart of the other."""
     stored = {"shared_storage_path": str(tmp_path / "kv")} if kv is EXAMPLE_KV else {}
     environment = lmcache_file(tmp_path, "chunk_size: 16\nlocal_cpu: true\nmax_local_cpu_size: 0.1\nec: {{}}\n")
     transfer = {**kv, "kv_connector_extra_config": stored}
@@ -85,7 +85,7 @@ def test_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Re
 
 
 @pytest.mark.slow
-def test_what_kv_covers_is_not_loaded(tmp_path: Path, reference: Reference) -> None:
+def test_an_image_whose_kv_is_cached_is_not_loaded(tmp_path: Path, reference: Reference) -> None:
     """A restarted engine finds the KV of the whole prompt but its last tokens: nobody asks for the image. With another
     text before it the KV is of no use, and the image is loaded."""
     covered = Prompt(images=(3,), text="and a text that is longer than a block " * 2)

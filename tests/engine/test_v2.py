@@ -54,7 +54,7 @@ def fail_loads(engine: object) -> None:
     side._copier.load = broken
 
 
-def test_what_cannot_be_loaded_is_encoded_in_the_same_step(tmp_path: Path, reference: Reference) -> None:
+def test_an_item_that_cannot_be_loaded_is_encoded_in_the_same_step(tmp_path: Path, reference: Reference) -> None:
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, environment=ENVIRONMENT) as rig:
         rig.scanned()
         assert rig.ask(image(1, 2)) == 2
@@ -69,7 +69,7 @@ def test_what_cannot_be_loaded_is_encoded_in_the_same_step(tmp_path: Path, refer
 
 
 @pytest.mark.slow
-def test_the_same_over_several_processes(tmp_path: Path, reference: Reference) -> None:
+def test_items_are_encoded_once_and_loaded_over_several_processes(tmp_path: Path, reference: Reference) -> None:
     with Rig(MODEL, Layout.MULTI_PROCESS, tmp_path, reference, environment=ENVIRONMENT) as rig:
         rig.scanned()
         assert rig.ask(image(1, 2), image(3)) == 3

@@ -99,10 +99,10 @@ def build(tmp_path: Path, reference: Reference, twin: EngineProcess) -> Iterator
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whenever_vllms_caches_are_reset_new_weights_encode_anew_and_leave_nothing_on_disk(
+def test_new_weights_encode_again_and_leave_nothing_on_disk_whenever_vllms_caches_are_reset(
     layout: Layout, build: Build
 ) -> None:
-    """First calls that change nothing of the encoder: P1 stays where it is."""
+    """First calls that do not change the encoder: the entry of P1 stays where it is."""
     engine = build(layout)
     assert engine.ask(P1) == 1
     stored = engine.rig.files()
@@ -130,10 +130,10 @@ def test_whenever_vllms_caches_are_reset_new_weights_encode_anew_and_leave_nothi
     assert engine.ask(P2, P3) == 2
 
 
-def test_weights_that_are_loaded_again_are_the_same_and_another_checkpoints_are_not(
+def test_reloading_the_same_weights_keeps_the_entries_and_another_checkpoint_does_not(
     build: Build, tmp_path: Path
 ) -> None:
-    """By vLLM's own method. On CPU it packs the tower's linear layers out of sight: only these differ here."""
+    """By vLLM's own method. On a CPU it packs the tower's linear layers out of reach: only these differ here."""
     engine = build()
     assert engine.ask(P1) == 1
     own, other = str(model_path(MODEL)), tmp_path / "other" / MODEL
@@ -146,8 +146,8 @@ def test_weights_that_are_loaded_again_are_the_same_and_another_checkpoints_are_
     assert len(engine.rig.files()) == 1
 
 
-def test_updated_weights_that_may_persist_have_a_namespace_by_their_digest(build: Build) -> None:
-    """Back at the weights of the checkpoint the engine finds what it had stored for them."""
+def test_updated_weights_that_may_persist_have_a_namespace_made_from_their_digest(build: Build) -> None:
+    """Once the weights of the checkpoint are back, the engine finds what it had stored for them."""
     engine = build(persist_updated_weights=True)
     assert engine.ask(P1) == 1
     start = engine.rig.status()["namespace"]
@@ -193,7 +193,7 @@ def test_a_version_names_the_weights_that_it_is_set_for_and_no_others(build: Bui
     assert engine.rig.status()["namespace"] == named
 
 
-def test_writers_past_all_calls_are_seen_before_an_entry_is_copied(build: Build) -> None:
+def test_weight_writes_that_bypass_all_calls_are_noticed_before_an_entry_is_copied(build: Build) -> None:
     """By the model's `load_weights` at once; by hand in the next step that copies, if the last look is old enough."""
     engine = build(weights_check_s=0.001)
     assert engine.ask(P1) == 1

@@ -57,6 +57,6 @@ def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_pat
     name, version, file = run(str(python), "-c", FOUND, folder=tmp_path).splitlines()[-1].split()
     assert (name, version) == ("ECLMCacheConnector", __version__)
     assert Path(file).is_relative_to(site)
-    said = run(str(venv / "bin" / "lmcache-ec"), "doctor", folder=tmp_path)
-    assert "lmcache_ec.adapters.vllm.plugin:register" in said
-    assert __version__ in said
+    report = run(str(venv / "bin" / "lmcache-ec"), "doctor", folder=tmp_path)
+    assert "lmcache_ec.adapters.vllm.plugin:register" in report
+    assert __version__ in report

@@ -19,4 +19,4 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     with EngineProcess(MODEL, Layout.ONE_PROCESS, folder=folder / "engine", begin=warm_start.begin) as engine:
         revealed = engine.do(Call("tests.faults.inside:reveal", asked)).value
     identifiers = {seed: identifier for seed, identifier, _ in revealed}
-    return Truth(folder, identifiers, {seed: msgspec.convert(said, Output) for seed, _, said in revealed})
+    return Truth(folder, identifiers, {seed: msgspec.convert(output, Output) for seed, _, output in revealed})

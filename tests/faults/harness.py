@@ -164,7 +164,7 @@ class Served:
         """A scheduling pass without a picture."""
         self.engine.do(Generate((_QUIET,), 1))
 
-    # ---- what the store process says
+    # ---- what the store process reports
 
     def status(self) -> dict[str, Any] | None:
         """None while no store process of this engine answers."""
@@ -283,7 +283,7 @@ class Traces:
         """Every process has ended by itself; no socket, no memory, no temporary is left."""
         wait_until(f"{self.running()} have ended", lambda: not self.running())
         # A process counts as ended once its first thread has; what it held goes with its last one.
-        wait_until("sockets and memory are gone", lambda: not self.sockets() and not self.holders())
+        wait_until("no socket and no memory is left", lambda: not self.sockets() and not self.holders())
         assert not list(Path("/dev/shm").glob("lmcache*"))
         assert not temporaries(self.disk)
 

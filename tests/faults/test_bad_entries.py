@@ -48,11 +48,11 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     recovery="all is written",
     engine="alive",
 )
-def test_a_file_damaged_before_or_after_it_was_found_is_a_miss_and_then_a_good_file(served: Served) -> None:
+def test_a_file_damaged_before_or_after_it_was_found_is_a_miss_and_is_replaced_by_a_good_one(served: Served) -> None:
     assert served.ask(GOOD[0]) == set()
     truncate(served.truth.path(served.disk, LATE_TRUNCATED))
     flip(served.truth.path(served.disk, LATE_FLIPPED), 5000)
-    served.truth.path(served.disk, LATE_DELETED).unlink()  # the presence filter says it is there
+    served.truth.path(served.disk, LATE_DELETED).unlink()  # the presence filter still has it
     damaged = {*BEFORE, *LATE}
     assert served.ask(*sorted(damaged)) == damaged
     served.until("all is written", lambda book, _: book["writes"] == len(damaged))
@@ -68,7 +68,7 @@ def test_a_file_damaged_before_or_after_it_was_found_is_a_miss_and_then_a_good_f
 @pytest.mark.fault(
     "a load fails", "worker", "encoded in the same step; no pin is left", recovery="nothing is held", engine="alive"
 )
-def test_a_load_that_fails_is_an_encode_and_leaves_no_pin(served: Served) -> None:
+def test_a_load_that_fails_is_replaced_by_an_encode_and_leaves_no_pin(served: Served) -> None:
     served.ask(*GOOD)
     before = served.settle()
     fault = served.fail_next_load()

@@ -44,7 +44,7 @@ def entries_in(server: RedisServer) -> int:
     engine="exited cleanly",
     outputs=False,
 )
-def test_what_was_handed_over_arrives_and_nothing_stays_behind(tmp_path: Path) -> None:
+def test_entries_that_were_handed_over_are_stored_and_nothing_is_left_behind(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis") as server, relay(server.port) as slow:
         connector = {
             "ec_connector": "ECLMCacheConnector",

@@ -28,8 +28,8 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     recovery="nothing is held",
     engine="alive",
 )
-def test_a_place_whose_copy_is_held_is_nobody_elses_though_the_request_is_aborted(served: Served) -> None:
-    """The store process is stopped as well: it sees a place only after everybody has copied who believes to own it."""
+def test_a_place_is_not_reused_while_its_copy_is_held_even_if_the_request_is_aborted(served: Served) -> None:
+    """The store process is stopped as well: it sees a place only after everybody who believes to own it has copied."""
     before = served.settle()
     with stopped(served.store_pid()):
         with served.copies_held():
@@ -51,8 +51,8 @@ def test_a_place_whose_copy_is_held_is_nobody_elses_though_the_request_is_aborte
     recovery="its write is over",
     engine="alive",
 )
-def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_saves(served: Served) -> None:
-    """Full of places that are not sealed yet: requests are served right, saves are dropped, counted and made up for."""
+def test_an_arena_full_of_unsealed_entries_costs_no_more_than_saves(served: Served) -> None:
+    """No place is sealed yet: requests are served correctly, and saves are dropped, counted and done later."""
     pictures = range(30, 30 + 3 * ROOM)
     before = served.settle()
     with stopped(served.store_pid()):
@@ -74,7 +74,7 @@ def test_an_arena_that_only_the_store_process_could_empty_costs_no_more_than_sav
     engine="alive",
 )
 def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(truth: Truth, tmp_path: Path) -> None:
-    """Entries beyond the budget of unwritten ones are evicted; nobody may still be about to write from their places."""
+    """Entries beyond the budget for unwritten ones are evicted: no write may still be pending from their places."""
     obstacle = tmp_path / "disk" / NAMESPACE / ".tmp" / "stuck"
     pictures = range(1, 1 + 6 * ROOM)
     with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:
@@ -98,8 +98,8 @@ def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_byte
     recovery="nothing is owed",
     engine="alive",
 )
-def test_saves_owed_of_tensors_that_vllm_has_given_up_are_let_go(truth: Truth, tmp_path: Path) -> None:
-    """vLLM's cache was emptied: there is nothing left to copy, and no pass may try again or evict for it."""
+def test_pending_saves_of_tensors_that_vllm_has_dropped_are_forgotten(truth: Truth, tmp_path: Path) -> None:
+    """vLLM's cache was emptied: there is nothing left to copy, and no pass may retry or evict for it."""
     with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:
         with stopped(served.store_pid()):
             served.ask(*range(1, 1 + 3 * ROOM), together=True)

@@ -27,7 +27,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.mark.fault("a load fails in another process", "worker", "encoded in the same step", engine="alive")
-def test_a_load_that_fails_in_the_worker_is_an_encode(served: Served) -> None:
+def test_a_load_that_fails_in_the_worker_is_replaced_by_an_encode(served: Served) -> None:
     served.ask(11)
     served.settle()
     fault = served.fail_next_load()
@@ -37,7 +37,7 @@ def test_a_load_that_fails_in_the_worker_is_an_encode(served: Served) -> None:
     assert served.settle()["loads_failed"] == 1
 
 
-def test_copies_held_in_another_process_hold_their_places(served: Served) -> None:
+def test_places_are_not_reused_while_their_copies_are_held_in_another_process(served: Served) -> None:
     with stopped(served.store_pid()):
         with served.copies_held():
             assert served.engine.do(Call("tests.faults.inside:abort_after_first_token", {"seed": 1})).value
@@ -48,7 +48,7 @@ def test_copies_held_in_another_process_hold_their_places(served: Served) -> Non
 
 
 def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
-    """The others follow it: by vLLM's doing, and although the store process is held. The front end stays to be told."""
+    """vLLM ends the others, although the store process is held. The front end stays until it is closed."""
     traces = Traces(served)
     others = {name: pid for name, pid in served.engine.processes().items() if name.startswith("VLLM::")}
     [victim] = [pid for name, pid in others.items() if name.startswith(title)]
@@ -68,7 +68,7 @@ def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
     "vLLM ends the engine; saves already handed over are written",
     engine="ended by vLLM",
 )
-def test_the_worker_is_killed(served: Served) -> None:
+def test_entries_handed_over_are_written_if_the_worker_is_killed(served: Served) -> None:
     dies_and_leaves_its_entry(served, "VLLM::Worker", 20)
 
 
@@ -78,7 +78,7 @@ def test_the_worker_is_killed(served: Served) -> None:
     "the engine ends; saves already handed over are written",
     engine="ended",
 )
-def test_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
+def test_entries_handed_over_are_written_if_the_engine_core_is_killed(truth: Truth, tmp_path: Path) -> None:
     with Served(truth, tmp_path, Layout.MULTI_PROCESS) as served:
         dies_and_leaves_its_entry(served, "VLLM::EngineCore", 20)
 
@@ -155,7 +155,7 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
     engine="alive",
 )
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:
-    """Both ranks encode then, or the encoder's collectives would hang."""
+    """Then both ranks encode: otherwise the encoder's collectives would hang."""
     disk = tmp_path / "disk"
     truth.store(disk, [1, 2])
     with Served(truth, tmp_path, Layout.TP2) as served:

@@ -19,7 +19,9 @@ from tests.faults.harness import Served, Truth
     "only that request fails",
     engine="alive",
 )
-def test_it_fails_alone_with_the_store_process_stopped_or_dead(truth: Truth, tmp_path: Path) -> None:
+def test_a_metadata_only_request_fails_alone_with_the_store_process_stopped_or_dead(
+    truth: Truth, tmp_path: Path
+) -> None:
     picture = Generate((Prompt(images=(1,)),), 4)
     with Served(truth, tmp_path, model="qwen3vl", load_deadline_ms=500, store_timeout_s=600) as served:
         [expected] = served.engine.do(picture).outputs

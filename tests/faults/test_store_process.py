@@ -40,7 +40,7 @@ def written(served: Served) -> None:
     recovery="nothing is held",
     engine="alive",
 )
-def test_a_stopped_store_process_costs_a_bounded_wait_and_all_is_back_when_it_goes_on(served: Served) -> None:
+def test_a_stopped_store_process_costs_a_bounded_wait_and_all_works_again_once_it_resumes(served: Served) -> None:
     first, *others = KNOWN
     with stopped(served.store_pid()):
         assert served.ask(first) == {first}  # asked for, waited for, encoded
@@ -128,10 +128,10 @@ def test_a_disk_that_fills_up_or_disappears_costs_only_the_writes(served: Served
     recovery="it is killed and replaced",
     engine="alive",
 )
-def test_a_store_process_killed_or_left_stopped_is_replaced_and_what_is_owed_is_written(
+def test_a_store_process_killed_or_left_stopped_is_replaced_and_pending_entries_are_written(
     truth: Truth, tmp_path: Path
 ) -> None:
-    """Nothing is encoded twice for it: what was not sealed is copied again, from vLLM's own cache."""
+    """Nothing is encoded twice because of it: what was not sealed is copied again, from vLLM's own cache."""
     with Served(truth, tmp_path, store_timeout_s=2) as served:
         with stuck(served.disk / NAMESPACE / ".tmp" / "stuck"):
             assert served.ask(1) == {1}
@@ -139,7 +139,7 @@ def test_a_store_process_killed_or_left_stopped_is_replaced_and_what_is_owed_is_
             assert not served.stored()
             first = served.store_pid()
             os.kill(first, signal.SIGKILL)
-            wait_until("it is gone", lambda: process_state(first) == "Z")
+            wait_until("it has ended", lambda: process_state(first) == "Z")
         assert served.ask(2, forget=False) == {2}
         served.until("its loss is counted", lambda book, _: book["store_losses"])
         eventually_stored(served, {1, 2})

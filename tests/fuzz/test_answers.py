@@ -122,7 +122,7 @@ def bounded_memory() -> Iterator[None]:
     st.integers(0, 41),
 )
 @FEWER
-def test_whatever_a_server_of_lmcache_answers_it_is_an_entry_a_miss_or_an_error(
+def test_any_answer_of_an_lmcache_server_is_an_entry_a_miss_or_an_error(
     scripted: tuple[Scripted, LMCacheRemoteTier], head: bytes, payload: bytes, length: int
 ) -> None:
     server, tier = scripted
@@ -137,7 +137,7 @@ def test_whatever_a_server_of_lmcache_answers_it_is_an_entry_a_miss_or_an_error(
     st.integers(0, 41),
 )
 @FEWER
-def test_whatever_a_file_of_lmcaches_holds_it_is_an_entry_a_miss_or_an_error(
+def test_any_content_of_an_lmcache_file_is_an_entry_a_miss_or_an_error(
     folder_tier: tuple[Path, LMCacheRemoteTier], head: bytes, payload: bytes, length: int
 ) -> None:
     folder, tier = folder_tier
@@ -226,7 +226,7 @@ LISTINGS = st.tuples(st.lists(OBJECTS, max_size=4), st.sampled_from(["false", "t
 
 @given(LISTINGS | st.binary(max_size=200))
 @FEWER
-def test_whatever_a_bucket_lists_it_is_entries_or_an_error(bucket: tuple[Bucket, S3Tier], body: bytes) -> None:
+def test_any_listing_of_a_bucket_becomes_entries_or_an_error(bucket: tuple[Bucket, S3Tier], body: bytes) -> None:
     server, tier = bucket
     server.status, server.body, server.headers = 200, body, {}
     with suppress(TierError):
@@ -255,7 +255,7 @@ def test_whatever_a_bucket_lists_it_is_entries_or_an_error(bucket: tuple[Bucket,
     st.integers(0, 61),
 )
 @FEWER
-def test_whatever_a_bucket_answers_it_is_an_entry_a_miss_or_an_error(
+def test_any_answer_of_a_bucket_is_an_entry_a_miss_or_an_error(
     bucket: tuple[Bucket, S3Tier], code: int, body: bytes, headers: dict[str, str], length: int
 ) -> None:
     server, tier = bucket
@@ -275,7 +275,7 @@ JSON = st.recursive(st.none() | st.integers() | st.text(max_size=8), st.lists).m
 
 @given(st.binary(max_size=60) | JSON)
 @settings(deadline=None)
-def test_whatever_answers_for_a_store_process_status_goes_on_without_it(answer: bytes) -> None:
+def test_status_goes_on_whatever_answers_in_place_of_a_store_process(answer: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind("")
         listener.listen()

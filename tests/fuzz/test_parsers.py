@@ -74,7 +74,7 @@ PLACES: list[Callable[[dict[str, Any]], tuple[dict[str, Any], str]]] = [
 def test_an_entry_with_anything_in_a_field_of_its_header_is_verified_or_refused_and_not_changed(
     place: Callable[[dict[str, Any]], tuple[dict[str, Any], str]], value: object, extra: int, tail: bytes
 ) -> None:
-    """Its digest is right, as one who made it would see to."""
+    """Its digest is right, as a forger would make sure."""
     header = json.loads(json.dumps(HEADER))
     fields, name = place(header)
     fields[name] = value
@@ -110,7 +110,7 @@ def test_an_entry_cut_or_overwritten_anywhere_is_refused(garbage: bytes, at: int
 @given(
     st.text(max_size=120) | st.from_regex(r"[a-z0-9./-]{0,40}/[0-9a-f]{2}/[0-9a-f]{60,66}\.safetensors", fullmatch=True)
 )
-def test_a_name_in_a_listing_is_one_that_an_entry_has_or_none(name: str) -> None:
+def test_a_name_in_a_listing_is_parsed_only_if_an_entry_can_have_it(name: str) -> None:
     parsed = parse_object_name(name)
     assert parsed is None or object_name(*parsed) == name
 
@@ -154,7 +154,7 @@ PIECES = st.one_of(
     st.lists(st.none() | st.integers(0, 40), max_size=4),
 )
 @settings(deadline=None)
-def test_whatever_a_server_sends_a_reply_comes_of_it_or_an_error_and_nothing_is_written_past_a_buffer(
+def test_whatever_a_server_sends_becomes_a_reply_or_an_error_and_nothing_is_written_past_a_buffer(
     data: bytes, piece: int, lengths: list[int | None]
 ) -> None:
     parser = PayloadParser(1)
@@ -174,8 +174,8 @@ def test_whatever_a_server_sends_a_reply_comes_of_it_or_an_error_and_nothing_is_
         assert buffer[:8] == buffer[-8:] == b"\xa5" * 8
 
 
-def test_many_values_that_are_small_enough_each_are_too_much_together() -> None:
-    """A page of a listing has a length; what goes on and on is no page."""
+def test_many_values_that_are_each_small_enough_can_be_too_much_together() -> None:
+    """A page of a listing has a maximum length: an endless one is refused."""
     value = b"$1000000\r\n" + bytes(1_000_000) + b"\r\n"
     parser = PayloadParser(1)
     parser.on_connect(Line(b"*200\r\n" + value * 30, 1 << 20))
@@ -187,7 +187,7 @@ def test_many_values_that_are_small_enough_each_are_too_much_together() -> None:
 
 
 @given(JSON | st.dictionaries(st.text(max_size=8), st.dictionaries(st.sampled_from(["namespace", "metadata"]), JSON)))
-def test_parameters_of_a_client_name_namespaces_or_nothing(params: object) -> None:
+def test_whatever_parameters_a_client_sends_only_text_is_taken_from_them(params: object) -> None:
     found = announced(SimpleNamespace(ec_transfer_params=params))
     assert all(isinstance(text, str) for pair in found.items() for text in pair)
 
@@ -197,8 +197,8 @@ def test_parameters_of_a_client_name_namespaces_or_nothing(params: object) -> No
 
 @given(st.binary(max_size=60) | st.lists(st.integers(0, (1 << 64) - 1), min_size=5, max_size=5))
 @settings(deadline=None)
-def test_whatever_the_account_says_entries_are_written_and_it_is_right_after_a_survey(state: bytes | list[int]) -> None:
-    """Also with a checksum that is right, as a neighbour that means harm would write it."""
+def test_whatever_the_account_holds_entries_are_written_and_a_survey_corrects_it(state: bytes | list[int]) -> None:
+    """Also with the right checksum, as a malicious neighbour would write it."""
     import zlib
 
     with tempfile.TemporaryDirectory() as folder:
@@ -224,7 +224,7 @@ def test_whatever_the_account_says_entries_are_written_and_it_is_right_after_a_s
 
 @given(st.lists(st.binary(max_size=100), max_size=6), st.binary(max_size=24))
 @settings(deadline=None)
-def test_whatever_neighbours_logs_hold_it_is_no_news_and_no_harm(logs: list[bytes], odd: bytes) -> None:
+def test_whatever_the_logs_of_neighbours_hold_it_is_no_news_and_does_no_harm(logs: list[bytes], odd: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         news = FolderNews(Path(folder) / ".news")
         assert news.hear("ns") == []

@@ -30,7 +30,7 @@ def encoded(identifier: str, rows: int) -> torch.Tensor:
 
 @dataclass
 class Prompt:
-    """What the runner keeps of a request until it is told that it has ended."""
+    """What the runner keeps of a request until it learns that it has ended."""
 
     features: list[MultiModalFeatureSpec]
     computed: int

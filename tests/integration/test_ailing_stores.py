@@ -124,7 +124,7 @@ def written(bench: Bench) -> bool:
 @pytest.mark.fault(
     "one write in ten is refused", "Valkey", "no hit is lost; written later", recovery="what was refused is made up for"
 )
-def test_one_refused_write_in_ten_costs_no_hit_and_is_made_up_for(redis: RedisServer) -> None:
+def test_one_refused_write_in_ten_costs_no_hit_and_is_done_later(redis: RedisServer) -> None:
     """For a moment each: the store is full, and has room again."""
     with Bench(None, remotes=[redis.url], **KEYS) as bench:
         bench.serving()
@@ -144,7 +144,7 @@ def test_one_refused_write_in_ten_costs_no_hit_and_is_made_up_for(redis: RedisSe
 
 
 @pytest.mark.fault("the user has no permission to write", "Valkey", "read only; every stored entry is a hit")
-def test_a_user_who_may_not_write_reads(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_user_who_may_not_write_can_still_read(redis: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     redis.client().execute_command(
         "ACL", "SETUSER", "reader", "on", ">s3cret", "~*", "+@read", "+@connection", "+info", "+client"
     )
@@ -161,7 +161,7 @@ def test_a_user_who_may_not_write_reads(redis: RedisServer, caplog: pytest.LogCa
         assert len(lines(caplog, "redis: read only")) == 1
 
 
-def test_a_remote_that_is_declared_read_only_is_asked_for_no_write_and_the_disk_is_filled_from_it(
+def test_a_remote_that_is_declared_read_only_is_never_written_and_the_disk_is_filled_from_it(
     redis: RedisServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = len(redis.client().keys("*"))
@@ -214,7 +214,7 @@ def no_puts_now(request: Request) -> tuple[int, str] | None:
 @pytest.mark.fault(
     "writes are forbidden or throttled, or need a header", "S3", "read only; every stored entry is a hit"
 )
-def test_a_bucket_that_takes_no_writes_is_read(
+def test_a_bucket_that_takes_no_writes_is_still_read(
     bucket: str, front: S3Front, rule: Callable[[Request], tuple[int, str] | None]
 ) -> None:
     front.rule = rule
@@ -229,7 +229,7 @@ def test_a_bucket_that_takes_no_writes_is_read(
 @pytest.mark.fault(
     "does not support conditional writes (501)", "S3", "checks for the object first, then writes unconditionally"
 )
-def test_a_store_that_knows_no_conditional_writes_is_written_without(
+def test_a_store_without_conditional_writes_is_written_without_them(
     bucket: str, front: S3Front, caplog: pytest.LogCaptureFixture
 ) -> None:
     front.rule = unconditional
@@ -245,7 +245,7 @@ def test_a_store_that_knows_no_conditional_writes_is_written_without(
 
 
 @pytest.mark.fault("one response in ten is an error", "S3", "nothing is lost beyond the failed requests")
-def test_of_failing_answers_no_more_is_lost_than_fails(bucket: str, front: S3Front) -> None:
+def test_no_more_answers_are_lost_than_fail(bucket: str, front: S3Front) -> None:
     """One in ten, of each kind of request, again and again: obstore tries three times, so it is three in a row."""
     turns = itertools.count()
 
@@ -261,7 +261,7 @@ def test_of_failing_answers_no_more_is_lost_than_fails(bucket: str, front: S3Fro
         assert bench.status()["store"]["s3_writes"] >= 0.6 * len(STORED)
 
 
-def test_what_goes_with_each_write_is_in_the_url(bucket: str, front: S3Front) -> None:
+def test_encryption_and_storage_class_of_each_write_come_from_the_url(bucket: str, front: S3Front) -> None:
     front.rule = encrypted_only
     front.seen.clear()
     asked = f"{bucket}&sse=AES256&storage_class=STANDARD_IA&requester_pays=true"
@@ -277,7 +277,7 @@ def test_what_goes_with_each_write_is_in_the_url(bucket: str, front: S3Front) ->
 
 @pytest.mark.parametrize("status", [500, 503])
 @pytest.mark.fault("answers with 500 or 503 at startup", "S3", "the engine starts without it", recovery="it is used")
-def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
+def test_an_ailing_bucket_does_not_stop_the_start_and_is_used_once_it_is_well(
     bucket: str, front: S3Front, status: int
 ) -> None:
     front.rule = lambda request: (status, "SlowDown")
@@ -295,8 +295,8 @@ def test_a_bucket_that_is_not_well_ends_no_start_and_is_used_when_it_is(
 @pytest.mark.fault(
     "still loading its data set at startup", "Valkey", "the engine starts without it", recovery="it is used"
 )
-def test_a_server_that_loads_its_data_ends_no_start(tmp_path: Path) -> None:
-    """Long enough to be met: a third of a second for each key."""
+def test_a_server_that_is_loading_its_data_does_not_stop_the_start(tmp_path: Path) -> None:
+    """Loading takes long enough to be noticed: a third of a second for each key."""
     with redis_server(tmp_path / "redis", "--enable-debug-command", "local") as server:
         fill(server.url, lambda: stored_in(server))
         server.client().save()

@@ -27,12 +27,12 @@ COMMAND = [
     "-c",
     f"{HANDLED}; from lmcache_ec.cli import main{FIRST}signal.signal = first_moment; main()",
 ]
-"""It says when it has taken the signal over, with the first thing that it does."""
+"""It prints a line once it handles the signal, which is the first thing that it does."""
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
 def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) -> None:
-    """While modules are loaded, too. A shell shows 130 for either way to end."""
+    """Also while modules are loaded. A shell shows status 130 either way."""
     with subprocess.Popen([*COMMAND, "top", "--interval", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as top:
         assert top.stderr is not None
         assert top.stderr.readline() == b"begun\n"
@@ -43,7 +43,7 @@ def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) 
 
 
 @pytest.mark.parametrize("arguments", [["keys"], ["keys", "--json"], ["status"], ["top", "--once"]], ids=" ".join)
-def test_a_command_whose_output_has_no_room_says_so_in_one_line(arguments: list[str]) -> None:
+def test_a_command_whose_output_has_no_room_reports_it_in_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(
             [sys.executable, "-c", "from lmcache_ec.cli import main; main()", *arguments],
@@ -77,8 +77,8 @@ def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(
         assert (ended.returncode, errors.read()) == (128 + signal.SIGPIPE, b"")
 
 
-def test_a_command_imports_what_it_needs_alone() -> None:
-    """A monitor asks for the status again and again. What all commands need together takes longer than that."""
+def test_a_command_imports_only_what_it_needs() -> None:
+    """A monitor asks for the status again and again: importing what all commands need would take longer than that."""
     code = """
 import sys
 from lmcache_ec.cli.commands import app

@@ -66,7 +66,7 @@ class Engine:
         self.scheduler.kill()
         self.rank.kill()
 
-    def gone(self) -> bool:
+    def nothing_left(self) -> bool:
         """Whether the host shows nothing of it: no process, no memory, no socket."""
         processes = process_state(self.store) != "Z" or store_processes(self.arena)
         address = rank_address(self.name, 0)[1:]
@@ -89,7 +89,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
     "the entry is written; nothing is left behind",
     recovery="nothing is left",
 )
-def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_is_left(
+def test_an_entry_handed_over_right_before_a_kill_is_written_and_nothing_is_left(
     engine: Engine, tmp_path: Path, victims: list[str]
 ) -> None:
     engine.copied(IMAGES)
@@ -98,7 +98,7 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
     if victims == ["scheduler"]:
         wait_until("the store process has ended", lambda: process_state(engine.store) == "Z", DRAIN_S)
     engine.end()
-    wait_until("nothing is left", engine.gone, DRAIN_S)
+    wait_until("nothing is left", engine.nothing_left, DRAIN_S)
     assert stored(tmp_path) == set(IMAGES)
     assert not temporaries(tmp_path)
     with Bench(tmp_path) as successor:
@@ -111,15 +111,17 @@ def test_killed_right_after_a_save_was_handed_over_the_entry_lands_and_nothing_i
     "saves already handed over are written",
     recovery="nothing is left",
 )
-def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: Engine, tmp_path: Path) -> None:
-    """Its links hold all that was handed over, beside answers that nobody took."""
+def test_entries_handed_over_before_the_store_process_has_read_anything_survive_a_kill(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """The links hold all that was handed over, and answers that nobody has read."""
     engine.copied(IMAGES[:5])
     wait_until("it has answered", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES[:5]))
     with stopped(engine.store):
         engine.copied(IMAGES[5:])
         engine.kill("scheduler", "rank")
         engine.end()
-    wait_until("nothing is left", engine.gone, DRAIN_S)
+    wait_until("nothing is left", engine.nothing_left, DRAIN_S)
     assert stored(tmp_path) == set(IMAGES)
     assert not temporaries(tmp_path)
 
@@ -131,7 +133,7 @@ def test_killed_while_the_store_process_has_not_looked_at_anything_yet(engine: E
     recovery="the store process has ended",
 )
 def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_for(tmp_path: Path) -> None:
-    """Played over the bare links: a `Rank` lets go as soon as it notices."""
+    """Played over the bare links: a `Rank` would close them as soon as it notices."""
     name = str(uuid.uuid4())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as address:
         address.bind(rank_address(name, 0))
@@ -182,7 +184,9 @@ def link_messages(link: Link, *kinds: type[Message]) -> list[tuple[type[Message]
     "nothing is left behind; no partial entry is served",
     recovery="nothing is left",
 )
-def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engine: Engine, tmp_path: Path) -> None:
+def test_processes_that_are_all_killed_together_leave_nothing_behind_and_serve_no_part_of_an_entry(
+    engine: Engine, tmp_path: Path
+) -> None:
     engine.copied([*IMAGES])
     step = engine.scheduler.call("save", ["big"], 32 * MIB // 128)
     engine.rank.call("run", step, report=False)
@@ -196,7 +200,7 @@ def test_all_killed_together_leaves_nothing_and_serves_no_part_of_an_entry(engin
     wait_until("a file is half written", half_written)
     engine.kill("store", "scheduler", "rank")
     engine.end()
-    wait_until("nothing is left", engine.gone)
+    wait_until("nothing is left", engine.nothing_left)
     assert stored(tmp_path) == set(IMAGES)
     with Bench(tmp_path) as successor:
         successor.scanned()
@@ -272,7 +276,7 @@ def test_a_rank_that_cannot_be_reached_makes_the_cache_inert_at_once(tmp_path: P
 
 
 @pytest.mark.fault("has not mapped the arena yet", "rank", "no load is promised")
-def test_as_long_as_a_rank_has_not_mapped_the_arena_nothing_is_promised(tmp_path: Path) -> None:
+def test_nothing_is_promised_until_every_rank_has_mapped_the_arena(tmp_path: Path) -> None:
     kept(tmp_path)
     name = str(uuid.uuid4())
     worker = Worker(name, 0)

@@ -69,7 +69,7 @@ def registered(cuda: Cuda) -> int:
 
 
 def test_the_first_granule_is_there_before_the_first_pass_and_no_more(cuda: Cuda, card: Card) -> None:
-    """Whatever the largest entry may be: the rig says 8 GiB, as for the largest models."""
+    """Whatever the largest entry may be: the rig sets 8 GiB, as for the largest models."""
     with Rig.local(card, 1024 * MIB) as rig:
         assert rig.cache.ready
         assert registered(cuda) == rig.resident == GRANULE_BYTES
@@ -187,11 +187,11 @@ def test_a_worker_that_ends_unregisters_before_it_unmaps(cuda: Cuda, card: Card)
     assert cuda.registered == []
 
 
-@pytest.mark.parametrize("way", ["its scheduler side is gone", "a hook has failed", "its link thread has failed"])
+@pytest.mark.parametrize("way", ["its scheduler side has ended", "a hook has failed", "its link thread has failed"])
 def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everything_back(
     cuda: Cuda, card: Card, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The addresses are given out again, to whoever maps memory next."""
+    """The addresses can be reused by whoever maps memory next."""
     passed_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
     monkeypatch.setattr(lmcache_ec.rank, "time", clock)
@@ -210,7 +210,7 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
     elif way == "its link thread has failed":
         monkeypatch.setattr(rank, "_take", lambda *_: 1 / 0)
         rig.cache._ranks.links[0].send(Segment(0, 0))
-    if way != "its scheduler side is gone":
+    if way != "its scheduler side has ended":
         wait_until("its link is closed", lambda: rank._link is None)
         rig.step(promised, {})
         assert not difference(rig.rank.loaded("image"), "image", SPEC)
@@ -223,7 +223,7 @@ def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everythi
 
 
 def test_one_engine_after_another_in_one_process_can_register(cuda: Cuda, card: Card) -> None:
-    """Addresses are given out again: what was still registered there would be refused."""
+    """Addresses are reused: if one were still registered, the next registration would be refused."""
     for _ in range(4):
         with Rig.local(card, 512 * MIB) as rig:
             store(rig, card, "image")

@@ -49,7 +49,7 @@ def fetches(bench: Bench) -> int:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_was_saved_is_loaded_from_the_arena_and_by_a_new_engine_from_disk(tmp_path: Path, ranks: int) -> None:
+def test_a_saved_entry_is_loaded_from_the_arena_and_by_a_new_engine_from_disk(tmp_path: Path, ranks: int) -> None:
     sizes = dict(zip(IMAGES, (0, 1, 16, 31, 32, 33, 1000, 8192), strict=True))
     with Bench(tmp_path, ranks) as bench:
         for identifier, rows in sizes.items():
@@ -109,7 +109,7 @@ def _deleted(path: Path, _: Path) -> None:
     "damage", [_truncated, _emptied, _flipped, _swapped, _longer, _deleted], ids=lambda f: f.__name__
 )
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
-def test_a_damaged_file_is_a_miss_and_the_next_save_makes_up_for_it(
+def test_a_damaged_file_is_a_miss_and_the_next_save_replaces_it(
     tmp_path: Path, damage: Callable[[Path, Path], None], known: bool
 ) -> None:
     victim, other = IMAGES[:2]
@@ -119,7 +119,7 @@ def test_a_damaged_file_is_a_miss_and_the_next_save_makes_up_for_it(
         assert not bench.fetch(victim, size=None if known else 0)
         bench.settle()
         assert bench.snapshot()["fetch_misses"] == 1
-        bench.until("the file is gone", lambda: not path_of(tmp_path, victim).exists())
+        bench.until("the file is removed", lambda: not path_of(tmp_path, victim).exists())
         bench.encode([victim])
         bench.settle()
         assert bench.serves(victim)
@@ -129,10 +129,10 @@ def test_a_damaged_file_is_a_miss_and_the_next_save_makes_up_for_it(
         assert bench.serves(victim)
 
 
-def test_an_entry_that_finds_no_place_here_is_left_to_those_that_have_one(
+def test_an_entry_too_large_for_this_arena_is_left_for_engines_with_larger_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour with a larger arena and longer prompts has stored it, and it is what its name stands for."""
+    """A neighbour with a larger arena and longer prompts has stored it, and it is valid under its name."""
     rows = MIB // 128
     with Bench(tmp_path) as bench:
         bench.encode(["long"], rows)
@@ -142,12 +142,12 @@ def test_an_entry_that_finds_no_place_here_is_left_to_those_that_have_one(
         assert not small.fetch("long", rows)
         small.encode(IMAGES[:1])
         small.settle()
-        small.until("what it was told to do is done", lambda: small.status()["jobs"] == 0)
+        small.until("its jobs are done", lambda: small.status()["jobs"] == 0)
     assert stored(tmp_path) == {"long", IMAGES[0]}
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known length", "unknown length"])
-def test_a_file_longer_than_any_entry_here_has_the_name_and_nobody_waits_for_it_twice(
+def test_a_file_longer_than_any_entry_here_keeps_its_name_and_nobody_waits_for_it_twice(
     tmp_path: Path, known: bool
 ) -> None:
     kept(tmp_path, IMAGES[:1])
@@ -207,7 +207,7 @@ def test_a_first_seen_image_costs_no_message_once_the_folder_is_scanned(tmp_path
         assert (fetches(bench), bench.snapshot()["fetch_misses"]) == (len(IMAGES), 0)
 
 
-def test_before_the_folder_is_scanned_everything_is_asked_and_found(tmp_path: Path) -> None:
+def test_before_the_folder_is_scanned_every_entry_is_looked_up_and_found(tmp_path: Path) -> None:
     kept(tmp_path, IMAGES)
     with stuck(tmp_path / NAMESPACE / ".tmp" / "stuck"), Bench(tmp_path) as bench:
         assert not bench.status()["scan_complete"]
@@ -260,7 +260,7 @@ def test_a_folder_that_refuses_every_write_costs_the_writes_and_nothing_else() -
         bench.settle()
 
 
-def test_without_a_folder_entries_live_in_the_arena_and_nothing_is_asked() -> None:
+def test_without_a_folder_entries_live_in_the_arena_and_no_tier_is_asked() -> None:
     with Bench(None) as bench:
         bench.encode(IMAGES)
         bench.settle()
@@ -275,14 +275,14 @@ def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
     (tmp_path / NAMESPACE).rename(tmp_path / "another-0123456789abcdef")
     with Bench(tmp_path) as bench:
         assert not bench.fetch(IMAGES[0])
-    # ... nor under this one: the entry itself says what it is of.
+    # ... nor under this one: the entry itself names what it is of.
     (tmp_path / "another-0123456789abcdef").rename(tmp_path / NAMESPACE)
     with Bench(tmp_path) as bench:
         assert bench.fetch(IMAGES[0])
 
 
-def test_more_at_once_than_fills_may_take_wait_for_their_turn_and_none_is_a_miss(tmp_path: Path) -> None:
-    """Forty entries of 1 MiB through an arena of 8, of which fills may hold 2."""
+def test_fetches_beyond_the_budget_of_fills_wait_for_their_turn_and_none_is_a_miss(tmp_path: Path) -> None:
+    """Forty entries of 1 MiB go through an arena of 8 MiB, of which fills may hold 2."""
     rows = MIB // 128
     many = names("large", 40)
     with Bench(tmp_path, arena_bytes=64 * MIB) as bench:
@@ -321,7 +321,7 @@ def test_a_producer_knows_what_is_durable_without_a_pass_of_the_scheduler(tmp_pa
         bench.settle()
 
 
-def test_what_a_producer_waited_for_is_known_to_the_scheduler_side_when_the_step_ends(tmp_path: Path) -> None:
+def test_the_writes_a_producer_waited_for_are_known_to_the_scheduler_side_when_the_step_ends(tmp_path: Path) -> None:
     """Its answer announces what is stored, and no pass comes in between."""
     with Bench(tmp_path) as bench:
         for number in range(50):

@@ -187,7 +187,7 @@ def test_an_entry_is_described_by_identifier_sha256_or_object_name(stores: Store
         assert [(copy["tier"], copy["problem"]) for copy in found["tiers"]] == [("disk", ""), ("redis", "")]
     assert [copy["tier"] for copy in answered("inspect", identifier)["tiers"]] == ["disk", "redis", "redis"]
     text = run("inspect", identifier).stdout
-    assert [text.count(said) for said in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
+    assert [text.count(expected) for expected in ("[4, 64]", "BF16", "host:41234", "verifies")] == [2, 2, 2, 3]
     missing = run("inspect", "another")
     assert (missing.exit_code, missing.stderr) == (1, "No tier has 'another'.\n")
     missing = run("inspect", "another", "--json")
@@ -211,7 +211,7 @@ def test_a_programs_tensor_is_described_by_its_own_shape(stores: Stores, shape: 
 
 
 @pytest.mark.parametrize("how", ["corrupted", *VERSIONS[:1]])
-def test_what_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stores, how: str) -> None:
+def test_an_entry_that_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stores, how: str) -> None:
     data = corrupted("picture") if how == "corrupted" else memoryview(of_another_version(bytes(sealed("picture")), how))
     put(stores.disk, "picture")
     stores.redis.put(EncoderCacheKey("ns", "picture"), data)
@@ -223,18 +223,18 @@ def test_what_does_not_verify_in_one_tier_is_reported_for_that_tier(stores: Stor
         assert run("inspect", "picture", "--header-only").exit_code == 0
         shown = [json.loads(run("inspect", "picture", "--json", *more).stdout) for more in ([], ["--header-only"])]
         assert [found["verified"] for found in shown] == [True, False]
-        said = [run("inspect", "picture", *more).stdout for more in ([], ["--header-only"], ["--tier", "redis"])]
-        assert ["not verified" in text for text in said] == [False, True, True]
+        printed = [run("inspect", "picture", *more).stdout for more in ([], ["--header-only"], ["--tier", "redis"])]
+        assert ["not verified" in text for text in printed] == [False, True, True]
 
 
-def test_an_identifier_that_is_not_the_one_of_the_entrys_name_is_not_listed_as_such(stores: Stores) -> None:
+def test_an_identifier_that_does_not_match_the_entrys_name_is_not_listed_as_its_own(stores: Stores) -> None:
     stores.disk.put(EncoderCacheKey("ns", "picture"), sealed("another"))
     result = run("ls")
     assert "names another entry" in result.stdout
     assert [row["identifier"] for row in answered("ls")["entries"]] == [None]
 
 
-def test_of_a_large_entry_only_the_header_is_read_where_that_is_enough(stores: Stores) -> None:
+def test_only_the_header_of_a_large_entry_is_read_where_that_is_enough(stores: Stores) -> None:
     spec = entry.TensorSpec(1 << 16, 64, "BF16")
     for tier in (stores.disk, stores.redis):
         tier.put(EncoderCacheKey("ns", "large"), sealed("large", spec=spec))
@@ -248,7 +248,7 @@ def test_of_a_large_entry_only_the_header_is_read_where_that_is_enough(stores: S
 # ---- verify
 
 
-def test_each_entry_of_each_tier_is_judged_and_nothing_is_used_or_changed_by_it(three: Stores) -> None:
+def test_verify_checks_each_entry_of_each_tier_and_neither_counts_as_a_use_nor_changes_anything(three: Stores) -> None:
     tiers = {"disk": three.disk, "redis": three.redis, "s3": three.s3}
     for tier in tiers.values():
         put(tier, "good", "better", "ü😀" * 400)
@@ -288,7 +288,7 @@ def test_each_entry_of_each_tier_is_judged_and_nothing_is_used_or_changed_by_it(
     assert len(list(three.redis.list("ns"))) == 11  # nobody asked for these
 
 
-def test_what_an_engine_wrote_anew_since_it_was_read_is_not_removed(
+def test_an_entry_that_an_engine_has_rewritten_since_it_was_read_is_not_removed(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = EncoderCacheKey("ns", "picture")
@@ -307,7 +307,7 @@ def test_what_an_engine_wrote_anew_since_it_was_read_is_not_removed(
     assert stores.disk.contains(key)
 
 
-def test_what_is_not_signed_as_the_configuration_wants_is_neither_good_nor_removed_nor_copied(
+def test_entries_that_are_not_signed_as_configured_are_neither_valid_nor_removed_nor_copied(
     stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "key").write_text("00" * 32)
@@ -327,7 +327,7 @@ def test_what_is_not_signed_as_the_configuration_wants_is_neither_good_nor_remov
 
 
 @pytest.mark.parametrize(("sample", "least", "most"), [("7", 7, 7), ("1000", 200, 200), ("50%", 40, 160)])
-def test_a_sample_is_so_many_entries_or_such_a_share(
+def test_a_sample_is_a_number_of_entries_or_a_share_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sample: str, least: int, most: int
 ) -> None:
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
@@ -337,7 +337,7 @@ def test_a_sample_is_so_many_entries_or_such_a_share(
         assert run("verify", "--sample", wrong).exit_code == 2
 
 
-def test_the_smallest_sample_reads_an_entry_where_there_is_one_and_says_of_how_many(
+def test_the_smallest_sample_reads_an_entry_where_there_is_one_and_reports_out_of_how_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
@@ -372,7 +372,7 @@ def test_a_store_that_dies_while_it_is_verified_is_an_error_and_not_a_loss_of_en
 # ---- warm
 
 
-def test_the_newest_entries_of_a_remote_come_to_the_disk_and_stay_as_old_as_they_are(three: Stores) -> None:
+def test_warm_copies_the_newest_entries_of_a_remote_to_the_disk_and_keeps_their_age(three: Stores) -> None:
     names = [f"picture {number}" for number in range(6)]
     put(three.redis, *names[:3], "ü😀" * 400)
     put(three.s3, *names)
@@ -427,14 +427,16 @@ def test_a_list_of_identifiers_is_copied_and_what_the_remote_lacks_is_counted(st
     }
 
 
-def test_a_namespace_that_the_remote_lacks_is_noted_and_ends_no_start_of_a_new_fleet(stores: Stores) -> None:
+def test_a_namespace_that_the_remote_lacks_is_noted_and_does_not_stop_the_start_of_a_new_fleet(stores: Stores) -> None:
     put(stores.redis, "one", namespace="other")
     result = run("warm", "ns", "--from", "redis")
     assert (result.exit_code, "redis has no entry of ns; namespaces that it has: other" in result.stderr) == (0, True)
     assert answered("warm", "other", "--from", "redis")["note"] == ""
 
 
-def test_warm_says_when_it_may_not_copy_even_the_newest_entry(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_reports_when_it_may_not_copy_even_the_newest_entry(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(stores.redis, "one")
     for size in ("10", "0"):
         report = answered("warm", "ns", "--from", "redis", "--bytes", size)
@@ -454,7 +456,7 @@ def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     own = [f"own {number}" for number in range(3)]
     put(stores.disk, *own)
     for path in stores.folder.rglob("*.safetensors"):
-        os.utime(path, (time.time() - 3600,) * 2)  # Redis says in whole seconds when an entry was used
+        os.utime(path, (time.time() - 3600,) * 2)  # Redis reports in whole seconds when an entry was used
     put(stores.redis, *(f"picture {number}" for number in range(4)))
     result = run("warm", "--from", "redis", "--threads", "1")
     assert (result.exit_code, "2 copied" in result.stdout) == (0, True)
@@ -466,7 +468,7 @@ def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     assert len([one for one in held if one in {EncoderCacheKey("ns", identifier).digest for identifier in own}]) == 1
 
 
-def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: Stores) -> None:
+def test_an_entry_that_does_not_verify_in_the_remote_is_not_copied_to_the_disk(stores: Stores) -> None:
     stores.redis.put(EncoderCacheKey("ns", "flipped"), corrupted("flipped"))
     stores.redis.put(EncoderCacheKey("ns", "v"), memoryview(of_another_version(bytes(sealed("v")), VERSIONS[0])))
     put(stores.redis, "good")
@@ -478,7 +480,9 @@ def test_what_does_not_verify_in_the_remote_does_not_come_to_the_disk(stores: St
     assert [found.digest for found in stores.disk.list("ns")] == [EncoderCacheKey("ns", "good").digest]
 
 
-def test_warm_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_warm_names_the_tier_that_is_missing_and_refuses_wrong_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert "no Redis and no S3 remote is configured" in run("warm").stderr
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
     monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", f"redis://user:{CANARY}@127.0.0.1:{free_port()}")
@@ -491,7 +495,7 @@ def test_warm_names_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 # ---- clear
 
 
-def test_a_tier_is_cleared_of_all_that_is_ours_after_a_question(stores: Stores) -> None:
+def test_clear_asks_first_and_removes_all_that_is_ours_from_a_tier(stores: Stores) -> None:
     for tier in (stores.disk, stores.redis):
         put(tier, "one", "two")
         put(tier, "one", namespace="other")
@@ -531,7 +535,7 @@ def in_a_process(*arguments: str) -> subprocess.Popen[str]:
 def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruptions(
     stores: Stores, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Progress within a second of the first work, Ctrl-C at once, and the same command goes on."""
+    """Progress is shown within a second of the first work, Ctrl-C ends it at once, and the same command continues."""
     number = 100_000
     client = stores.server.client(password=CANARY)
     for first in range(0, number, 1000):
@@ -550,13 +554,13 @@ def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruption
         if signalled:
             wait_until("some were copied", lambda: len(list(stores.folder.glob("ns/0?/*"))) > 100, 120)
             process.send_signal(signal.SIGINT)
-        told = time.monotonic()
+        since = time.monotonic()
         out, err = process.communicate(timeout=600)
         report, took_s = json.loads(out), time.monotonic() - began
         with capsys.disabled():
             print(f"\nwarm: first line after {first_s:.1f} s ({line.strip()}), {took_s:.1f} s in all: {report}")
             print(
-                f"  ended {time.monotonic() - told:.1f} s after the first line or the signal; {err.splitlines()[-1:]}"
+                f"  ended {time.monotonic() - since:.1f} s after the first line or the signal; {err.splitlines()[-1:]}"
             )
         assert process.returncode == (130 if signalled else 0)
         assert report["interrupted"] is signalled
@@ -576,8 +580,8 @@ def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruption
     assert json.loads(out)["tiers"]["disk"]["good"] == number
 
 
-def test_a_namespace_that_no_tier_has_is_named_and_is_no_success(tmp_path: Path) -> None:
-    """A misspelled one must not look like one in which all is well."""
+def test_a_namespace_that_no_tier_has_is_named_and_is_an_error(tmp_path: Path) -> None:
+    """A misspelled namespace must not look like one without problems."""
     extra = json.dumps({"local_disk": str(tmp_path / "entries"), "min_free_disk_size": 0})
     (tmp_path / "entries").mkdir()
     for command in (["ls"], ["verify"], ["verify", "--sample", "5%"]):

@@ -45,7 +45,7 @@ def on_disk(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_a_running_engine_finds_nothing_of_before_and_keeps_what_it_encodes_since(tmp_path: Path) -> None:
+def test_a_running_engine_finds_no_older_entries_and_keeps_what_it_encodes_from_then_on(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.encode(IMAGES)
         bench.settle()
@@ -65,8 +65,8 @@ def test_a_running_engine_finds_nothing_of_before_and_keeps_what_it_encodes_sinc
         assert not temporaries(tmp_path)
 
 
-def test_what_was_under_way_is_finished_under_the_old_name_and_served_under_none(tmp_path: Path) -> None:
-    """A step that was made up before, and whose rank copies after the engine has moved on."""
+def test_saves_under_way_are_finished_under_the_old_name_and_are_not_served(tmp_path: Path) -> None:
+    """The step was planned before the epoch began, and its rank copies after that."""
     with Bench(tmp_path) as bench:
         step = bench.save(IMAGES)
         follows(bench, begin(tmp_path))
@@ -96,7 +96,7 @@ def test_all_engines_of_a_folder_follow_and_go_on_sharing(tmp_path: Path) -> Non
         other.until("the neighbour has it", lambda: other.serves(IMAGES[0]))
 
 
-def test_the_higher_of_the_folders_and_the_configurations_holds(tmp_path: Path) -> None:
+def test_the_higher_epoch_of_the_folder_and_the_configuration_applies(tmp_path: Path) -> None:
     with Bench(tmp_path, epoch=2) as bench:
         assert bench.cache.namespace == f"{NAMESPACE}-e2"
         raise_epoch(tmp_path, 1)  # by hand: the command knows the configuration
@@ -140,14 +140,14 @@ def test_a_namespace_that_was_given_by_name_has_no_epochs(tmp_path: Path) -> Non
         assert all(map(bench.serves, IMAGES))
 
 
-def test_garbage_in_the_file_ends_a_start_and_says_why(tmp_path: Path) -> None:
+def test_garbage_in_the_file_ends_the_start_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / ".epoch").write_text("garbage")
     words = rf"local_disk: {re.escape(str(tmp_path))}/\.epoch holds 'garbage'.*must be a whole number from 0 to"
     with pytest.raises(ConfigError, match=words):
         Bench(tmp_path)
 
 
-def test_garbage_under_a_running_engine_is_one_line_and_the_epoch_goes_on(
+def test_garbage_in_the_file_of_a_running_engine_is_one_line_in_the_log_and_the_epoch_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lines() -> list[str]:

@@ -88,7 +88,7 @@ def subscriber(endpoint: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def told(process: subprocess.Popen[str]) -> int:
+def known_to(process: subprocess.Popen[str]) -> int:
     """How many entries it knows of."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -101,8 +101,8 @@ def told(process: subprocess.Popen[str]) -> int:
 
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
-def test_what_is_encoded_is_warm_here_and_what_is_evicted_is_not(scheme: str, tmp_path: Path, endpoint: str) -> None:
-    """Also for who comes late, and for an entry that comes from the disk in place of an encode."""
+def test_encoded_entries_are_warm_here_and_evicted_ones_are_not(scheme: str, tmp_path: Path, endpoint: str) -> None:
+    """Also for late subscribers, and for an entry that comes from the disk instead of an encode."""
     endpoint = endpoint if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     with (
         Bench(tmp_path / "disk", events_endpoint=endpoint, arena_bytes=12 * 4096) as bench,
@@ -160,7 +160,7 @@ def test_a_store_process_that_was_killed_is_a_new_session_with_the_same_entries(
 
 
 def test_an_engine_that_was_killed_is_known_to_hold_nothing(tmp_path: Path, endpoint: str) -> None:
-    """Its store process says so before it writes what is left, and gives the address back at once."""
+    """Its store process publishes it before it writes what is left, and gives the address back at once."""
     engine = str(uuid.uuid4())
     worker, scheduler = Worker(engine), Remote(Scheduler, tmp_path / "disk", engine, events_endpoint=endpoint)
     try:
@@ -192,15 +192,15 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
         cache.weights.report(0, 0, "of the start")
         cache.weights.report(0, 1, "others")
         assert cache.follow_weights()
-        told: list[CpuChanges] = []
+        sent: list[CpuChanges] = []
         assert cache.book.changes is not None
 
         def send(message: CpuChanges) -> bool:
-            told.append(message)
+            sent.append(message)
             return True
 
         cache.book.changes.hand(cache.namespace, send)
-        assert told == [CpuChanges(cache.namespace, True, [], [])]
+        assert sent == [CpuChanges(cache.namespace, True, [], [])]
         cache.book.changes.begin_anew()
         bench.until("it is cleared", lambda: index.where(["picture"]) == {"picture": []})
         bench.encode(["picture"])
@@ -209,7 +209,7 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
 
 
 def test_an_address_in_use_costs_events_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One line says so, and once it is free what is held is published."""
+    """One line in the log says so, and once it is free what is held is published."""
     port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
     with (
@@ -254,7 +254,7 @@ def test_a_subscriber_that_stops_or_dies_holds_up_neither_the_engine_nor_the_oth
             doomed.wait()
             equal(bench, index, endpoint)
             assert bench.serves("picture-29")
-        bench.until("it has caught up", lambda: told(stuck) == len(live(bench)))
+        bench.until("it has caught up", lambda: known_to(stuck) == len(live(bench)))
         assert bench.snapshot()["store_losses"] == 0
 
 
@@ -284,7 +284,7 @@ def test_a_subscriber_that_missed_more_than_waits_for_it_gets_a_snapshot(publish
                     publisher.publish(CpuChanges("ns", False, [], [f"picture-{number - 1000}" + "x" * 100]))
             wait_until("all is published", lambda: not publisher._pending, 60.0)
             wait_until("the other one has followed", lambda: len(known(index, endpoint) or ()) == 1000, 60.0)
-        wait_until("it knows what is held", lambda: told(stuck) == 1000)
+        wait_until("it knows what is held", lambda: known_to(stuck) == 1000)
 
 
 def test_a_publisher_that_comes_after_its_subscribers_is_found(endpoint: str) -> None:
@@ -309,7 +309,7 @@ def test_replicas_come_and_go_while_others_are_followed(publisher: Publisher, en
         assert index.wait(DEADLINE_S)
         assert index.where(["picture"]) == {"picture": [endpoint]}
         index.remove(endpoint)
-        wait_until("it is gone", lambda: index.replicas() == [])
+        wait_until("it is removed", lambda: index.replicas() == [])
         assert index.where(["picture"]) == {"picture": []}
         with pytest.raises(ValueError, match="must be"):
             index.add("nonsense")
@@ -347,7 +347,7 @@ def test_events_can_be_selected_by_their_topic(publisher: Publisher, endpoint: s
         assert not other.poll(0)
 
 
-def test_whoever_asks_a_thousand_times_at_once_takes_a_share_of_the_threads_time_alone(
+def test_a_client_that_sends_a_thousand_requests_at_once_takes_only_a_share_of_the_threads_time(
     publisher: Publisher, endpoint: str
 ) -> None:
     publisher.publish(admit(*(f"picture-{number}" for number in range(20_000))))
@@ -361,7 +361,7 @@ def test_whoever_asks_a_thousand_times_at_once_takes_a_share_of_the_threads_time
 
 
 @pytest.mark.parametrize("frames", [[b"x"], [b"", b""], [b"", b"", b"", b""], [b"", b"x" * 2000]])
-def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, frames: list[bytes]) -> None:
+def test_a_malformed_request_does_no_harm(publisher: Publisher, endpoint: str, frames: list[bytes]) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
         asking.setsockopt(zmq.LINGER, 0)
         asking.connect(f"{endpoint}.snapshots")
@@ -372,7 +372,9 @@ def test_a_strange_request_ends_nothing(publisher: Publisher, endpoint: str, fra
             assert index.where(["picture"]) == {"picture": [endpoint]}
 
 
-def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(publisher: Publisher, endpoint: str) -> None:
+def test_an_address_that_sends_nonsense_counts_as_silent_and_the_others_are_followed(
+    publisher: Publisher, endpoint: str
+) -> None:
     publisher.publish(admit("picture"))
     other = f"{endpoint}-other"
     with zmq.Context() as context, context.socket(zmq.PUB) as events, context.socket(zmq.ROUTER) as snapshots:
@@ -389,8 +391,8 @@ def test_an_address_that_talks_nonsense_is_silent_and_the_others_are_told(publis
                     snapshots.send_multipart((peer, b"", b"", bytes(8), b"nonsense"))
                 return index.replicas()[0].unreadable > 1
 
-            wait_until("it has said something", talks)
-            wait_until("the others are told", lambda: index.where(["picture"]) == {"picture": [endpoint]})
+            wait_until("it has sent something", talks)
+            wait_until("the other's entries are known", lambda: index.where(["picture"]) == {"picture": [endpoint]})
             assert index.replicas()[0].state == "silent"
 
 
@@ -402,7 +404,7 @@ def asked(*arguments: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
+def test_the_command_shows_which_replicas_hold_an_entry(publisher: Publisher, endpoint: str) -> None:
     publisher.publish(admit("picture"))
     status, found = asked("picture", "--replica", endpoint)
     assert (status, found["identifiers"]) == (0, {"picture": [endpoint]})
@@ -412,13 +414,13 @@ def test_the_command_says_which_replicas_hold_an_entry(publisher: Publisher, end
     assert asked("--replica", endpoint)[0] == 0
     dead = f"{endpoint}-nobody"
 
-    def told_of_both() -> tuple[int, dict[str, Any]] | None:
+    def answer_about_both() -> tuple[int, dict[str, Any]] | None:
         status, found = asked("picture", "--replica", dead, "--replica", endpoint, "--timeout", "0.3")
         states = [each["state"] for each in found["replicas"]]
         assert states in (["silent", "following"], ["silent", "silent"])
         return (status, found) if "following" in states else None
 
-    status, found = wait_until("a third of a second is enough for the other", told_of_both) or (0, {})
+    status, found = wait_until("a third of a second is enough for the other", answer_about_both) or (0, {})
     assert (status, found["identifiers"]) == (1, {"picture": [endpoint]})
     shown = CliRunner().invoke(app, ["where", "picture", "gone", "--replica", endpoint]).stdout
     assert f"picture     {endpoint}" in shown

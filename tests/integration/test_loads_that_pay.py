@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real store process over a Redis that answers late, and an encoder that takes its time: what is waited for.
 
-Redis takes at least as long as it is told to, and on a busy machine longer. So where a load is to be the quicker way,
+Redis takes at least as long as it is set to, and on a busy machine longer. So where a load is to be the quicker way,
 the encoder, whose time is its own, takes seconds.
 """
 
@@ -114,14 +114,14 @@ def test_after_tens_of_items_the_quicker_way_is_taken(
         assert after["policy_waits"] - before["policy_waits"] >= 28
 
 
-def test_what_an_encode_costs_is_learned_though_all_is_stored(serve: Serve, between: Relay) -> None:
+def test_the_cost_of_an_encode_is_learned_even_if_everything_is_stored(serve: Serve, between: Relay) -> None:
     served = serve(0.05, 0.002)
     became = ask(served, *STORED[:60])
     assert became[:5] == ["load"] * 5, "at first loads pay"
     assert became[40:].count("encode") >= 19, became
 
 
-def test_what_cannot_be_encoded_or_was_announced_is_waited_for_whatever_that_takes(
+def test_items_without_media_and_announced_items_are_waited_for_however_long_that_takes(
     serve: Serve, between: Relay
 ) -> None:
     served = serve(0.0, 0.002)
@@ -142,7 +142,7 @@ def test_what_cannot_be_encoded_or_was_announced_is_waited_for_whatever_that_tak
 def test_a_request_waits_as_long_as_an_encode_takes_and_no_longer(
     serve: Serve, between: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a tier that was quick, and hangs now: it has still twenty seconds to answer."""
+    """For a tier that was quick and now hangs: it still has twenty seconds to answer."""
     served = serve(0.0, 5.0)
     learn_encodes(served)
     assert ask(served, *STORED[:5]) == ["load"] * 5

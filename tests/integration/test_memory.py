@@ -81,7 +81,7 @@ def test_an_engine_that_ends_leaves_nothing_in_its_processes_nor_on_the_host(tmp
     engine()
     assert (descriptors(), mappings(), {thread.name for thread in threading.enumerate()}) == before
     wait_until("the store process has ended", lambda: not store_processes(arenas[0]))
-    wait_until("its sockets are gone", lambda: not abstract_sockets(*sockets))
+    wait_until("its sockets are closed", lambda: not abstract_sockets(*sockets))
 
 
 def test_a_start_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -122,13 +122,13 @@ def test_the_store_process_imports_no_serving_engine() -> None:
     assert not {"torch", "vllm", "lmcache", "numpy", "pydantic", "yaml"} & set(imported)
 
 
-def test_the_books_counts_can_be_queried_on_the_host(tmp_path: Path) -> None:
+def test_the_counts_of_the_book_can_be_queried_on_the_host(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.encode(names("image", 5))
         bench.settle()
         pid = bench.serving()
 
-        bench.until("the ledger is told", lambda: bench.status()["book"] == {**bench.snapshot(), "steps": 1})
+        bench.until("the ledger is reported", lambda: bench.status()["book"] == {**bench.snapshot(), "steps": 1})
         status = bench.status()
         assert status["pid"] == pid
         assert (status["book"]["saves"], status["store"]["sealed"], status["store"]["disk_writes"]) == (5, 5, 5)

@@ -151,13 +151,13 @@ def test_an_unreachable_tier_is_one_line_and_the_others_are_listed(
     assert not (tmp_path / "disk" / "old").exists()
 
 
-def test_a_folder_that_is_not_there_yet_is_not_made(tmp_path: Path) -> None:
+def test_a_folder_that_does_not_exist_yet_is_not_created(tmp_path: Path) -> None:
     result = run("namespaces", "--extra", json.dumps({"local_disk": str(tmp_path / "none")}))
     assert (result.exit_code, "there is no such folder yet" in result.stderr) == (0, True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_an_engine_uses_is_listed_and_kept_and_the_engine_survives_its_removal(tmp_path: Path) -> None:
+def test_a_namespace_in_use_is_listed_and_kept_and_the_engine_survives_its_removal(tmp_path: Path) -> None:
     extra = ("--extra", json.dumps({"local_disk": str(tmp_path)}))
     with Bench(tmp_path) as bench:
         bench.encode(IMAGES)
@@ -193,7 +193,7 @@ def test_what_an_engine_uses_is_listed_and_kept_and_the_engine_survives_its_remo
         assert disk(tmp_path).stored_bytes == held_bytes(tmp_path)
 
 
-def test_it_asks_first_and_removes_what_was_named_where_it_was_named(
+def test_remove_asks_first_and_removes_only_the_named_namespace_from_the_named_tiers(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"redis://:{CANARY}@127.0.0.1:{redis.port}"
@@ -229,7 +229,7 @@ def test_it_asks_first_and_removes_what_was_named_where_it_was_named(
     assert entries(found()) == left
 
 
-def test_unused_is_what_no_tier_saw_used_for_so_long(
+def test_a_namespace_is_unused_if_no_tier_has_seen_it_used_for_that_long(
     tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"redis://:{CANARY}@127.0.0.1:{redis.port}"
@@ -256,7 +256,7 @@ def test_unused_is_what_no_tier_saw_used_for_so_long(
     assert {name for tier, name in entries(found()) if tier == "disk"} == {"elsewhere", "recent"}
 
 
-def test_beside_a_store_process_of_unknown_namespace_nothing_is_removed_unforced(tmp_path: Path) -> None:
+def test_nothing_is_removed_without_force_while_a_store_process_of_unknown_namespace_runs(tmp_path: Path) -> None:
     """Another user's engine, for example. Here it is a socket at which nobody answers."""
     fill(disk(tmp_path), "old")
     remove = ("namespaces", "--extra", json.dumps({"local_disk": str(tmp_path)}), "--remove", "old", "--yes")

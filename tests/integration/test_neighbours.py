@@ -52,8 +52,8 @@ def test_a_neighbours_new_entry_is_found_before_the_next_listing_and_a_miss_asks
         finds(one, "of two")
 
 
-def test_what_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
-    """Before, during and after the listing, as it comes: each is listed, or news."""
+def test_an_entry_that_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
+    """Before, during and after the listing, by chance: each entry is either listed or announced as news."""
     with Bench(tmp_path) as one:
         for number in range(5):
             with Bench(tmp_path) as two:
@@ -70,7 +70,7 @@ def some_of(folder: Path, identifiers: list[str], some: int) -> bool:
     return sum(path_of(folder, identifier).exists() for identifier in identifiers) >= some
 
 
-def test_what_was_written_before_a_store_process_was_killed_is_found_before_the_next_listing(tmp_path: Path) -> None:
+def test_entries_written_before_a_store_process_was_killed_are_found_before_the_next_listing(tmp_path: Path) -> None:
     """Killed in the middle of writing. Between an entry's name and its news there is room for one entry, which the
     next listing finds."""
     moments, found, unheard, kills, later = random.Random(0), 0, 0, 0, count()
@@ -78,7 +78,7 @@ def test_what_was_written_before_a_store_process_was_killed_is_found_before_the_
         two.scanned()
 
         def all_news_is_read() -> None:
-            """What was told before is known once something is known that was told after a look had begun."""
+            """What was sent before is known once something is known that was sent after a look had begun."""
             for _ in range(2):
                 third.encode([marker := f"later-{next(later)}"])
                 third.settle()
@@ -105,7 +105,7 @@ def test_what_was_written_before_a_store_process_was_killed_is_found_before_the_
 
 
 @pytest.mark.fault("another engine on the folder is stopped, or loses it", "LocalDisk", "its entries are found again")
-def test_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_heard_again(tmp_path: Path) -> None:
+def test_the_news_of_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_read_again(tmp_path: Path) -> None:
     with Bench(tmp_path / "disk") as one, Bench(tmp_path / "disk") as two:
         two.scanned()
         one.encode(["before"])
@@ -122,7 +122,7 @@ def test_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_heard_again(tmp_
 
 
 @pytest.mark.slow  # until the next listing
-def test_what_was_deleted_is_asked_for_no_more_after_the_next_listing(tmp_path: Path) -> None:
+def test_a_deleted_entry_is_no_longer_looked_up_after_the_next_listing(tmp_path: Path) -> None:
     with Bench(tmp_path) as one:
         one.encode(IMAGES)
         one.settle()

@@ -113,7 +113,7 @@ def test_the_caller_may_change_its_tensor_as_soon_as_put_returns(cache: Cache) -
     assert all((got(cache, f"{number}").numpy() == number).all() for number in range(8))
 
 
-def test_what_was_put_is_found_at_once(cache: Cache) -> None:
+def test_an_entry_is_found_as_soon_as_it_was_put(cache: Cache) -> None:
     for number in range(50):
         cache.put(f"{number}", PICTURE + number)
         assert (got(cache, f"{number}").numpy() == PICTURE + number).all()
@@ -134,9 +134,7 @@ def test_an_entry_is_written_once_until_it_is_deleted(cache: Cache) -> None:
     assert (got(cache, "cat").numpy() == PICTURE[:3]).all()
 
 
-def test_more_than_may_be_under_way_is_waited_for_and_nothing_is_dropped(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_beyond_the_limit_waits_and_nothing_is_dropped(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_UNDER_WAY_BYTES", 100_000)
     puts = [cache.put(f"{number}", PICTURE + number) for number in range(200)]
     assert cache.flush()
@@ -149,7 +147,7 @@ def test_more_than_may_be_under_way_is_waited_for_and_nothing_is_dropped(
 # ---- other processes, engines, tiers
 
 
-def test_another_process_finds_it_and_imports_no_torch(folder: Path) -> None:
+def test_another_process_finds_the_entry_without_importing_torch(folder: Path) -> None:
     with opened(folder) as cache:
         cache.put("cat", PICTURE)
     program = f"""
@@ -162,7 +160,7 @@ with lmcache_ec.Cache(namespace="programs", local_disk={str(folder)!r}) as cache
     assert answer.stdout == f"{PICTURE.tolist()} False 1\n"
 
 
-def test_what_a_program_stores_an_engine_loads_and_the_other_way_round(folder: Path) -> None:
+def test_an_engine_loads_what_a_program_stores_and_the_other_way_round(folder: Path) -> None:
     ours, theirs = names("ours", 3), names("theirs", 3)
     with Bench(folder) as engine, opened(folder, NAMESPACE) as cache:
         engine.encode(theirs)
@@ -180,7 +178,7 @@ def test_what_a_program_stores_an_engine_loads_and_the_other_way_round(folder: P
         assert disk["bytes"] == engine.status()["tiers"][0]["bytes"] == 7 * length("last")
 
 
-def test_every_tier_has_it_and_what_a_host_lost_comes_back_from_the_remote(
+def test_every_tier_has_the_entry_and_a_host_that_lost_it_gets_it_back_from_the_remote(
     tmp_path: Path, s3: Seaweed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with redis_server(tmp_path / "redis") as redis:
@@ -198,7 +196,7 @@ def test_every_tier_has_it_and_what_a_host_lost_comes_back_from_the_remote(
             assert files(tmp_path / "two") == files(tmp_path / "one")
 
 
-def test_a_damaged_entry_is_a_miss_and_the_next_put_makes_up_for_it(cache: Cache, folder: Path) -> None:
+def test_a_damaged_entry_is_a_miss_and_the_next_put_replaces_it(cache: Cache, folder: Path) -> None:
     cache.put("cat", PICTURE).result()
     [file] = folder.rglob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -209,7 +207,7 @@ def test_a_damaged_entry_is_a_miss_and_the_next_put_makes_up_for_it(cache: Cache
     assert (got(cache, "cat").numpy() == PICTURE).all()
 
 
-def test_a_remote_that_is_not_there_costs_no_exception(tmp_path: Path) -> None:
+def test_an_unreachable_remote_raises_no_exception(tmp_path: Path) -> None:
     with opened(tmp_path, remotes=["redis://127.0.0.1:1/0"]) as cache:
         assert cache.put("cat", PICTURE).result() == ("disk",)
         assert cache.get("dog") is None
@@ -225,7 +223,7 @@ def test_a_program_may_give_credentials_as_an_argument_and_no_error_shows_them(t
         assert "canary" not in str(caught.value)
 
 
-def test_to_close_writes_what_was_put(folder: Path) -> None:
+def test_close_writes_what_was_put(folder: Path) -> None:
     with opened(folder) as cache:
         for number in range(50):
             cache.put(f"{number}", PICTURE)
@@ -255,7 +253,7 @@ def _threads(prefix: str) -> list[str]:
         ({"local_disk": "/tmp/x", "namespace": "x", "enabled": False}, "ec.enabled is false"),
     ],
 )
-def test_what_cannot_be_used_is_named(
+def test_a_setting_that_cannot_be_used_is_named(
     keys: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
@@ -274,7 +272,7 @@ def test_what_cannot_be_used_is_named(
         (torch.zeros(3, device="meta"), "a meta tensor: must be dense, with its elements in memory"),
     ],
 )
-def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
+def test_a_value_that_is_not_a_tensor_is_refused_and_nothing_is_stored(
     cache: Cache, folder: Path, value: object, problem: str
 ) -> None:
     with pytest.raises(TypeError, match=re.escape(problem)):
@@ -289,25 +287,25 @@ def test_what_is_no_tensor_is_refused_and_nothing_is_stored(
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, float("-inf")])
-def test_a_flush_refuses_a_number_that_is_no_time(cache: Cache, timeout: float) -> None:
+def test_a_flush_refuses_a_number_that_is_not_a_duration(cache: Cache, timeout: float) -> None:
     with pytest.raises(ValueError, match=f"^timeout {timeout}: must be a number of seconds, at least 0, or None$"):
         cache.flush(timeout)
 
 
 @pytest.mark.parametrize("timeout", ["5", b"5", True, [5]])
-def test_a_flush_refuses_what_is_no_number(cache: Cache, timeout: Any) -> None:
+def test_a_flush_refuses_a_timeout_that_is_not_a_number(cache: Cache, timeout: Any) -> None:
     with pytest.raises(TypeError, match=f"^timeout of type {type(timeout).__name__}: must be a number of seconds"):
         cache.flush(timeout)
 
 
 @pytest.mark.parametrize("timeout", [None, 60, numpy.float32(60), float("inf"), 1e30])
-def test_a_flush_waits_for_as_long_as_it_may(cache: Cache, timeout: float | None) -> None:
+def test_a_flush_accepts_any_duration_and_waits_for_the_writes(cache: Cache, timeout: float | None) -> None:
     cache.put("cat", PICTURE)
     assert cache.flush(timeout)
     assert cache.flush(0)
 
 
-def test_a_type_that_numpy_lacks_says_what_to_do(cache: Cache) -> None:
+def test_a_type_that_numpy_lacks_is_an_error_that_names_the_remedy(cache: Cache) -> None:
     cache.put("cat", torch.zeros(2, 2, dtype=torch.bfloat16)).result()
     with pytest.raises(TypeError, match="import ml_dtypes first"):
         got(cache, "cat").numpy()

@@ -106,7 +106,7 @@ HELD = (
 
 
 class Prompts:
-    """Random requests over a fixed set of items, and what may be said of their ends."""
+    """Random requests over a fixed set of items, and what is certain of their ends."""
 
     def __init__(self, dice: random.Random, metadata_only: float) -> None:
         """`metadata_only` is the share of items that carry nothing to encode."""
@@ -203,7 +203,7 @@ class Engine:
         self.endings: dict[str, FinishReason] = {}
         self.resets = self.preemptions = 0
         self.ordered: Counter[str] = Counter()
-        """Encodes and loads that have gone out with steps."""
+        """Encodes and loads that have been sent out with steps."""
         self.handed: list[dict[str, Any]] = []
         """What vLLM's front ends have got for the metrics."""
 
@@ -254,10 +254,10 @@ class Engine:
             stats = of_a_client.scheduler_stats
             if stats is not None and stats.ec_connector_stats is not None:
                 self.handed.append(stats.ec_connector_stats)
-            for said in of_a_client.outputs:
-                if said.finish_reason is not None:
-                    assert said.request_id not in self.endings, f"{said.request_id} ended twice"
-                    self.endings[said.request_id] = said.finish_reason
+            for answer in of_a_client.outputs:
+                if answer.finish_reason is not None:
+                    assert answer.request_id not in self.endings, f"{answer.request_id} ended twice"
+                    self.endings[answer.request_id] = answer.finish_reason
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
         """Passes, with a text-only request in each of them that would be empty, until `condition` holds."""
@@ -403,10 +403,10 @@ CASES = list(itertools.product((Scheduler, AsyncScheduler), Fault, range(SEEDS))
 @pytest.mark.parametrize(
     ("scheduler", "fault", "seed"), CASES, ids=[f"{case[0].__name__}-{case[1]}-seed {case[2]}" for case in CASES]
 )
-def test_any_requests_are_served_right_and_leave_nothing(
+def test_any_requests_are_served_correctly_and_leave_nothing_behind(
     scheduler: type[Scheduler], fault: Fault, seed: int, tmp_path: Path
 ) -> None:
-    """The runner and `Waits` have their say in every step; the rest is said at the end."""
+    """The runner and `Waits` check every step; the rest is checked at the end."""
     with life(seed, scheduler, fault, tmp_path) as engine:
         assert engine.endings.keys() == {f"request {number}" for number in range(engine.prompts.asked)}
         failed = {name for name, ending in engine.endings.items() if ending is FinishReason.ERROR}
@@ -422,7 +422,7 @@ def test_any_requests_are_served_right_and_leave_nothing(
 
 
 @pytest.mark.parametrize("scheduler", [Scheduler, AsyncScheduler])
-def test_what_front_ends_are_handed_for_the_metrics_adds_up_whatever_is_killed(
+def test_the_metrics_that_front_ends_receive_add_up_whatever_is_killed(
     scheduler: type[Scheduler], tmp_path: Path
 ) -> None:
     with life(2, scheduler, Fault.KILLS, tmp_path) as engine:

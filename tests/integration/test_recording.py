@@ -94,8 +94,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
 # ---- what is in it
 
 
-def test_each_need_of_each_request_is_a_line_that_plan_replays(served: Served, tmp_path: Path) -> None:
-    """Also of what vLLM's own cache holds; what the request needs in many passes is one."""
+def test_each_item_that_a_request_needs_is_a_line_that_plan_replays(served: Served, tmp_path: Path) -> None:
+    """Also for items that vLLM's own cache holds; an item that is needed in many passes is one line."""
     file = tmp_path / "trace.csv"
     serve(served, "before", Z)
     with recorder(file, served) as process:
@@ -124,7 +124,7 @@ def test_each_need_of_each_request_is_a_line_that_plan_replays(served: Served, t
     served.until("nobody records any more", lambda: served.cache.accesses is None)
 
 
-def test_names_are_digests_that_no_other_recording_has(served: Served, tmp_path: Path) -> None:
+def test_names_are_recorded_as_digests_that_no_other_recording_has(served: Served, tmp_path: Path) -> None:
     found = []
     for number in range(2):
         file = tmp_path / f"{number}.csv"
@@ -138,7 +138,7 @@ def test_names_are_digests_that_no_other_recording_has(served: Served, tmp_path:
     assert found[0] != found[1]
 
 
-def test_it_ends_by_itself_after_the_time_or_the_size_that_it_was_given(served: Served, tmp_path: Path) -> None:
+def test_a_recording_ends_by_itself_at_the_given_time_or_size(served: Served, tmp_path: Path) -> None:
     short, small = tmp_path / "short.csv.gz", tmp_path / "small.csv"
     with recorder(short, served, "--for", "3") as process:
         serve(served, "one", X)
@@ -194,21 +194,21 @@ def test_without_an_engine_there_is_nothing_to_record(tmp_path: Path) -> None:
 # ---- what it costs, and what is lost
 
 
-def test_while_nobody_records_nothing_is_kept_or_told(served: Served) -> None:
-    told: list[object] = []
+def test_while_nobody_records_nothing_is_kept_or_sent(served: Served) -> None:
+    sent: list[object] = []
     send = served.cache._store.send
 
     def noted(message: ToStore) -> bool:
-        told.append(message)
+        sent.append(message)
         return send(message)
 
     served.cache._store.send = noted  # type: ignore[method-assign]
     serve(served, "one", X, Y)
     assert served.cache.accesses is None
-    assert not any(isinstance(message, Accessed) for message in told)
+    assert not any(isinstance(message, Accessed) for message in sent)
 
 
-def test_what_finds_no_room_is_counted_and_nothing_grows_without_bound() -> None:
+def test_accesses_that_find_no_room_are_counted_and_nothing_grows_without_bound() -> None:
     sent: list[Accessed] = []
     open_link = False
 
@@ -229,11 +229,11 @@ def test_what_finds_no_room_is_counted_and_nothing_grows_without_bound() -> None
         assert len(sent) - before <= 4, "one pass sends what it has time for"
         if len(sent) == before:
             break
-    told = [access for message in sent for access in message.accesses]
-    assert len(told) + sum(message.lost for message in sent) == 10_001
-    assert len(told) <= 8192
-    assert told == sorted(told)
-    assert sum(message.guessed for message in sent) == len(told) // 2
+    taken = [access for message in sent for access in message.accesses]
+    assert len(taken) + sum(message.lost for message in sent) == 10_001
+    assert len(taken) <= 8192
+    assert taken == sorted(taken)
+    assert sum(message.guessed for message in sent) == len(taken) // 2
     sent.clear()
     accesses.hand_over()
     assert sent == []
@@ -245,27 +245,27 @@ def test_the_longest_names_fit_the_link() -> None:
     accesses = Accesses(link.send)
     for number in range(100):
         accesses.add(0.0, "\N{SNOWMAN}" * 1300 + str(number), 1, 0.1, 1)
-    told = 0
+    taken = 0
     for _ in range(100):
         accesses.hand_over()
         while (received := other.receive()) is not None:
             assert isinstance(received[0], Accessed)
-            told += len(received[0].accesses)
-    assert told == 100
+            taken += len(received[0].accesses)
+    assert taken == 100
 
 
 @pytest.fixture
 def listening() -> Iterator[tuple[Recording, Any, list[bool]]]:
-    """A store process's end, what runs its callbacks, and what the scheduler side was told."""
-    told: list[bool] = []
+    """A store process's end, what runs its callbacks, and what the scheduler side was sent."""
+    sent: list[bool] = []
     selector = selectors.DefaultSelector()
-    recording = Recording(selector, lambda record: told.append(record.on))
+    recording = Recording(selector, lambda record: sent.append(record.on))
 
     def turn() -> None:
         for key, _ in selector.select(0.0):
             key.data()
 
-    yield recording, turn, told
+    yield recording, turn, sent
     recording.close()
 
 
@@ -286,7 +286,7 @@ def heard(link: Link) -> list[object]:
     return messages
 
 
-def test_a_recorder_that_does_not_read_holds_nobody_up_and_is_told_what_it_missed(listening: Any) -> None:
+def test_a_recorder_that_does_not_read_delays_nobody_and_learns_how_much_it_missed(listening: Any) -> None:
     recording, turn, _ = listening
     link = connected()
     link.send(Follow(SALT))
@@ -302,37 +302,37 @@ def test_a_recorder_that_does_not_read_holds_nobody_up_and_is_told_what_it_misse
     link.close()
 
 
-def test_one_recorder_at_a_time_and_the_engine_is_told_when_it_leaves(listening: Any) -> None:
-    recording, turn, told = listening
+def test_one_recorder_is_served_at_a_time_and_the_engine_is_notified_when_it_leaves(listening: Any) -> None:
+    recording, turn, sent = listening
     first = connected()
     first.send(Follow(SALT))
     turn()
     turn()
     second = connected()
     turn()
-    said = heard(second)
-    assert isinstance(said[0], Notice)
-    assert said[1:] == ["closed"]
-    assert told == [True]
+    replies = heard(second)
+    assert isinstance(replies[0], Notice)
+    assert replies[1:] == ["closed"]
+    assert sent == [True]
     first.close()
     turn()
-    assert told == [True, False]
+    assert sent == [True, False]
     third = connected()
     third.send(Follow(SALT))
     turn()
     turn()
-    assert told == [True, False, True]
+    assert sent == [True, False, True]
     recording.close()
     assert heard(third) == ["closed"]
 
 
-@pytest.mark.parametrize("said", [Follow(b""), Follow(bytes(65)), Notice("kind", "text")], ids=str)
-def test_who_says_what_cannot_be_meant_is_not_served(listening: Any, said: Any) -> None:
-    recording, turn, told = listening
+@pytest.mark.parametrize("message", [Follow(b""), Follow(bytes(65)), Notice("kind", "text")], ids=str)
+def test_a_recorder_that_sends_an_invalid_message_is_not_served(listening: Any, message: Any) -> None:
+    recording, turn, sent = listening
     link = connected()
-    link.send(said)
+    link.send(message)
     turn()
     turn()
     assert heard(link) == ["closed"]
-    assert told == [False]
+    assert sent == [False]
     recording.pass_on(Accessed([(0.0, "name", 1, 0.1)], 0, 0))

@@ -150,7 +150,7 @@ def opened_by_lmcache(bench: Bench) -> None:
     bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
 
 
-def test_what_the_disk_has_lost_comes_from_a_remote_of_lmcache(tmp_path: Path) -> None:
+def test_entries_lost_from_the_disk_come_from_a_remote_of_lmcache(tmp_path: Path) -> None:
     """Through LMCache's own connector, in the store process."""
     with Bench(tmp_path / "disk", remotes=[f"fs://{tmp_path}/shared"]) as bench:
         opened_by_lmcache(bench)
@@ -189,7 +189,7 @@ def test_another_host_is_warm_from_a_remote_of_lmcache(tmp_path: Path, kind: str
             wait_until("all is on its disk, too", lambda: stored(tmp_path / "two") == set(IMAGES))
 
 
-def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
+def test_entries_lost_from_one_remote_come_from_the_next_and_are_put_back(
     tmp_path: Path, in_redis: Remote, in_s3: Remote, redis: RedisServer
 ) -> None:
     filled(tmp_path / "one", in_redis, in_s3)
@@ -203,7 +203,7 @@ def test_what_one_remote_has_lost_comes_from_the_next_and_is_put_back(
 
 
 @pytest.mark.fault("a value is damaged", "any remote", "a miss; deleted and rewritten")
-def test_a_damaged_value_is_a_miss_and_the_next_save_makes_up_for_it(remote: Remote) -> None:
+def test_a_damaged_value_is_a_miss_and_the_next_save_replaces_it(remote: Remote) -> None:
     filled(None, remote)
     remote.edit(IMAGES[0], lambda data: data[:5000] + bytes([data[5000] ^ 0xFF]) + data[5001:])
     with Bench(None, remotes=[remote.url]) as other:
@@ -268,7 +268,7 @@ def test_redis_is_asked_while_it_answers_quickly_and_not_waited_for_once_it_is_s
             bench.settle()
 
 
-def test_what_is_asked_for_together_costs_redis_a_round_trip_for_each_of_its_threads(
+def test_entries_asked_for_together_cost_redis_one_round_trip_for_each_of_its_threads(
     in_redis: Remote, redis: RedisServer
 ) -> None:
     """Known lengths are read at once, of unknown ones the length is asked for first. Eight threads do either, and may
@@ -361,7 +361,7 @@ def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
 def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And whoever reads the log learns that it went, and that it is back."""
+    """The log shows that it went away, and that it is back."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         bench.encode(IMAGES[:1])
         bench.settle()
@@ -431,7 +431,7 @@ def test_doctor_reports_before_a_start_what_the_start_would_report_of_a_remote(t
 
 
 @pytest.mark.usefixtures("new_interpreters")
-def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_password_appears_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(tmp_path / "server", "--requirepass", "s3cr3t-canary") as server:
         url = f"redis://:s3cr3t-canary@127.0.0.1:{server.port}"
         assert "canary" not in summary(EncoderCacheConfig(remotes=[url]))
@@ -441,7 +441,7 @@ def test_a_password_is_seen_nowhere(tmp_path: Path, caplog: pytest.LogCaptureFix
             bench.settle()
             server.kill()
             bench.until(
-                "the fault is told", lambda: not asks(bench, f"new-{time.monotonic()}") and bool(caplog.records)
+                "the fault is logged", lambda: not asks(bench, f"new-{time.monotonic()}") and bool(caplog.records)
             )
             shown = [Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ")]
             assert not any(b"canary" in text for text in shown)
@@ -480,7 +480,7 @@ def test_an_authority_that_the_environment_names_is_trusted_by_doctor_and_engine
             wait_until("it is stored", lambda: in_redis.held() == 1)
 
 
-def test_which_tiers_there_are_comes_before_all_that_is_reported_of_them(
+def test_the_list_of_tiers_arrives_before_any_report_about_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports name tiers by their numbers. A remote that cannot be reached is reported while tiers are opened."""

@@ -35,7 +35,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """One tier's store: how an engine is told of it, how a test opens it, and how somebody empties it."""
+    """One tier's store: how an engine is configured with it, how a test opens it, and how somebody empties it."""
 
     name: str
     remotes: list[str]
@@ -103,7 +103,7 @@ def looked(bench: Bench, name: str, times: int = 2) -> None:
 
 
 @pytest.mark.fault("emptied completely", "any tier", "refilled from memory")
-def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store) -> None:
+def test_a_store_that_was_emptied_is_refilled_with_what_memory_holds(store: Store) -> None:
     """The folder removed, FLUSHALL, the bucket emptied; and once more. The next engine is warm."""
     with store.bench() as bench:
         filled(bench, store, *IMAGES)
@@ -117,8 +117,8 @@ def test_a_store_that_was_emptied_is_given_again_what_memory_holds(store: Store)
 
 
 @pytest.mark.parametrize("store", ["disk", "redis", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
-def test_what_one_engine_finds_lost_every_other_gives_again_too(store: Store) -> None:
-    """Whoever looks first gives the store its new name; the others see that it is another one."""
+def test_entries_that_one_engine_finds_lost_are_written_again_by_every_other_engine_too(store: Store) -> None:
+    """The first engine that looks gives the store its new name; the others see that it has changed."""
     with store.bench() as one, store.bench() as other:
         filled(one, store, *IMAGES[:3])
         filled(other, store, *IMAGES[3:])
@@ -134,8 +134,8 @@ def test_what_one_engine_finds_lost_every_other_gives_again_too(store: Store) ->
 
 
 def removed_by_command(store: Store) -> None:
-    said = CliRunner().invoke(app, ["namespaces", "--remove", NAMESPACE, "--yes", "--force"])
-    assert f"removed {len(IMAGES)} entries of {NAMESPACE}" in said.output
+    result = CliRunner().invoke(app, ["namespaces", "--remove", NAMESPACE, "--yes", "--force"])
+    assert f"removed {len(IMAGES)} entries of {NAMESPACE}" in result.output
 
 
 def deleted_one_by_one(store: Store) -> None:
@@ -144,7 +144,7 @@ def deleted_one_by_one(store: Store) -> None:
 
 
 @pytest.mark.parametrize("remove", [removed_by_command, deleted_one_by_one], ids=lambda f: f.__name__)
-def test_what_was_removed_by_us_stays_removed(
+def test_entries_that_we_removed_stay_removed(
     store: Store, remove: Callable[[Store], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if store.folder is not None:
@@ -162,8 +162,8 @@ def test_what_was_removed_by_us_stays_removed(
 
 
 @pytest.mark.parametrize("store", ["redis", "s3"], indirect=True)
-def test_what_has_come_to_the_end_of_its_time_is_not_written_again(store: Store) -> None:
-    """S3's age is what each reader makes of it."""
+def test_expired_entries_are_not_written_again(store: Store) -> None:
+    """In S3, each reader judges the age for itself."""
     reader = open_s3(store.remotes[0], ttl_s=1.0) if store.name == "s3" else store.tier
     with store.bench(ttl_s=1.0) as bench:
         bench.encode(IMAGES)
@@ -176,7 +176,7 @@ def test_what_has_come_to_the_end_of_its_time_is_not_written_again(store: Store)
 
 
 @pytest.mark.parametrize("store", ["disk", "redis"], indirect=True)
-def test_a_consumer_gives_nothing_again(store: Store) -> None:
+def test_a_consumer_writes_nothing_again(store: Store) -> None:
     with store.bench() as bench:
         filled(bench, store, *IMAGES)
     with store.bench(saves=False) as consumer:
@@ -189,8 +189,8 @@ def test_a_consumer_gives_nothing_again(store: Store) -> None:
         assert (store.held(), consumer.snapshot()["rewrites"]) == (set(), 0)
 
 
-def test_what_the_folder_evicts_is_not_written_again(tmp_path: Path) -> None:
-    """Entries of a mebibyte through a folder of four."""
+def test_entries_evicted_from_the_folder_are_not_written_again(tmp_path: Path) -> None:
+    """Entries of 1 MiB go through a folder of 4 MiB."""
     many = names("large", 12)
     with Bench(tmp_path, max_local_disk_size=4 / 1024) as bench:
         for identifier in many:
@@ -202,8 +202,8 @@ def test_what_the_folder_evicts_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-random"])
-def test_what_redis_evicts_is_not_written_again(tmp_path: Path, policy: str) -> None:
-    """Though one that evicts at random evicts the name by which it is known, too. A flush is seen all the same."""
+def test_entries_evicted_by_redis_are_not_written_again(tmp_path: Path, policy: str) -> None:
+    """Even though a Redis that evicts at random may evict its own name as well. A flush is still noticed."""
     settings = ("--maxmemory", "6mb", "--maxmemory-policy", policy)
     with redis_server(tmp_path / "server", *settings) as server, Bench(None, remotes=[server.url]) as bench:
         looked(bench, "redis", times=1)
@@ -223,8 +223,8 @@ def test_what_redis_evicts_is_not_written_again(tmp_path: Path, policy: str) -> 
         bench.settle()
 
 
-def test_a_remote_that_was_unreachable_is_given_what_it_missed(tmp_path: Path) -> None:
-    """What was encoded and what was promoted meanwhile, and what it had before and lost with its process."""
+def test_a_remote_that_was_unreachable_gets_what_it_missed(tmp_path: Path) -> None:
+    """What was encoded or promoted meanwhile, and what it had before and lost with its process."""
     with (
         redis_server(tmp_path / "near") as near,
         redis_server(tmp_path / "far") as far,
@@ -246,7 +246,7 @@ def test_a_remote_that_was_unreachable_is_given_what_it_missed(tmp_path: Path) -
             bench.settle()
 
 
-def test_a_remote_that_is_unreachable_at_the_start_is_given_what_it_missed(tmp_path: Path) -> None:
+def test_a_remote_that_is_unreachable_at_the_start_gets_what_it_missed(tmp_path: Path) -> None:
     with redis_server(tmp_path / "server") as server:
         server.kill()
         with Bench(tmp_path / "disk", remotes=[server.url]) as bench:
@@ -257,7 +257,7 @@ def test_a_remote_that_is_unreachable_at_the_start_is_given_what_it_missed(tmp_p
             bench.settle()
 
 
-def test_what_a_store_process_took_with_it_is_written_by_the_next(tmp_path: Path) -> None:
+def test_writes_lost_with_a_store_process_are_done_by_the_next(tmp_path: Path) -> None:
     """The disk has the entries, and so their writes are over; the uploads died with the process."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         pid = bench.serving()

@@ -83,7 +83,7 @@ def test_a_consumer_neither_believes_a_forgery_nor_deletes_it(
 
 
 def test_a_producer_announces_only_what_it_has_verified(folder: Path, key_file: Path) -> None:
-    """It sees of an entry that it is there and how long it is: a forger could have all consumers wait in vain."""
+    """It sees only that an entry is there and how long it is: a forger could make all consumers wait in vain."""
     namespace = read_key(key_file).namespace(NAMESPACE)
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])
@@ -160,9 +160,9 @@ def test_inspect_reports_a_forgery_as_unsigned(folder: Path, key_file: Path) -> 
         bench.settle()
     namespace = read_key(key_file).namespace(NAMESPACE)
     forge(folder, namespace, "dog")
-    for name, status, says in (("cat", 0, "verifies"), ("dog", 1, "it is not signed")):
+    for name, status, expected in (("cat", 0, "verifies"), ("dog", 1, "it is not signed")):
         result = CliRunner().invoke(app, ["inspect", name, "--namespace", namespace, "--extra", extra])
-        assert (result.exit_code, says in result.output) == (status, True)
+        assert (result.exit_code, expected in result.output) == (status, True)
 
 
 def test_verify_counts_a_forgery_and_warm_copies_none(folder: Path, key_file: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_verify_counts_a_forgery_and_warm_copies_none(folder: Path, key_file: Pa
     assert (shared / EncoderCacheKey(namespace, "cat").object_name).exists()
 
 
-def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_says_why(
+def test_a_key_that_cannot_be_used_ends_the_start_and_doctor_reports_why(
     folder: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extra = json.dumps({"local_disk": str(folder), "max_local_disk_size": 0.001, "signing_key_file": str(key_file)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec status` tells engines apart, says what each holds, and leaves none out that runs."""
+"""`lmcache-ec status` distinguishes engines, shows what each holds, and leaves out none that runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status(*arguments: str) -> str:
 
 
 def status_of(bench: Bench) -> dict[str, Any]:
-    """What is told of this engine, others on this host left aside."""
+    """What is reported of this engine, others on this host left aside."""
     [found] = [engine for engine in json.loads(status("--json")) if engine["engine"] == bench.engine]
     assert found.keys() >= KEYS
     return dict(found)
@@ -79,7 +79,7 @@ def test_two_engines_of_one_namespace_are_distinguished(tmp_path: Path) -> None:
         assert status_of(one)["pid"] != status_of(other)["pid"]
 
 
-def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_path: Path) -> None:
+def test_one_line_shows_what_each_tier_holds_and_has_done_with_its_limit(tmp_path: Path) -> None:
     with Bench(tmp_path) as earlier:
         earlier.encode(names("kept", 3))
         earlier.settle()
@@ -93,7 +93,7 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         path_of(tmp_path, "kept-1").unlink()
         bench.encode(names("new", 4))
         bench.settle()
-        bench.until("the ledger is told", lambda: bench.status()["book"].get("saves") == 4)
+        bench.until("the ledger is reported", lambda: bench.status()["book"].get("saves") == 4)
         [disk] = status_of(bench)["tiers"]
         held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
         entries = 2 + 4  # listed and not found corrupt; written since
@@ -116,7 +116,7 @@ def test_what_each_tier_holds_and_has_done_is_in_one_line_with_its_limit(tmp_pat
         assert any("saves          4; 0 dropped, 0 void" in line for line in shown)
 
 
-def test_an_engine_without_requests_says_how_old_its_own_counts_are(
+def test_an_engine_without_requests_shows_how_old_its_own_counts_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.cli.status._IDLE_S", 0.5)
@@ -130,7 +130,7 @@ def test_an_engine_without_requests_says_how_old_its_own_counts_are(
         bench.until("it goes on", lambda: status_of(bench)["book_age_s"] < 0.5)
 
 
-def test_what_is_written_in_the_place_of_a_corrupt_entry_is_counted_once(tmp_path: Path) -> None:
+def test_the_replacement_of_a_corrupt_entry_is_counted_once(tmp_path: Path) -> None:
     with Bench(tmp_path) as earlier:
         earlier.encode(names("kept", 3))
         earlier.settle()
@@ -155,7 +155,7 @@ def test_no_heading_of_the_live_view_is_cut_in_eighty_columns() -> None:
     assert all(word in shown for word in ("held", "hits", "rate", "errors", "writes", "read", "written", "unsaved"))
 
 
-def test_what_each_tier_does_is_a_rate_per_second(tmp_path: Path) -> None:
+def test_the_activity_of_each_tier_is_shown_as_a_rate_per_second(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.scanned()
         at, before = look()
@@ -177,7 +177,7 @@ def test_what_each_tier_does_is_a_rate_per_second(tmp_path: Path) -> None:
         assert f"engine {bench.engine[:8]}" in shown
 
 
-def test_the_live_view_is_drawn_anew_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_view_is_redrawn_until_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[object] = []
 
     def update(live: Live, view: object, *, refresh: bool = False) -> None:
@@ -191,7 +191,7 @@ def test_the_live_view_is_drawn_anew_until_ctrl_c(tmp_path: Path, monkeypatch: p
 
 
 def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path) -> None:
-    """The next scheduling pass starts another one, which says that it is the second."""
+    """The next scheduling pass starts another one, which reports that it is the second."""
     with Bench(tmp_path) as bench:
         pid = bench.serving()
         assert not silent()
@@ -212,7 +212,7 @@ def test_a_store_process_that_outlives_its_engine_is_listed_as_finishing(tmp_pat
         bench.encode(["last"])
         bench.until("it is being written", lambda: status_of(bench)["jobs"] == 1)
         bench.close()
-        wait_until("the engine is seen to be gone", lambda: status_of(bench)["state"] == "finishing")
+        wait_until("the engine is seen to have ended", lambda: status_of(bench)["state"] == "finishing")
         assert f"process {os.getpid()}, ended" in "\n".join(lines(status(), bench.engine))
     wait_until("it has finished", lambda: bench.engine not in status("--json"))
 
@@ -229,7 +229,7 @@ def test_an_engine_that_is_starting_is_listed_as_starting(tmp_path: Path) -> Non
 
 
 def test_engines_of_another_user_are_not_listed() -> None:
-    """Neither one that answers nor one that does not; nor that user's to root."""
+    """Neither one that answers nor one that does not; and root is not shown that user's engines either."""
     become = "import os; os.geteuid() or os.setresuid(*[65534] * 3)\n"
     ask = "import json; from lmcache_ec.cli.status import all_engines; all_engines()\n" + become
     ask += "print(json.dumps(all_engines()))"
@@ -253,10 +253,10 @@ def test_engines_of_another_user_are_not_listed() -> None:
 
 
 def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
-    """And one that answers what is no object is left out."""
-    told = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
+    """One whose answer is not a JSON object is left out."""
+    reports = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
     with ThreadPoolExecutor(2) as threads:
-        sockets = [socket.socket(socket.AF_UNIX) for _ in told]
+        sockets = [socket.socket(socket.AF_UNIX) for _ in reports]
         for each in sockets:
             each.bind(status_address(os.getpid()))
             each.listen()
@@ -267,9 +267,9 @@ def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
                 while True:
                     connection, _ = sockets[number].accept()
                     with connection:
-                        connection.sendall(json.dumps(told[number]).encode())
+                        connection.sendall(json.dumps(reports[number]).encode())
 
-        for number in range(len(told)):
+        for number in range(len(reports)):
             threads.submit(answer, number)
         try:
             shown = "\n".join(wait_until("it is listed", lambda: lines(status(), "older"), despite=StopIteration))

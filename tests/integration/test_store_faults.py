@@ -78,7 +78,8 @@ def noticed(bench: Bench, losses: int) -> bool:
     recovery="all is written",
 )
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
-    """The arena is small and wanted again: no place is reused before the store's answer, every file holds its own."""
+    """The arena is small and keeps being reused: no place before the store's answer, and every file holds its own
+    bytes."""
     saves = names("held", 50)
     with Bench(tmp_path, arena_bytes=60 * 8192, store_timeout_s=60) as bench:
         bench.encode(names("before", 20))
@@ -116,7 +117,7 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path)
     "no call waits; all are answered when it resumes",
     recovery="what was handed over is sealed",
 )
-def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_on(
+def test_a_stopped_store_process_delays_no_call_and_all_works_again_once_it_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, new = names("old", 20), names("new", 20)
@@ -154,7 +155,7 @@ def test_a_stopped_store_process_holds_up_no_call_and_all_is_back_when_it_goes_o
 @pytest.mark.fault(
     "stopped, with its link full, while the engine is idle", "store process", "it resumes, and is not killed"
 )
-def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_that_found_its_link_full(
+def test_a_store_process_that_resumes_while_the_engine_is_idle_is_not_killed_over_a_ping_it_never_got(
     tmp_path: Path,
 ) -> None:
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is asked
@@ -172,7 +173,7 @@ def test_one_that_goes_on_while_the_engine_is_idle_is_not_killed_over_a_ping_tha
 @pytest.mark.fault(
     "stays stopped", "store process", "killed and replaced; pending writes are made", recovery="it is replaced"
 )
-def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_path: Path) -> None:
+def test_a_store_process_that_stays_stopped_is_killed_and_the_next_does_the_pending_work(tmp_path: Path) -> None:
     old, unwritten, unsealed = names("old", 5), names("unwritten", 5), names("unsealed", 5)
     with Bench(tmp_path) as bench:
         bench.encode(old)
@@ -205,10 +206,10 @@ def test_one_that_stays_stopped_is_killed_and_the_next_does_what_is_owed(tmp_pat
     "replaced; it touches nothing in the arena",
     recovery="the next one serves, and the arena is used again and again",
 )
-def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
+def test_a_store_process_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It hangs in its start, before or after it has detached itself, with saves handed over to it."""
+    """It hangs while it starts, before or after it has detached itself, with saves already handed over to it."""
     hanging_call = f"lambda *given: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang(*given)"
     code = f"import os\nhang = os.{call}\nos.{call} = {hanging_call}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -247,10 +248,10 @@ def test_one_that_hangs_before_its_first_message_is_replaced_and_touches_no_plac
 @pytest.mark.fault(
     "its tiers take longer to open than store_timeout_s", "store process", "it is not killed, and serves"
 )
-def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serve(
+def test_a_store_process_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers nothing while it opens them: killed for that, none of its successors would ever be done either."""
+    """It answers nothing while it opens them. If it were killed for that, no successor would ever be ready either."""
     code = "import time\nfrom lmcache_ec.tiers import disk\nopen_now = disk.DiskTier.__init__\n"
     code += "disk.DiskTier.__init__ = lambda *args: time.sleep(3) or open_now(*args)\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -276,7 +277,7 @@ def test_one_whose_tiers_take_longer_to_open_than_it_may_be_silent_comes_to_serv
     "a miss; read again",
     recovery="it is asked for again",
 )
-def test_killed_while_it_fills(tmp_path: Path) -> None:
+def test_a_store_process_killed_while_it_fills_costs_a_miss_and_no_entry(tmp_path: Path) -> None:
     old = names("old", 5)
     with Bench(tmp_path) as bench:
         bench.encode(old)
@@ -298,7 +299,7 @@ def test_killed_while_it_fills(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("killed while it seals an entry", "store process", "the save is repeated")
-def test_killed_while_it_seals(tmp_path: Path) -> None:
+def test_a_store_process_killed_while_it_seals_costs_no_entry(tmp_path: Path) -> None:
     saves = names("sealing", 5)
     with Bench(tmp_path) as bench:
         pid = bench.serving()
@@ -319,10 +320,10 @@ def test_killed_while_it_seals(tmp_path: Path) -> None:
     "the rank is connected to its successor once there is room",
     recovery="the rank knows it",
 )
-def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
+def test_a_new_store_process_is_introduced_to_the_saving_rank_even_if_that_link_is_full_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank reads its link in a thread of its own, so that a full one has to be feigned."""
+    """A rank reads its link in its own thread, so a full link has to be simulated."""
     send, refusals = Link.send, count()
 
     def full_at_first(link: Link, message: AnyMessage, fds: Sequence[int] = ()) -> bool:
@@ -345,9 +346,9 @@ def test_its_successor_is_introduced_to_the_saving_rank_even_if_that_link_is_ful
     "the partial file is removed; the entry is written again",
     recovery="the torn file is swept",
 )
-def test_killed_while_it_writes(tmp_path: Path) -> None:
-    """A file half written is never served, is swept, and is written whole by the next one. At the latest when that
-    lists the folder again: one that is being killed may still hold its file when the next one first looks."""
+def test_a_store_process_killed_while_it_writes_leaves_no_torn_file(tmp_path: Path) -> None:
+    """A half-written file is never served, is swept, and is written whole by the next store process: at the latest when
+    that lists the folder again, since one being killed may still hold its file when the next one first looks."""
     rows, big = 32 * MIB // 128, (f"big-{number}" for number in count())
     with Bench(tmp_path, arena_bytes=128 * MIB) as bench:
         pid = bench.serving()
@@ -375,7 +376,9 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("killed at random moments", "store process", "no entry is damaged or lost")
-def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_process_killed_at_random_moments_leaves_no_torn_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Fifteen times, while it fills, seals and writes."""
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0,))
     dice = random.Random(2)
@@ -405,7 +408,7 @@ def test_killed_at_random_moments_it_tears_nothing(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("interpreter", ["/bin/false", "/no/such/interpreter"])
 @pytest.mark.fault("cannot be started", "store process", "misses; retried until it starts")
-def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
+def test_a_store_process_that_cannot_be_started_costs_misses_and_is_started_once_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: str
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.1, 0.2, 0.3))
@@ -415,7 +418,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
         with monkeypatch.context() as broken:
             broken.setattr(sys, "executable", interpreter)
             os.kill(bench.serving(), signal.SIGKILL)
-            bench.until("it is gone", lambda: not store_processes(bench.arena))
+            bench.until("it has ended", lambda: not store_processes(bench.arena))
             bench.encode(["meanwhile"])
             again = time.monotonic() + 0.5
             bench.until("it was tried again and again", lambda: time.monotonic() > again)
@@ -432,7 +435,7 @@ def test_one_that_cannot_be_started_costs_misses_and_comes_back_when_it_can(
 @pytest.mark.fault(
     "exits right after its first message, every time", "store process", "restarted after longer and longer pauses"
 )
-def test_one_that_ends_right_after_its_first_message_is_started_after_longer_and_longer_pauses(
+def test_a_store_process_that_ends_right_after_its_first_message_is_restarted_after_longer_and_longer_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
@@ -441,7 +444,7 @@ def test_one_that_ends_right_after_its_first_message_is_started_after_longer_and
         for losses in range(3):
             os.kill(bench.serving(), signal.SIGKILL)
             bench.until("the loss is noticed", partial(noticed, bench, losses))
-        bench.until("it is gone", lambda: not store_processes(bench.arena))
+        bench.until("it has ended", lambda: not store_processes(bench.arena))
         later = time.monotonic() + 1.0
         bench.until("nothing happened for a while", lambda: time.monotonic() > later)
         assert not store_processes(bench.arena)
@@ -468,7 +471,7 @@ def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_plac
                 handed = worker.hand_over(step, outcomes)
                 os.kill(pid, signal.SIGKILL)
             bench.until("the loss is noticed", partial(noticed, bench, 0))
-            bench.until("it is gone", lambda: not store_processes(bench.arena) and not bench.cache._store._old)
+            bench.until("it has ended", lambda: not store_processes(bench.arena) and not bench.cache._store._old)
             worker.report(step, outcomes, handed)
             bench.until("the report is in", lambda: not bench.cache.book.outstanding())
         assert bench.snapshot()["places_sealing"] == 0
@@ -505,8 +508,8 @@ def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_
         assert stored(tmp_path) == set(names("image", 200))
 
 
-def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path: Path) -> None:
-    """Although the store process finds the engine gone, with answers not taken, before it has read what it is to do."""
+def test_writes_that_were_put_off_are_done_when_the_engine_ends(tmp_path: Path) -> None:
+    """Although the store process finds that the engine has ended, with answers unread, before it reads its orders."""
     images = names("image", 40)
     with (
         stuck(stuck_writes(tmp_path)) as release,
@@ -526,8 +529,8 @@ def test_writes_that_were_put_off_are_made_up_for_when_the_engine_ends(tmp_path:
 
 
 @pytest.mark.fault("does not answer", "LocalDisk", "only a bounded number of look-ups wait for it")
-def test_a_disk_that_answers_nothing_is_not_asked_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store process passes every ping. What waits for it is bounded, and what is over that waits for nothing."""
+def test_requests_to_a_disk_that_never_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store process answers every ping. The number of waiting requests is bounded; any more do not wait at all."""
     code = f"""
 import runpy, time
 runpy.run_path({str(PLUGIN / "sitecustomize.py")!r})
@@ -605,8 +608,8 @@ def in_time(work: Callable[[], None]) -> None:
     "saves are dropped, look-ups are misses, nothing waits",
     recovery="all reports are in",
 )
-def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_no_wait(tmp_path: Path) -> None:
-    """Both links to it are filled up. What was taken is done afterwards; what was not is known to be owed."""
+def test_a_store_process_that_reads_no_messages_costs_saves_and_misses_but_no_wait(tmp_path: Path) -> None:
+    """Both links to it are full. What was accepted is done afterwards; what was not is known to be pending."""
     many = names("image", 6000)
     asked: list[bool] = []
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
@@ -633,8 +636,8 @@ def test_a_store_process_that_takes_nothing_makes_dropped_saves_and_misses_and_n
 
 
 @pytest.mark.fault("reads no messages", "scheduler side", "ranks and store process carry on", recovery="all is sealed")
-def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
-    """More reports and answers than a link holds: they come late, all, and in order."""
+def test_a_scheduler_side_that_reads_no_messages_delays_neither_ranks_nor_the_store_process(tmp_path: Path) -> None:
+    """There are more reports and answers than a link holds: all of them arrive late, and in order."""
     many = names("image", 5000)
     with Bench(tmp_path) as bench:
         bench.encode(["hot"])
@@ -656,8 +659,8 @@ def test_a_scheduler_side_that_does_not_look_holds_up_neither_ranks_nor_the_stor
 
 
 @pytest.mark.fault("a producer has no usable tier left", "tiers", "it finds out at once, and announces nothing")
-def test_a_producer_with_no_tier_left_learns_so_at_once(tmp_path: Path) -> None:
-    """The folder cannot be used, which is found out too late to end the start."""
+def test_a_producer_with_no_tier_left_learns_it_at_once(tmp_path: Path) -> None:
+    """The folder cannot be used, which is discovered too late to end the start."""
     (tmp_path / "in the way").write_text("")
     with Bench(tmp_path / "in the way", start_timeout_s=0.001) as bench:
         worker, _ = bench.workers[0], bench.serving()

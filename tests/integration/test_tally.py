@@ -22,8 +22,8 @@ def lost(bench: Bench, processes: int) -> bool:
     return bench.snapshot()["store_losses"] == processes
 
 
-def test_a_kill_loses_no_count_that_no_message_has_carried(tmp_path: Path) -> None:
-    """Each life of the store process writes, and is killed before the scheduler side has heard of it again."""
+def test_a_kill_loses_no_count_that_was_not_sent_yet(tmp_path: Path) -> None:
+    """Each life of the store process writes, and is killed before the scheduler side gets another message from it."""
     with Bench(tmp_path) as bench:
         for life in range(2):
             pid, identifiers = bench.serving(), names(f"life{life}", 4)
@@ -45,7 +45,7 @@ def test_a_kill_loses_no_count_that_no_message_has_carried(tmp_path: Path) -> No
         assert totals["disk_written_bytes"] == sizes
 
 
-def test_reads_misses_and_what_does_not_verify_are_counted_by_tier(tmp_path: Path) -> None:
+def test_reads_misses_and_entries_that_do_not_verify_are_counted_by_tier(tmp_path: Path) -> None:
     with Bench(tmp_path) as bench:
         bench.encode(["a", "b"])
         bench.settle()
@@ -63,7 +63,7 @@ def test_reads_misses_and_what_does_not_verify_are_counted_by_tier(tmp_path: Pat
         assert took_ns > 0
 
 
-def test_how_the_disk_stands_is_known_within_a_ping(tmp_path: Path) -> None:
+def test_the_state_of_the_disk_is_known_within_a_ping(tmp_path: Path) -> None:
     limit = 8 * MIB
     with Bench(tmp_path, max_local_disk_size=limit / (1 << 30)) as bench:
         bench.encode(names("large", 6), rows=2 * MIB // 128)

@@ -32,7 +32,7 @@ PATIENCE_S = 60.0
 """For what must happen: the longest that anything is waited for in the child."""
 
 _ANSWER_S = 2 * PATIENCE_S
-"""... and its answer in the test, which says more if the child is the first to give up."""
+"""... and its answer in the test, which shows more if the child is the first to give up."""
 
 MODEL = "org/some-model"
 
@@ -179,21 +179,21 @@ class _Session:
         if wait:
             self.wait(names)
 
-    def told(self, names: list[str], raising: bool = False) -> list[str]:
+    def called_back(self, names: list[str], raising: bool = False) -> list[str]:
         """Put, and wait for the futures; for which of them the callback was called, in no order."""
-        told, keys = [], {self._key(name): name for name in names}
+        called, keys = [], {self._key(name): name for name in names}
 
-        def tell(key: Any) -> None:
-            told.append(keys[key])
+        def callback(key: Any) -> None:
+            called.append(keys[key])
             if raising:
                 raise RuntimeError("a callback of somebody else's")
 
         objects = [self._filled(name) for name in names]
-        for future in self._plugin.batched_submit_put_task(list(keys), objects, None, tell):
+        for future in self._plugin.batched_submit_put_task(list(keys), objects, None, callback):
             future.result(PATIENCE_S)
         for memory_object in objects:
             memory_object.ref_count_down()
-        return sorted(told)
+        return sorted(called)
 
     def wait(self, names: list[str]) -> None:
         """Until none of these is on its way into a tier any more."""
@@ -234,7 +234,7 @@ class _Session:
         return [self._described(found) for found in self.manager.batched_get(keys, location="ours")]
 
     def prefetch(self, names: list[str]) -> list[Any]:
-        """What LMCache's asynchronous look-up has fetched when it tells the scheduler how many tokens (ten a key)."""
+        """What LMCache's asynchronous look-up has fetched when it sends the scheduler how many tokens (ten a key)."""
         from lmcache.v1.event_manager import EventType
 
         lengths = list(range(0, 10 * len(names) + 1, 10))

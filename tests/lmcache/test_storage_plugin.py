@@ -55,7 +55,7 @@ def other(processes: list[StorageProcess]) -> StorageProcess:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Writes LMCache's configuration file, and says where it is. A store on a busy machine is not one that fails: no
+    """Writes LMCache's configuration file, and returns its path. A store on a busy machine is not one that fails: no
     call is given up before a test is."""
 
     def write(folder: str | None = None, *remotes: str, **settings: Any) -> str:
@@ -104,7 +104,7 @@ def entries(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/??/*.safetensors"))
 
 
-def test_what_one_process_stores_another_reads_to_the_bit_from_disk_redis_and_s3(
+def test_an_object_that_one_process_stores_is_read_bit_for_bit_by_another_from_disk_redis_and_s3(
     one: StorageProcess, other: StorageProcess, config: Config, s3: Seaweed, redis: RedisServer
 ) -> None:
     in_s3, in_redis, names = s3_url(s3), redis_url(redis), list(THINGS)
@@ -130,7 +130,7 @@ def test_what_one_process_stores_another_reads_to_the_bit_from_disk_redis_and_s3
     assert CANARY not in one.log.read_text() + other.log.read_text()
 
 
-def test_what_was_stored_is_there_after_a_restart_and_any_tool_can_open_it(
+def test_a_stored_object_is_still_there_after_a_restart_and_any_tool_can_open_it(
     one: StorageProcess, config: Config, tmp_path: Path
 ) -> None:
     path = config("disk")
@@ -241,7 +241,7 @@ def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(
     assert file.read_bytes() == other
 
 
-def test_a_prefetch_ends_at_what_does_not_verify_and_holds_on_to_nothing_after_it(
+def test_a_prefetch_ends_at_the_first_object_that_does_not_verify_and_holds_nothing_after_it(
     one: StorageProcess, config: Config, tmp_path: Path
 ) -> None:
     chunks = [f"3 MB#{number}" for number in range(5)]
@@ -254,7 +254,7 @@ def test_a_prefetch_ends_at_what_does_not_verify_and_holds_on_to_nothing_after_i
         assert one("fill", nbytes=POOL_BYTES)
 
 
-def test_a_harmed_file_is_mended_from_the_next_tier(
+def test_a_damaged_file_is_repaired_from_the_next_tier(
     one: StorageProcess, config: Config, tmp_path: Path, s3: Seaweed
 ) -> None:
     path = config("disk", s3_url(s3))
@@ -269,7 +269,7 @@ def test_a_harmed_file_is_mended_from_the_next_tier(
     assert file.read_bytes() == whole
 
 
-def test_what_a_remote_had_is_promoted_to_the_disk(
+def test_an_object_found_in_a_remote_is_promoted_to_the_disk(
     one: StorageProcess, other: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
     with opened(one, config(None, redis_url(redis), salt="promote")):
@@ -281,7 +281,7 @@ def test_what_a_remote_had_is_promoted_to_the_disk(
         assert other("get", name="encoder output") == described("encoder output")
 
 
-def test_look_ups_stop_at_the_first_that_is_missing_and_pins_hold_off_only_what_is_not_forced(
+def test_look_ups_stop_at_the_first_missing_key_and_pins_prevent_only_removals_that_are_not_forced(
     one: StorageProcess, config: Config
 ) -> None:
     chunks = [f"fp8#{number}" for number in range(70)]
@@ -310,14 +310,14 @@ def test_a_put_calls_back_once_for_each_stored_key_and_survives_a_callback_that_
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
     with opened(one, config("disk")):
-        assert one("told", names=["fp8", "3 MB", "fp8#2"]) == ["3 MB", "fp8", "fp8#2"]
-        assert one("told", names=["bools"], raising=True) == ["bools"]
+        assert one("called_back", names=["fp8", "3 MB", "fp8#2"]) == ["3 MB", "fp8", "fp8#2"]
+        assert one("called_back", names=["bools"], raising=True) == ["bools"]
         assert one("get", name="bools") == described("bools")
     with opened(one, config(None, redis_url(redis), max_remote_entry_size=0.001)):
-        assert one("told", names=["fp8#3", "3 MB"]) == ["fp8#3"]
+        assert one("called_back", names=["fp8#3", "3 MB"]) == ["fp8#3"]
 
 
-def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_removed_meanwhile_does_not_come_back(
+def test_a_stuck_remote_holds_up_neither_puts_nor_lmcaches_memory_and_removed_keys_do_not_come_back(
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
     """Writes wait for the frozen server. What the disk has takes no memory until then; without a disk, four entries'
@@ -358,7 +358,7 @@ def test_a_stuck_remote_holds_up_neither_a_put_nor_lmcaches_memory_and_what_was_
         one("wait", names=chunks)
 
 
-def test_what_was_taken_is_stored_before_close_returns(one: StorageProcess, config: Config, tmp_path: Path) -> None:
+def test_accepted_objects_are_stored_before_close_returns(one: StorageProcess, config: Config, tmp_path: Path) -> None:
     with opened(one, config("disk")):
         one("put", names=[f"3 MB#{number}" for number in range(9)], wait=False)
     assert len(entries(tmp_path / "disk")) == 9
@@ -376,7 +376,7 @@ def test_close_returns_and_gives_up_what_a_stuck_remote_does_not_take(
     assert "2 entries were not in every tier" in one.tail
 
 
-def test_a_remote_that_is_unreachable_at_the_start_is_done_without_until_it_is_up(
+def test_a_remote_that_is_unreachable_at_the_start_is_skipped_until_it_is_up(
     one: StorageProcess, config: Config, tmp_path: Path
 ) -> None:
     with redis_server(tmp_path / "redis") as server:
@@ -399,7 +399,7 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected"),
     [
         ({"max_local_disc_size": 1}, "lmcache_ec.max_local_disc_size: did you mean lmcache_ec.max_local_disk_size"),
         ({"max_local_disk_size": -1}, "lmcache_ec.max_local_disk_size"),
@@ -413,8 +413,8 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
         ({"local_disk": "/dev/null/x"}, "/dev/null/x cannot be made: /dev/null is a file, name a folder"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_named(
-    one: StorageProcess, tmp_path: Path, settings: dict[str, Any], said: str
+def test_invalid_settings_are_named_in_the_log(
+    one: StorageProcess, tmp_path: Path, settings: dict[str, Any], expected: str
 ) -> None:
     """LMCache logs what the constructor raises, and goes on without the backend."""
     path = tmp_path / "lmcache.yaml"
@@ -423,11 +423,11 @@ def test_settings_that_cannot_be_meant_are_named(
     assert OURS not in one("open", config=str(path))
     one("close")
     (line,) = (line for line in one.log.read_text()[before:].splitlines() if "Failed to create backend" in line)
-    assert said in line
+    assert expected in line
     assert CANARY not in line
 
 
-def test_lmcaches_encoder_cache_gains_by_it_once_its_get_asks_all_backends(
+def test_lmcaches_encoder_cache_benefits_from_the_plugin_once_its_get_asks_all_backends(
     one: StorageProcess, other: StorageProcess, config: Config, s3: Seaweed
 ) -> None:
     """LMCache 0.5.6 asks the first backend only, since a list of None is true: nothing below its CPU memory is read."""

@@ -25,12 +25,12 @@ def new_namespace() -> str:
 
 
 def value(seed: str, length: int) -> memoryview:
-    """Bytes that tell a shifted, torn or swapped value from the right one."""
+    """Bytes by which a shifted, torn or swapped value differs from the right one."""
     return memoryview(hashlib.shake_128(seed.encode()).digest(length))
 
 
 def fetch(tier: Tier, key: EncoderCacheKey) -> bytes | memoryview | None:
-    """The entry as a caller gets it: told its length by a first try, if need be."""
+    """The entry as a caller gets it: with its length from a first try, if need be."""
     buffer = memoryview(bytearray(1))
     length = tier.get_into(key, buffer)
     if length is None:
@@ -52,7 +52,7 @@ class TierConformance:
     published another way."""
 
     @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 65_537, MIB, 9 * MIB + 13])
-    def test_what_was_put_comes_back_to_the_byte(self, tier: Tier, length: int) -> None:
+    def test_an_entry_comes_back_byte_for_byte(self, tier: Tier, length: int) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         assert tier.put(key, value("a", length)) is True
         buffer = memoryview(bytearray(length))
@@ -60,7 +60,7 @@ class TierConformance:
         assert buffer == value("a", length)
         assert tier.contains(key) == length
 
-    def test_what_was_never_put_is_a_miss(self, tier: Tier) -> None:
+    def test_an_entry_that_was_never_put_is_a_miss(self, tier: Tier) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         assert tier.get_into(key, memoryview(bytearray(8))) is None
         assert tier.contains(key) is None
@@ -87,7 +87,7 @@ class TierConformance:
         tier.delete(ObjectName(key.namespace, key.digest))
         assert tier.peek(key, 10) is None
 
-    def test_asked_for_together_each_entry_has_the_answer_that_it_has_alone(self, tier: Tier) -> None:
+    def test_entries_asked_for_together_have_the_same_answers_as_alone(self, tier: Tier) -> None:
         namespace = new_namespace()
         there = [EncoderCacheKey(namespace, f"picture {number}") for number in range(5)]
         absent = EncoderCacheKey(namespace, "another")
@@ -109,7 +109,7 @@ class TierConformance:
         assert tier.put(key, value("longer", 2000)) is False
         assert fetch(tier, key) == value("first", 1000)
 
-    def test_what_is_held_can_be_replaced_by_an_entry_of_any_length(self, tier: Tier) -> None:
+    def test_a_held_entry_can_be_replaced_by_one_of_any_length(self, tier: Tier) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         assert tier.held(key, MIB) is None
         for old, new in ((1000, 1000), (1000, 300_000), (300_000, 10), (0, 1000)):
@@ -126,7 +126,7 @@ class TierConformance:
             else:
                 assert fetch(tier, key) == value("new", new)
 
-    def test_what_is_longer_than_asked_for_is_held_without_its_bytes(self, tier: Tier) -> None:
+    def test_an_entry_longer_than_asked_for_is_held_without_its_bytes(self, tier: Tier) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         tier.put(key, value("old", 5000))
         held = tier.held(key, 4999)
@@ -135,7 +135,7 @@ class TierConformance:
         assert tier.replace(key, value("new", 10), held) is True
         assert fetch(tier, key) == value("new", 10)
 
-    def test_what_was_deleted_is_absent_and_can_be_put_again(self, tier: Tier) -> None:
+    def test_a_deleted_entry_is_absent_and_can_be_put_again(self, tier: Tier) -> None:
         key, other = (EncoderCacheKey(new_namespace(), "picture") for _ in range(2))
         tier.put(key, value("a", 10))
         tier.put(other, value("b", 10))
@@ -162,13 +162,13 @@ class TierConformance:
         assert {one.digest: one.length for one in found} == {key.digest: number for number, key in enumerate(keys)}
         assert len(found) == len(keys)
 
-    def test_what_it_wrote_itself_is_no_news_to_it(self, tier: Tier) -> None:
+    def test_a_tiers_own_writes_are_no_news_to_it(self, tier: Tier) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         assert list(tier.news(key.namespace)) == []
         tier.put(key, value("a", 1000))
         assert list(tier.news(key.namespace)) == []
 
-    def test_what_each_namespace_takes_is_counted_and_to_be_counted_changes_nothing(self, tier: Tier) -> None:
+    def test_the_size_of_each_namespace_is_counted_and_counting_changes_nothing(self, tier: Tier) -> None:
         if not self.counts_namespaces:
             with pytest.raises(TierError, match="cannot be listed") as raised:
                 list(tier.namespaces())
@@ -217,8 +217,8 @@ class TierConformance:
             with pytest.raises(ValueError, match="namespace"):
                 tier.remove(bad)
 
-    def test_the_name_of_what_it_holds_outlasts_all_that_goes_on_in_it_and_is_no_entry(self, tier: Tier) -> None:
-        """Only who empties it from outside changes that: it is the evidence for writing everything again."""
+    def test_the_name_of_a_tiers_content_outlasts_all_ordinary_use_and_is_no_entry(self, tier: Tier) -> None:
+        """Only emptying it from outside changes that: it is the evidence for writing everything again."""
         namespace = new_namespace()
         keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(4)]
         name = tier.born()
@@ -237,7 +237,7 @@ class TierConformance:
         tier.maintain()
         assert tier.born() == name
 
-    def test_whether_it_takes_writes_is_asked_without_writing_anything(self, tier: Tier) -> None:
+    def test_whether_a_tier_takes_writes_is_checked_without_writing_anything(self, tier: Tier) -> None:
         key = EncoderCacheKey(new_namespace(), "picture")
         for _ in range(2):
             assert tier.check_writes() in (True, False)
@@ -274,7 +274,7 @@ class TierConformance:
             assert set().union(*(one.result() for one in reads)) <= set(values)
             assert sum(one.result() for one in writes) >= 1
 
-    def test_of_many_writers_at_once_one_wins(self, tier: Tier) -> None:
+    def test_one_of_many_writers_at_once_wins(self, tier: Tier) -> None:
         key, start = EncoderCacheKey(new_namespace(), "picture"), threading.Barrier(8)
 
         def write(number: int) -> bool:

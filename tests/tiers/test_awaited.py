@@ -22,8 +22,8 @@ class TestAwaited(TierConformance):
         return AwaitedTier("disk", lambda: DiskTier(tmp_path, 64 * MIB))
 
 
-def test_its_folder_is_kept_to_its_limit(tmp_path: Path) -> None:
-    """A neighbour with a higher limit has filled the folder; housekeeping is the awaited tier's, too."""
+def test_the_folder_of_an_awaited_tier_is_kept_to_its_limit(tmp_path: Path) -> None:
+    """A neighbour with a higher limit has filled the folder; housekeeping is a task of the awaited tier, too."""
     namespace = new_namespace()
     neighbour = DiskTier(tmp_path, 64 * MIB)
     for number in range(8):
@@ -32,10 +32,10 @@ def test_its_folder_is_kept_to_its_limit(tmp_path: Path) -> None:
     assert len(list(tier.list(namespace))) == 8
     tier.maintain()
     assert len(list(tier.list(namespace))) == 4
-    assert tier.stored_bytes == neighbour.stored_bytes == 4 * MIB, "it says how much it holds"
+    assert tier.stored_bytes == neighbour.stored_bytes == 4 * MIB, "it reports how much it holds"
 
 
-def test_what_a_user_has_to_know_of_it_follows_what_the_tier_says(tmp_path: Path) -> None:
+def test_its_notice_is_that_of_the_tier_inside(tmp_path: Path) -> None:
     disk = DiskTier(tmp_path, MIB)
     tier = AwaitedTier("disk", lambda: disk)
     for notice in ("its clock is wrong", ""):
@@ -48,13 +48,13 @@ def test_stores_that_do_not_answer_at_the_start_are_named_each_with_the_time_and
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(opening, "_TIMEOUT_S", 0.5)
-    said: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         ports = [silent.getsockname()[1] for silent in (one, two)]
         remotes = [Remote(f"redis://user:hunter2@127.0.0.1:{port}/0?db=0", timeout_s=600.0) for port in ports]
-        tiers = opened([Opening.of_remote(remote) for remote in remotes], said.__setitem__, pytest.fail)
+        tiers = opened([Opening.of_remote(remote) for remote in remotes], reasons.__setitem__, pytest.fail)
     assert [type(tier) for tier, _ in tiers] == [AwaitedTier, AwaitedTier]
-    assert said == {
+    assert reasons == {
         f"{name}-open": f"redis://127.0.0.1:{port}/0 did not answer within 0.5 s; retried in the background"
         for name, port in zip(("redis", "redis_1"), ports, strict=True)
     }

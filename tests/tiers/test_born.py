@@ -84,7 +84,7 @@ def surveyed(tier: Tier) -> str | None:
     return tier.born()
 
 
-def test_who_empties_a_store_gives_it_another_name_that_all_see(store: Store) -> None:
+def test_emptying_a_store_gives_it_another_name_that_all_see(store: Store) -> None:
     one, other = store.opened(), store.opened()
     name = surveyed(one)
     for _ in range(2):
@@ -98,8 +98,8 @@ def test_who_empties_a_store_gives_it_another_name_that_all_see(store: Store) ->
         name = later
 
 
-def test_a_folder_of_which_all_was_removed_in_order_keeps_its_name(tmp_path: Path) -> None:
-    """By eviction, by the command, and an entry or two by hand."""
+def test_a_folder_that_was_emptied_in_an_orderly_way_keeps_its_name(tmp_path: Path) -> None:
+    """By eviction, by the command, and a few entries by hand."""
     tier = DiskTier(tmp_path, 10_000)
     name = surveyed(tier)
     for number in range(30):
@@ -112,7 +112,7 @@ def test_a_folder_of_which_all_was_removed_in_order_keeps_its_name(tmp_path: Pat
     assert surveyed(tier) == name
 
 
-def test_a_name_that_redis_evicted_comes_back_whoever_gives_it_again(tmp_path: Path) -> None:
+def test_a_name_that_redis_evicted_comes_back_even_if_a_newcomer_has_given_another(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru") as server:
         tier = open_redis(server.url)
         name = tier.born()
@@ -128,7 +128,7 @@ def test_a_name_that_redis_evicted_comes_back_whoever_gives_it_again(tmp_path: P
 
 
 def test_a_redis_that_lost_all_with_its_process_has_another_name(tmp_path: Path) -> None:
-    """And one that found all on its disk has not."""
+    """One that found everything on its disk has not."""
     with redis_server(tmp_path) as server:
         tier = open_redis(server.url)
         name = tier.born()
@@ -143,7 +143,7 @@ def test_a_redis_that_lost_all_with_its_process_has_another_name(tmp_path: Path)
         assert tier.born() != name
 
 
-def test_where_redis_does_not_let_its_counts_be_read_nothing_is_concluded(tmp_path: Path) -> None:
+def test_where_the_counts_of_redis_may_not_be_read_nothing_is_concluded(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         server.client().execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "+@all", "-info")
         tier = open_redis(f"redis://u:p@127.0.0.1:{server.port}")
@@ -152,7 +152,7 @@ def test_where_redis_does_not_let_its_counts_be_read_nothing_is_concluded(tmp_pa
         assert tier.born() is None
 
 
-def test_a_user_who_may_only_read_gives_no_name(tmp_path: Path) -> None:
+def test_a_user_who_may_only_read_writes_no_name(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         server.client().execute_command("ACL", "SETUSER", "u", "on", ">p", "~*", "+@read", "+info", "+dbsize")
         tier = open_redis(f"redis://u:p@127.0.0.1:{server.port}")
@@ -173,7 +173,7 @@ def test_a_user_who_may_only_read_gives_no_name(tmp_path: Path) -> None:
         (Counts(frozenset({b"a"}), 7, 0, 100), Counts(frozenset({b"b"}), 120, 0, 100), True),
     ],
 )
-def test_a_loss_is_put_down_to_eviction_as_far_as_the_servers_counted_one(
+def test_a_loss_is_explained_by_eviction_only_if_the_servers_have_counted_one(
     then: Counts, now: Counts, evicted: bool
 ) -> None:
     assert now.explain_loss_since(then) is evicted

@@ -98,7 +98,7 @@ class TestDiskTierWithoutHardLinks(TierConformance):
         monkeypatch.setattr(os, "link", link)
         return DiskTier(tmp_path, GIB)
 
-    def test_of_many_writers_at_once_one_wins_however_slow_a_rename(
+    def test_one_of_many_writers_at_once_wins_however_slow_a_rename(
         self, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         rename = os.rename
@@ -108,10 +108,10 @@ class TestDiskTierWithoutHardLinks(TierConformance):
             rename(*args, **keys)
 
         monkeypatch.setattr(os, "rename", slow)
-        self.test_of_many_writers_at_once_one_wins(tier)
+        self.test_one_of_many_writers_at_once_wins(tier)
 
 
-def test_the_name_of_a_file_is_the_keys_object_name_and_nothing_else_stays(tmp_path: Path) -> None:
+def test_the_name_of_a_file_is_the_keys_object_name_and_nothing_else_is_left(tmp_path: Path) -> None:
     DiskTier(tmp_path, GIB).put(key("a"), value("a", 100))
     assert files(tmp_path) == [tmp_path / key("a").object_name]
     assert (tmp_path / key("a").object_name).read_bytes() == value("a", 100)
@@ -160,7 +160,7 @@ def test_look_ups_of_many_threads_find_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_living_neighbours_temporary_is_left_alone(tmp_path: Path) -> None:
-    """The neighbour is stopped in the middle of a write, then goes on."""
+    """The neighbour is stopped in the middle of a write, then resumed."""
     code = """
 import os, sys; from pathlib import Path
 from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.disk import DiskTier
@@ -251,7 +251,7 @@ def test_a_list_notices_what_neighbours_wrote_and_deleted(tmp_path: Path) -> Non
     assert tier.contains(key("old")) is None
 
 
-def test_what_a_neighbour_has_just_used_is_not_evicted(tmp_path: Path) -> None:
+def test_an_entry_that_a_neighbour_has_just_used_is_not_evicted(tmp_path: Path) -> None:
     tier, neighbour = DiskTier(tmp_path, 1000), DiskTier(tmp_path, 1000)
     for name in "abc":
         tier.put(key(name), value(name, 300))
@@ -261,7 +261,7 @@ def test_what_a_neighbour_has_just_used_is_not_evicted(tmp_path: Path) -> None:
     assert {name for name in "abcd" if tier.contains(key(name))} == {"a", "c", "d"}
 
 
-def test_over_engines_and_restarts_the_least_recently_used_go_first(tmp_path: Path) -> None:
+def test_the_least_recently_used_go_first_across_engines_and_restarts(tmp_path: Path) -> None:
     chance, names = random.Random(0), [str(number) for number in range(200)]
     tiers = [DiskTier(tmp_path, 200 * 50) for _ in range(3)]
     for name in names:
@@ -281,10 +281,10 @@ def test_over_engines_and_restarts_the_least_recently_used_go_first(tmp_path: Pa
         assert order_of_use(tmp_path)[:-7] == expected[7:]
 
 
-def test_of_a_folder_too_large_to_look_through_a_put_evicts_what_is_old_in_a_sample(
+def test_in_a_folder_too_large_to_look_through_a_put_evicts_the_oldest_of_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until a survey is through: then it is the oldest again."""
+    """Until a survey is complete: then it evicts the oldest of all again."""
     monkeypatch.setattr(disk, "_SAMPLE", 64)
     looked_at, status = list[str](), disk_files._status
 
@@ -368,7 +368,7 @@ def test_a_removed_namespace_leaves_no_folder_and_room_for_others_at_once(tmp_pa
     assert running.stored_bytes == 1000
 
 
-def test_to_look_into_a_folder_makes_nothing_there(tmp_path: Path) -> None:
+def test_looking_into_a_folder_creates_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         DiskTier(tmp_path / "none", 1, make=False)
     assert list(DiskTier(tmp_path, 1, make=False).namespaces()) == []
@@ -399,7 +399,7 @@ def test_a_folder_whose_account_is_missing_or_damaged_is_counted_again(tmp_path:
         assert one.stored_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 1000
 
 
-def test_files_that_came_or_went_by_other_hands_are_in_the_account_after_a_survey(tmp_path: Path) -> None:
+def test_files_added_or_removed_by_others_are_in_the_account_after_a_survey(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 1000)
     tier.put(key("a"), value("a", 300))
     copied = tmp_path / key("b").object_name
@@ -426,7 +426,7 @@ def test_where_too_little_is_free_nothing_is_written_and_nothing_evicted(tmp_pat
 def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old_by_the_clock_that_dates_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """On a network share that is its server's; this machine's may be ahead of it, or behind."""
+    """On a network share that is the server's clock; this machine's may be ahead of it, or behind."""
     no_locks(monkeypatch)
     server_s = time.time()
     monkeypatch.setattr("time.time", lambda: server_s + ahead_s)
@@ -469,7 +469,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_and_is_forgotten(
     assert tier.put(key("a"), value("a", 1000)) is True  # what failed takes no room
 
 
-def test_short_writes_and_reads_are_carried_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, readv = os.write, os.readv
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
     monkeypatch.setattr(os, "readv", lambda fd, buffers: readv(fd, [buffers[0][:5]]))
@@ -510,11 +510,11 @@ def test_a_file_that_disappears_before_it_is_opened_is_a_miss(
     tier = DiskTier(tmp_path, 1000)
     tier.put(key("a"), value("a", 100))
 
-    def gone(*_: object, **__: object) -> int:
+    def missing(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
     for module, call in ((os, "open"), (os, "stat"), (disk_folder, "_openat2")):
-        monkeypatch.setattr(module, call, gone)
+        monkeypatch.setattr(module, call, missing)
     assert tier.get_into(key("a"), memoryview(bytearray(100))) is None
     assert tier.contains(key("a")) is None
 
@@ -535,8 +535,8 @@ def test_a_disk_that_fails_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatc
         list(tier.list("ns"))
 
 
-def test_a_folder_that_can_only_be_read_is_a_tier_that_only_reads() -> None:
-    """One line says so; each put is refused as such at once, and the next survey finds out that it is not so any more.
+def test_a_read_only_folder_is_a_read_only_tier() -> None:
+    """One line is logged. Each put is refused as such at once, and the next survey notices that this has changed.
 
     Nothing is tried: not even a temporary is made.
     """
@@ -569,7 +569,7 @@ def test_a_folder_that_can_only_be_read_is_a_tier_that_only_reads() -> None:
 
 
 def test_a_folder_that_becomes_read_only_is_noticed_at_the_first_write() -> None:
-    """And a single folder in it that belongs to another is a fault of its entries alone."""
+    """A single folder in it that belongs to another user affects only its own entries."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         root.chmod(0o777)
@@ -594,7 +594,7 @@ def test_a_folder_that_becomes_read_only_is_noticed_at_the_first_write() -> None
 
 
 @pytest.mark.parametrize(("closed", "mode"), [(".", 0o000), (".", 0o333), (".", 0o444), ("ns", 0o333)])
-def test_a_folder_in_which_nothing_can_be_read_is_loud_at_start(closed: str, mode: int) -> None:
+def test_a_folder_in_which_nothing_can_be_read_is_an_error_at_the_start(closed: str, mode: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         root.chmod(0o755)
@@ -608,7 +608,7 @@ def test_a_folder_in_which_nothing_can_be_read_is_loud_at_start(closed: str, mod
         (root / closed).chmod(0o755)
 
 
-def test_a_folder_that_cannot_be_made_is_loud_at_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file/cache cannot be made: .*/file is a file, name a folder"):
         DiskTier(tmp_path / "file" / "cache", 1000)
@@ -647,7 +647,7 @@ def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> No
 
 
 def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) -> None:
-    """Ten times: that a look meets a removal is a matter of chance."""
+    """Ten times, since it is a matter of chance whether a look meets a removal."""
     for root in (tmp_path / str(number) for number in range(10)):
         tier = DiskTier(root, 10_000)
         with ThreadPoolExecutor(8) as threads:
@@ -657,10 +657,8 @@ def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_what_stands_where_an_entry_belongs_and_is_no_file_is_a_miss_and_a_failed_write(
-    tmp_path: Path, kind: str
-) -> None:
-    """Neither may a pipe hold a reader for ever, nor may the entry be taken for stored."""
+def test_anything_but_a_file_in_an_entrys_place_is_a_miss_and_a_failed_write(tmp_path: Path, kind: str) -> None:
+    """A pipe must not block a reader for ever, nor may the entry count as stored."""
     tier = DiskTier(tmp_path, GIB)
     path = tmp_path / key("picture").object_name
     path.parent.mkdir(parents=True)

@@ -59,7 +59,7 @@ def two_of_a_shard() -> list[EncoderCacheKey]:
 
 
 def test_an_entry_costs_no_more_system_calls_than_it_has_to(tmp_path: Path, made: list[str]) -> None:
-    """In a folder that is in use: nothing has to be made, and the root is open."""
+    """In a folder that is in use: nothing has to be created, and the root is open."""
     tier, (first, second) = DiskTier(tmp_path, LIMIT), two_of_a_shard()
     tier.put(first, value("a", 100))
     jobs: dict[str, tuple[int, Callable[[], object]]] = {

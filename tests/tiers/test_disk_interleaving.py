@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on one folder, one system call at a time: in any order, and killed between any two calls.
 
-Each engine is a tier and a coroutine that stops before every system call until it is told to go on, so that an
+Each engine is a tier and a coroutine that stops before every system call until it is resumed, so that an
 interleaving is a list of numbers. A killed one makes no further call; the kernel closes its files, and with them its
 locks. The folders are in memory where the host has /dev/shm: there are hundreds of them, and no disk has to be waited
 for.
@@ -76,7 +76,7 @@ class Engine(greenlet):
 
 
 class Stepped:
-    """A module whose system calls wait until the engine that makes them is told to go on."""
+    """A module whose system calls wait until the engine that makes them is resumed."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

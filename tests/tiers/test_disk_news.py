@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neighbours on a folder tell each other: nothing is lost that a follower could read, and no log does any harm."""
+"""What neighbours on a folder announce: nothing is lost that a follower could read, and no log does any harm."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ def writer(folder: Path) -> FolderNews:
 
 @pytest.fixture
 def follower(folder: Path) -> FolderNews:
-    """One that has begun: before anything was told."""
+    """One that has begun: before anything was announced."""
     follower = FolderNews(folder)
     assert follower.hear("ns") == []
     return follower
@@ -61,7 +61,7 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def record(*numbers: int, namespace: str = "ns") -> bytes:
-    """The log of one who told these."""
+    """The log of a writer that announced these."""
     with tempfile.TemporaryDirectory() as elsewhere:
         news = FolderNews(Path(elsewhere))
         for number in numbers:
@@ -77,10 +77,10 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (time.time() - seconds,) * 2)
 
 
-# ---- told and heard
+# ---- announced and read
 
 
-def test_news_is_heard_once_by_each_neighbour_and_not_by_its_writer(folder: Path, writer: FolderNews) -> None:
+def test_news_is_read_once_by_each_neighbour_and_not_by_its_writer(folder: Path, writer: FolderNews) -> None:
     others = [FolderNews(folder) for _ in range(2)]
     assert [each.hear("ns") for each in (writer, *others)] == [[], [], []]
     for number in range(3):
@@ -122,7 +122,7 @@ def test_a_log_ends_and_another_begins_and_a_writer_has_three_at_most(
     assert most == len(logs(folder)) == 3
 
 
-def test_a_follower_that_lags_hears_what_is_left_and_goes_on(writer: FolderNews, follower: FolderNews) -> None:
+def test_a_follower_that_lags_reads_what_is_left_and_goes_on(writer: FolderNews, follower: FolderNews) -> None:
     for number in range(10_000):
         writer.announce("ns", digest(number))
     heard = follower.hear("ns")
@@ -132,7 +132,7 @@ def test_a_follower_that_lags_hears_what_is_left_and_goes_on(writer: FolderNews,
     assert follower.hear("ns") == [digest(10_000)]
 
 
-def test_more_than_is_read_at_once_is_heard_over_several_calls(
+def test_more_news_than_is_read_at_once_is_read_over_several_calls(
     folder: Path, follower: FolderNews, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_news, "_TURN_BYTES", 100 * RECORD_BYTES)
@@ -149,7 +149,7 @@ def test_more_than_is_read_at_once_is_heard_over_several_calls(
 
 
 def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follower: FolderNews) -> None:
-    """And if it was not torn, but seen in the middle of an append, it is heard once it is whole."""
+    """If it was not torn, but seen in the middle of an append, it is read once it is whole."""
     folder.mkdir()
     for torn in range(RECORD_BYTES):
         log, whole = folder / f"{torn:024}", record(2 * torn, 2 * torn + 1)
@@ -160,7 +160,7 @@ def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follo
         assert follower.hear("ns") == [digest(2 * torn + 1)]
 
 
-TELLS = """
+ANNOUNCES = """
 import os, sys; from io import FileIO
 from pathlib import Path
 from lmcache_ec.tiers.disk_news import FolderNews
@@ -172,26 +172,26 @@ while True:
 """
 
 
-def test_news_written_before_a_kill_is_heard(folder: Path, follower: FolderNews) -> None:
-    """Killed anywhere, in the middle of an append too; and after the last one nothing stays but logs that are swept."""
-    moments, said, heard = random.Random(0), set[int](), list[bytes]()
+def test_news_written_before_a_kill_is_read(folder: Path, follower: FolderNews) -> None:
+    """Killed anywhere, also in the middle of an append. After the last one only logs remain, which are swept."""
+    moments, announced, heard = random.Random(0), set[int](), list[bytes]()
     for start in range(10):
-        command = [sys.executable, "-c", TELLS, str(folder), str(start * 1_000_000)]
+        command = [sys.executable, "-c", ANNOUNCES, str(folder), str(start * 1_000_000)]
         # A small pipe: the writer is never further ahead than the logs that it keeps.
         with subprocess.Popen(command, stdout=subprocess.PIPE, pipesize=4096) as process:
             assert process.stdout is not None
-            said.add(int.from_bytes(process.stdout.read(8), "big"))
+            announced.add(int.from_bytes(process.stdout.read(8), "big"))
             end = time.monotonic() + moments.uniform(0, 0.02)
             while (left := end - time.monotonic()) > 0:
                 if select.select([process.stdout], [], [], left)[0]:
-                    said.add(int.from_bytes(process.stdout.read(8), "big"))
+                    announced.add(int.from_bytes(process.stdout.read(8), "big"))
                 heard += follower.hear("ns")
             process.kill()
             rest = process.stdout.read()
-        said |= {int.from_bytes(rest[at : at + 8], "big") for at in range(0, len(rest) - 7, 8)}
+        announced |= {int.from_bytes(rest[at : at + 8], "big") for at in range(0, len(rest) - 7, 8)}
         heard += follower.hear("ns")
     assert len(heard) == len(set(heard))
-    assert said <= {int.from_bytes(key, "big") for key in heard}
+    assert announced <= {int.from_bytes(key, "big") for key in heard}
     for path in logs(folder):
         age(path, MINUTE_S)
     follower.sweep()
@@ -240,7 +240,7 @@ def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begin
 
 
 @pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "copied", "only the log"])
-def test_where_the_folder_is_removed_or_replaced_by_hand_news_go_on(
+def test_where_the_folder_is_removed_or_replaced_by_hand_news_goes_on(
     folder: Path, writer: FolderNews, follower: FolderNews, how: str
 ) -> None:
     writer.announce("ns", digest(0))
@@ -337,7 +337,7 @@ for number in range(100):
 """
 
 
-def test_where_a_log_finds_no_room_entries_are_written_and_a_torn_record_costs_itself_alone(tmp_path: Path) -> None:
+def test_where_a_log_finds_no_room_entries_are_written_and_only_the_torn_record_is_lost(tmp_path: Path) -> None:
     """Files may grow to 1000 bytes: the 28th record of a log is cut short by the kernel."""
     other = DiskTier(tmp_path, 1 << 20)
     assert other.news("ns") == []
@@ -385,7 +385,7 @@ def test_where_no_news_can_be_written_a_put_succeeds_all_the_same(
     )
 )
 @settings(deadline=None)
-def test_whatever_a_log_holds_only_whole_records_that_verify_are_heard(parts: list[bytes]) -> None:
+def test_whatever_a_log_holds_only_whole_records_that_verify_are_read(parts: list[bytes]) -> None:
     with tempfile.TemporaryDirectory() as name:
         follower, data = FolderNews(Path(name)), b"".join(parts)
         assert follower.hear("ns") == []
@@ -413,7 +413,7 @@ def hostile(folder: Path, tmp_path: Path) -> Iterator[Path]:
     (folder / ("d" * 24)).unlink(missing_ok=True)
 
 
-def test_what_strangers_put_there_holds_up_nobody_and_takes_no_memory(
+def test_files_of_strangers_hold_up_nobody_and_take_no_memory(
     folder: Path, follower: FolderNews, hostile: Path, writer: FolderNews
 ) -> None:
     """Links, pipes, folders, other names, and logs longer than a log may be."""
@@ -428,7 +428,7 @@ def test_what_strangers_put_there_holds_up_nobody_and_takes_no_memory(
     assert most < 3 << 20
 
 
-def test_a_sweep_removes_no_file_that_is_no_log(folder: Path, follower: FolderNews, hostile: Path) -> None:
+def test_a_sweep_removes_only_logs(folder: Path, follower: FolderNews, hostile: Path) -> None:
     (hostile / ("d" * 24)).touch()
     follower.sweep()
     kinds = {path.name[0]: stat.S_IFMT(path.lstat().st_mode) for path in folder.iterdir()}
@@ -462,7 +462,7 @@ def test_descriptors_do_not_pile_up(folder: Path, writer: FolderNews, follower: 
 # ---- the account
 
 
-def test_news_are_not_in_the_account_and_outlive_nothing(tmp_path: Path) -> None:
+def test_logs_are_not_in_the_account_and_are_unlocked_once_their_tier_has_ended(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, 1000)
     for number in range(50):
         tier.put(key(str(number)), value("a", 100))

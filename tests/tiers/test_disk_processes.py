@@ -68,7 +68,7 @@ def held(root: Path) -> int:
 
 
 def test_two_storms_with_limits_of_their_own_keep_the_folder_within_the_larger_one(tmp_path: Path) -> None:
-    """Looked at while both are stopped, wherever they happen to be; now and then one of them is killed."""
+    """Checked while both are stopped, wherever they happen to be; now and then one of them is killed."""
     moments, watcher, most = random.Random(0), DiskTier(tmp_path, LIMITS["large"]), 0
     watcher.maintain()
     writers = {name: storm(tmp_path, limit) for name, limit in LIMITS.items()}
@@ -156,7 +156,7 @@ def test_two_hundred_kills_leave_entries_that_verify_no_temporary_and_a_folder_t
 
 
 @pytest.mark.fault("another engine is stopped while it holds the account", "LocalDisk", "the others give up after 5 s")
-def test_an_engine_stopped_while_it_holds_the_account_holds_up_no_other_for_ever(
+def test_an_engine_stopped_while_it_holds_the_account_blocks_no_other_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes fail in time and look-ups go on; afterwards all is as before."""

@@ -52,22 +52,22 @@ REMOVED: list[Callable[[Path], Path]] = [
 
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("which", REMOVED, ids=["root", "above", "namespace", "temporaries", "shard"])
-def test_a_folder_removed_under_a_tier_is_missed_and_the_next_put_makes_it_again(
+def test_a_folder_removed_under_a_tier_means_misses_and_the_next_put_creates_it_again(
     tmp_path: Path, which: Callable[[Path], Path], scanned: bool
 ) -> None:
-    """All room is there again, too: what went with the folder is not counted for ever."""
+    """All its room is available again, too: what was lost with the folder does not count for ever."""
     root = tmp_path / "above" / "root"
     tier = DiskTier(root, LIMIT, min_free_bytes=1)
     assert tier.put(key("a"), value("a", LIMIT))
-    gone = key("a").object_name in {str(path.relative_to(root)) for path in which(root).rglob("*.safetensors")}
+    lost = key("a").object_name in {str(path.relative_to(root)) for path in which(root).rglob("*.safetensors")}
     shutil.rmtree(which(root))
-    if gone:
+    if lost:
         assert fetch(tier, key("a")) is None
         assert tier.contains(key("a")) is None
         tier.delete(key("a"))
     if scanned:
-        assert len(scan(tier)) == (not gone)
-    for name in "bc" if gone else "b":
+        assert len(scan(tier)) == (not lost)
+    for name in "bc" if lost else "b":
         assert tier.put(key(name), value(name, LIMIT // 2))
         assert fetch(tier, key(name)) == value(name, LIMIT // 2)
     assert tier.stored_bytes == held(root) == FolderAccount(root / ".usage").read().total  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def test_a_folder_removed_under_a_tier_is_missed_and_the_next_put_makes_it_again
     assert tier.stored_bytes == held(root) == 900
 
 
-def test_where_a_link_outlives_the_folder_that_it_names_that_folder_is_made_again(tmp_path: Path) -> None:
+def test_where_a_link_outlives_the_folder_that_it_names_that_folder_is_created_again(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "root").symlink_to(tmp_path / "there")
     tier = DiskTier(tmp_path / "root", LIMIT)
@@ -86,7 +86,7 @@ def test_where_a_link_outlives_the_folder_that_it_names_that_folder_is_made_agai
 
 
 @pytest.mark.parametrize("call", ["statvfs", "scandir", "pwrite", "write", "utime", "link"])
-def test_a_put_under_way_when_the_folder_is_removed_starts_anew(
+def test_a_put_under_way_when_the_folder_is_removed_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     root, real = tmp_path / "root", getattr(os, call)
@@ -130,7 +130,7 @@ def test_an_account_that_is_removed_each_time_fails_a_put_and_is_shared_again_af
 def test_engines_whose_folder_is_removed_again_and_again_keep_the_limit_and_go_on_as_soon_as_that_ends(
     tmp_path: Path,
 ) -> None:
-    """Meanwhile reads are misses, scans find nothing wrong, and a put that never gets to its end says so."""
+    """Meanwhile reads are misses, scans find nothing wrong, and a put that never gets to its end fails."""
     root, names, size = tmp_path / "root", [str(number) for number in range(40)], 50
     tiers = [DiskTier(root, 20 * size, min_free_bytes=1) for _ in range(2)]
     code = "import shutil, sys\nprint(flush=True)\nwhile True: shutil.rmtree(sys.argv[1], ignore_errors=True)"
@@ -204,7 +204,7 @@ def test_a_folder_with_locks_in_the_place_of_one_without_is_shared_from_the_next
     assert neighbour.stored_bytes == tier.stored_bytes == 900
 
 
-def test_a_root_that_was_moved_is_let_go_of_and_the_one_in_its_place_is_read_at_once(tmp_path: Path) -> None:
+def test_a_root_that_was_moved_is_released_and_the_one_in_its_place_is_read_at_once(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "other"
     DiskTier(other, LIMIT).put(key("b"), value("b", 200))
     tier = DiskTier(root, LIMIT)
@@ -221,8 +221,8 @@ def test_a_root_that_was_moved_is_let_go_of_and_the_one_in_its_place_is_read_at_
     assert str(root) not in open_files()
 
 
-def test_what_is_written_or_deleted_is_in_the_folder_that_the_path_leads_to_now(tmp_path: Path) -> None:
-    """At once, though the folder of before is kept open for the next look-up."""
+def test_writes_and_deletions_go_to_the_folder_that_the_path_leads_to_now(tmp_path: Path) -> None:
+    """At once, although the previous folder is kept open for the next look-up."""
     root, moved, link = tmp_path / "root", tmp_path / "moved", tmp_path / "link"
     link.symlink_to(root)
     tier = DiskTier(link, LIMIT)
@@ -242,7 +242,7 @@ def test_what_is_written_or_deleted_is_in_the_folder_that_the_path_leads_to_now(
     assert held(moved) == tier.stored_bytes == 400
 
 
-def test_rights_that_the_folder_is_given_are_those_of_the_next_entry(tmp_path: Path) -> None:
+def test_changed_rights_of_the_folder_are_those_of_the_next_entry(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, LIMIT)
     for name, mode in (("a", 0o700), ("b", 0o770), ("c", 0o750)):
         tmp_path.chmod(mode)
@@ -261,7 +261,7 @@ def open_files() -> set[str]:
 
 
 def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_path: Path) -> None:
-    """Else the folder would hold more than the account says."""
+    """Else the folder would hold more than its account counts."""
     account = FolderAccount(tmp_path / "folder" / ".usage")
     account.settle(None, 0, 0)
     before = account.read()
@@ -274,7 +274,7 @@ def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_pat
     assert after.total == 500
 
 
-def test_of_two_first_surveys_of_a_folder_the_later_one_does_not_lower_what_the_earlier_one_counted(
+def test_a_second_first_survey_of_a_folder_does_not_lower_what_the_earlier_one_counted(
     tmp_path: Path,
 ) -> None:
     """A writer may have reserved its room in an account that began and was removed between them."""
@@ -286,7 +286,7 @@ def test_of_two_first_surveys_of_a_folder_the_later_one_does_not_lower_what_the_
 
 
 def test_an_engine_whose_folder_is_removed_misses_encodes_and_writes_on(tmp_path: Path) -> None:
-    """No error is counted, and none logged."""
+    """No error is counted or logged."""
     root, (first, second, third) = tmp_path / "root", names("image", 3)
     with Bench(root, min_free_disk_size=0.001) as bench:
         bench.scanned()

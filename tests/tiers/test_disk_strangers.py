@@ -246,7 +246,7 @@ def test_nothing_outside_is_touched_and_the_tier_serves_on(
 def test_a_link_in_an_entrys_place_is_a_miss_and_the_next_write_replaces_it(
     tmp_path: Path, outside: Path, kind: Kind
 ) -> None:
-    """The link goes, what it leads to stays; and the account is exact."""
+    """The link is removed, its target stays, and the account is exact."""
     root = tmp_path / "root"
     tier = DiskTier(root, LIMIT)
     plant(root / A.object_name, kind, outside)
@@ -274,10 +274,10 @@ def test_a_folder_that_is_a_link_is_refused_in_one_line_that_names_it(tmp_path: 
 @pytest.mark.parametrize(
     "kind", [link_to_file, dangling_link, hard_link, pipe, folder_], ids=lambda kind: kind.__name__
 )
-def test_where_the_account_is_not_ours_the_engine_says_so_and_counts_for_itself(
+def test_where_the_account_is_not_ours_the_engine_logs_it_and_counts_for_itself(
     tmp_path: Path, outside: Path, kind: Kind
 ) -> None:
-    """And shares it again once it is."""
+    """And it shares the account again once that is ours."""
     root = tmp_path / "root"
     plant(root / ".usage", kind, outside)
     tier = DiskTier(root, 250)
@@ -299,7 +299,7 @@ def test_where_the_account_is_not_ours_the_engine_says_so_and_counts_for_itself(
     "it is not touched; each engine counts for itself",
 )
 def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(tmp_path: Path, outside: Path) -> None:
-    """And once more if it happens again, when it was ours in between."""
+    """And once more if it happens again after it was ours in between."""
     root = tmp_path / "root"
     before, reports = state(outside), list[str]()
     journal = Journal(lambda kind, text: reports.append(text))
@@ -325,7 +325,7 @@ def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(t
 
 
 def test_an_entry_with_a_second_name_is_read_and_its_time_of_use_is_left_alone(tmp_path: Path, outside: Path) -> None:
-    """The file may be somebody else's as well: of a backup by hard links, or planted."""
+    """The file may also belong to somebody else: to a backup by hard links, or planted."""
     root, victim = tmp_path / "root", outside / "thesis.txt"
     tier = DiskTier(root, LIMIT)
     plant(root / A.object_name, hard_link, outside)
@@ -334,8 +334,8 @@ def test_an_entry_with_a_second_name_is_read_and_its_time_of_use_is_left_alone(t
     assert state(outside) == before
 
 
-def test_numbers_that_strangers_made_up_end_no_survey(tmp_path: Path) -> None:
-    """Of a temporary that says it will be enormous, and of files without end: the sum is counted as very much."""
+def test_numbers_that_strangers_made_up_do_not_stop_a_survey(tmp_path: Path) -> None:
+    """Of a temporary that claims to become enormous, and of files without end: the sum counts as very large."""
     tier = DiskTier(tmp_path, LIMIT)
     (tmp_path / "ns" / ".tmp").mkdir(parents=True)
     with (tmp_path / "ns" / ".tmp" / f"{'9' * 200}.{'0' * 24}").open("wb"):
@@ -388,7 +388,7 @@ def _races() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "kind"), list(_races()))
 @pytest.mark.usefixtures("resolution")
-def test_what_takes_a_names_place_between_any_two_system_calls_does_no_harm_either(
+def test_anything_that_takes_a_names_place_between_any_two_system_calls_does_no_harm_either(
     tmp_path: Path, outside: Path, name: str, kind: Kind
 ) -> None:
     """A put, a read, a survey, and a removal are each interrupted before each of their calls."""
@@ -466,7 +466,7 @@ assert state(outside) == before
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("log", "temporary")])
-def test_what_is_mounted_on_a_name_is_left_alone(tmp_path: Path, outside: Path, name: str) -> None:
+def test_a_file_system_mounted_on_a_name_is_left_alone(tmp_path: Path, outside: Path, name: str) -> None:
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mounts may be made here")
     if not disk_folder._kernel_resolves():
@@ -484,10 +484,10 @@ def test_what_is_mounted_on_a_name_is_left_alone(tmp_path: Path, outside: Path, 
     [(0o700, 0o700, 0o600), (0o755, 0o750, 0o640), (0o2775, 0o2770, 0o660), (0o777, 0o770, 0o660)],
 )
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_what_is_made_has_the_rights_of_the_roots_group_and_none_for_others(
+def test_created_files_have_the_rights_of_the_roots_group_and_none_for_others(
     tmp_path: Path, root_mode: int, folders: int, files: int, umask: int
 ) -> None:
-    """Whatever the umask. A folder that belongs to a group, as Kubernetes makes it, is shared by that group."""
+    """Whatever the umask. A folder that belongs to a group, as Kubernetes sets it up, is shared by that group."""
     root = tmp_path / "root"
     root.mkdir()
     if os.geteuid() == 0:
@@ -503,7 +503,7 @@ def test_what_is_made_has_the_rights_of_the_roots_group_and_none_for_others(
         assert path.stat().st_gid == root.stat().st_gid or not root_mode & 0o070
 
 
-def test_a_folder_that_the_tier_makes_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_a_folder_that_the_tier_creates_is_for_its_user_only(tmp_path: Path) -> None:
     root = tmp_path / "made"
     assert DiskTier(root, LIMIT).put(A, value("a", 100))
     for path in (root, *root.rglob("*")):

@@ -139,7 +139,7 @@ def test_a_forgery_is_a_counted_miss_that_stays_until_the_next_write_replaces_it
         assert tier.stored_bytes == len(ours), "what was replaced is in the account no more"
 
 
-def test_what_nobody_signed_is_counted_by_itself_and_listed_for_its_tier(store: tuple[Tier, bool]) -> None:
+def test_unsigned_entries_are_counted_separately_and_listed_for_their_tier(store: tuple[Tier, bool]) -> None:
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace())
     for number, forge in enumerate((FORGERIES["unsigned"], FORGERIES["torn"])):
@@ -152,7 +152,7 @@ def test_what_nobody_signed_is_counted_by_itself_and_listed_for_its_tier(store: 
 
 
 def test_an_engine_that_never_read_a_forgery_replaces_it_when_it_writes(store: tuple[Tier, bool]) -> None:
-    """A producer knows entries by their length alone; and one may be put there between a miss and a write."""
+    """A producer knows entries only by their length; and one may be put there between a miss and a write."""
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace())
     key = EncoderCacheKey(namespace, "picture")
@@ -161,7 +161,7 @@ def test_an_engine_that_never_read_a_forgery_replaces_it_when_it_writes(store: t
     assert fetch(tier, key) == ours
 
 
-def test_what_is_signed_keeps_its_name_whatever_its_length(store: tuple[Tier, bool]) -> None:
+def test_a_signed_entry_keeps_its_name_whatever_its_length(store: tuple[Tier, bool]) -> None:
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace())
     key = EncoderCacheKey(namespace, "picture")
@@ -175,7 +175,7 @@ def test_what_is_signed_keeps_its_name_whatever_its_length(store: tuple[Tier, bo
 def test_a_huge_forgery_is_replaced_without_being_read(
     store: tuple[Tier, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that is no longer than entries may be takes no more memory than copies may."""
+    """One of at most the length of an entry takes no more memory than copies may."""
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace(), copied_bytes=600_000)
     read: list[int] = []
@@ -210,7 +210,7 @@ def test_many_engines_that_find_one_forgery_leave_one_of_their_entries(store: tu
     assert sum(engine.count["replaced"] for engine in engines) >= 1
 
 
-def test_without_a_key_nothing_is_read_that_stands_in_the_way_of_a_write(store: tuple[Tier, bool]) -> None:
+def test_without_a_key_an_entry_in_the_way_of_a_write_is_not_read(store: tuple[Tier, bool]) -> None:
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace(), signing=None)
     key = EncoderCacheKey(namespace, "picture")
@@ -232,7 +232,7 @@ def test_a_list_under_an_entrys_name_in_redis_is_replaced(server: RedisServer) -
     tier.close()
 
 
-def test_in_s3_only_what_was_read_is_replaced(s3: Seaweed) -> None:
+def test_in_s3_only_the_object_that_was_read_is_replaced(s3: Seaweed) -> None:
     keys = {"aws_access_key_id": s3.access_key_id, "aws_secret_access_key": s3.secret_access_key}
     tier = open_s3(f"s3://{s3.bucket}/forgeries?endpoint={s3.endpoint}", keys)
     key = EncoderCacheKey(new_namespace(), "picture")

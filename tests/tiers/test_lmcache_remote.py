@@ -131,7 +131,7 @@ class TestFolder(TierConformance):
 # -- what a connector cannot promise
 
 
-def test_a_server_cannot_list_and_says_so(server: LMCacheServer) -> None:
+def test_a_server_that_cannot_list_reports_it(server: LMCacheServer) -> None:
     key = new_key()
     with opened(server.url) as tier:
         tier.put(key, value("a", 10))
@@ -139,7 +139,9 @@ def test_a_server_cannot_list_and_says_so(server: LMCacheServer) -> None:
         assert "cannot be listed" in tier.notice
 
 
-def test_what_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_all(server: LMCacheServer) -> None:
+def test_an_entry_that_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_all(
+    server: LMCacheServer,
+) -> None:
     key = new_key()
     with opened(server.url) as tier, opened(server.url) as neighbour:
         tier.put(key, value("bad", 100))
@@ -155,7 +157,7 @@ def test_what_a_server_cannot_delete_is_absent_for_this_tier_and_replaced_for_al
 def test_two_processes_may_both_write_a_key_but_nobody_ever_reads_a_mixture(
     place: str, server: LMCacheServer, tmp_path: Path
 ) -> None:
-    """Two tiers here: what two of them share is what two processes do, the store alone."""
+    """Here by two tiers: like two processes, they share only the store."""
     url = server.url if place == "server" else f"fs://{tmp_path}"
     values = [bytes([number]) * (8 * MIB + number) for number in (1, 2)]
     with opened(url) as one, opened(url) as other, opened(url) as reader, ThreadPoolExecutor(2) as threads:
@@ -286,7 +288,7 @@ def test_an_address_where_nobody_answers_any_more_holds_up_no_call_once_it_leads
         assert fetch(tier, key) == value("a", 1000)
 
 
-def test_of_many_calls_at_once_on_a_server_that_hangs_each_ends(server: LMCacheServer) -> None:
+def test_each_of_many_calls_at_once_on_a_server_that_hangs_ends(server: LMCacheServer) -> None:
     with opened(server.url) as tier, ThreadPoolExecutor(8) as threads:
         server.freeze()
         try:
@@ -315,7 +317,7 @@ def test_a_value_of_which_half_arrives_leaves_the_buffer_as_it_was(server: LMCac
 
 
 def test_a_long_value_of_another_length_is_not_fetched_and_what_comes_after_it_is_right(server: LMCacheServer) -> None:
-    """The value reads like the server's answer that it has nothing: taken for one, it would make a miss of a hit."""
+    """The value looks like the server's answer that it has nothing, which would turn a hit into a miss."""
     wrong, right, word = new_key(), new_key(), struct.pack("9i", 400, 0, 1, 1, 0, 0, 0, 0, 0)
     data = memoryview(word * (5 * MIB // len(word)))
     with opened(server.url) as tier:
@@ -392,7 +394,7 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected"),
     [
         ("azure://account/container", "azure:// cannot keep encoder outputs: .* a KV chunk of one size"),
         ("bigtable://x", "bigtable:// cannot keep encoder outputs: .* a KV chunk of one size"),
@@ -418,8 +420,8 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
         ),
     ],
 )
-def test_what_cannot_serve_is_refused_before_anything_is_opened(url: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+def test_a_remote_that_cannot_serve_is_refused_before_anything_is_opened(url: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as caught:
         check_remote(Remote(url))
     assert "canary" not in str(caught.value)
 
@@ -520,14 +522,14 @@ def test_a_plugin_that_keeps_values_as_they_are_serves() -> None:
 
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize("class_name", ["Shapes", "Forgetful"])
-def test_a_plugin_that_does_not_is_refused_when_it_is_opened(class_name: str) -> None:
+def test_a_plugin_that_does_not_keep_values_as_they_are_is_refused_when_it_is_opened(class_name: str) -> None:
     with pytest.raises(ValueError, match="cannot keep encoder outputs") as caught:
         open_remote(Remote("plugin://mine", plugin(class_name)))
     assert not isinstance(caught.value, TierUnreachable)
 
 
 @pytest.mark.usefixtures("module")
-def test_what_a_store_does_not_take_or_does_not_give_up_is_an_error() -> None:
+def test_an_entry_that_a_store_fails_to_keep_or_to_delete_is_an_error() -> None:
     key = EncoderCacheKey("kept", "picture")
     with closing(open_remote(Remote("plugin://mine", plugin("Stubborn")))) as tier:
         with pytest.raises(TierError, match="was written, but is not there"):

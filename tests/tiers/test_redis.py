@@ -236,10 +236,8 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 
 @pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
 @pytest.mark.parametrize("asked", [0, 11, 71_000])
-def test_a_wrong_length_is_reported_and_what_comes_after_it_is_right(
-    server: RedisServer, stored: int, asked: int
-) -> None:
-    """Whether the connection goes on, or is closed because the value is too long to be read for nothing."""
+def test_a_wrong_length_is_reported_and_the_next_answer_is_right(server: RedisServer, stored: int, asked: int) -> None:
+    """Whether the connection is kept, or closed because the value is too long to be read in vain."""
     wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
     good = memoryview(bytearray(1000))
@@ -279,7 +277,7 @@ def test_an_error_reply_is_an_error_of_its_entry_and_the_connection_goes_on(serv
 @pytest.mark.parametrize("then", Then)
 @pytest.mark.parametrize("answered", [0, 1, 9, 10, 11, 40_000, 99_999, 100_010])
 def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer, then: Then, answered: int) -> None:
-    """Cut: it is asked again on another connection. Silent: an error. What is asked next is answered right."""
+    """If it is cut, the call is repeated on another one; if it is silent, that is an error. The next one is right."""
     key = new_key()
     around, buffer = trapped(100_000)
     with relay(server.port) as line, opened(f"redis://127.0.0.1:{line.port}", PATIENT) as tier:
@@ -345,8 +343,8 @@ def _quietly(serve: Callable[[socket.socket], None], client: socket.socket) -> N
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_never_stops_to_trickle_is_left() -> None:
-    """Each byte is in time, but the call has an end. Without one this test has none."""
+def test_a_server_that_sends_a_trickle_without_end_is_abandoned() -> None:
+    """Each byte is in time, but the call has a deadline. Without one this test would not end."""
     answer = [b"$1000000\r\n", *[b"x"] * 10_000]
     with (
         answering_gets_with(*answer, pause_s=0.05) as tier,
@@ -357,8 +355,8 @@ def test_a_server_that_never_stops_to_trickle_is_left() -> None:
 
 
 @pytest.mark.timeout(30)
-def test_a_server_that_never_stops_to_take_a_little_is_left() -> None:
-    """As above, of a write."""
+def test_a_server_that_takes_only_a_little_at_a_time_is_abandoned() -> None:
+    """The same for a write."""
     over = threading.Event()
 
     def serve(client: socket.socket) -> None:
@@ -384,8 +382,8 @@ def test_a_server_that_never_stops_to_take_a_little_is_left() -> None:
         over.set()
 
 
-def test_what_a_server_sends_unasked_is_no_answer_to_what_is_asked_next() -> None:
-    """Whether it came together with an answer, or after it."""
+def test_unrequested_bytes_of_a_server_are_no_answer_to_the_next_request() -> None:
+    """Whether they came together with an answer, or after it."""
     answer, unasked = (b"$100\r\n" + letter * 100 + b"\r\n" for letter in (b"a", b"b"))
     buffer = memoryview(bytearray(100))
     with answering_gets_with(answer + unasked) as tier:
@@ -503,7 +501,7 @@ def test_answers_are_read_alike_however_they_arrive(replies: list[tuple[str, byt
         assert_untouched(around)
 
 
-def test_a_frozen_server_is_an_error_in_time_and_none_once_it_goes_on(server: RedisServer) -> None:
+def test_a_frozen_server_is_an_error_in_time_and_none_once_it_resumes(server: RedisServer) -> None:
     with closing(wait_until("it opens in time", lambda: open_redis(server.url, QUICK))) as tier:
         large = new_key()
         server.freeze()
@@ -534,7 +532,7 @@ def test_a_killed_server_is_an_error_and_none_once_it_is_back(tmp_path: Path) ->
                 call()
 
 
-def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> None:
+def test_a_full_server_refuses_the_whole_entry_and_the_error_names_the_reason(tmp_path: Path) -> None:
     limit = ("--maxmemory", "6mb", "--maxmemory-policy", "noeviction")
     with redis_server(tmp_path, *limit) as server, opened(server.url) as tier:
         stored: list[EncoderCacheKey] = []
@@ -571,11 +569,11 @@ def test_a_full_server_refuses_an_entry_whole_and_says_so(tmp_path: Path) -> Non
         ("WRONGPASS invalid username-password pair", TierUnreachable),
     ],
 )
-def test_an_error_says_whether_it_is_about_the_entry_the_store_or_its_writes(line: str, kind: type[TierError]) -> None:
+def test_an_error_shows_whether_it_concerns_the_entry_the_store_or_its_writes(line: str, kind: type[TierError]) -> None:
     assert fault_of(PayloadParser.parse_error(line)) is kind
 
 
-def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_path: Path) -> None:
+def test_an_entry_that_the_server_evicts_is_a_plain_miss_and_listing_does_not_count_as_a_use(tmp_path: Path) -> None:
     limit = ("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru")
     with redis_server(tmp_path, *limit) as server, opened(server.url) as tier:
         keys = [EncoderCacheKey("ns", str(number)) for number in range(24)]
@@ -596,8 +594,8 @@ def test_what_the_server_evicts_is_a_plain_miss_and_to_be_listed_is_no_use(tmp_p
         assert use.used <= client.time()[0]
 
 
-def test_thousands_of_entries_are_counted_and_removed_in_steps_and_strangers_stay(tmp_path: Path) -> None:
-    """Where the server evicts by frequency, too: then nobody knows when they were used."""
+def test_thousands_of_entries_are_counted_and_removed_in_steps_and_foreign_keys_stay(tmp_path: Path) -> None:
+    """Also where the server evicts by frequency: then it is not known when they were used."""
     with redis_server(tmp_path) as server, opened(server.url) as tier:
         client = server.client()
         keys = [EncoderCacheKey("ns", str(number)) for number in range(3000)]
@@ -649,7 +647,7 @@ def test_an_entry_over_the_limit_is_refused_before_anything_is_sent(server: Redi
         assert watcher.info("stats")["total_commands_processed"] == before + 1
 
 
-def test_what_is_there_already_is_not_sent_again(server: RedisServer) -> None:
+def test_an_entry_that_is_there_already_is_not_sent_again(server: RedisServer) -> None:
     key = new_key()
     with opened(server.url) as tier:
         tier.put(key, value("a", MIB))
@@ -731,7 +729,7 @@ def test_on_a_cluster_redirects_are_followed_by_every_call(masters: Sequence[Red
         assert [found.digest for found in tier.list(key.namespace)] == [key.digest]
 
 
-def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Sequence[RedisServer]) -> None:
+def test_a_lost_server_of_a_cluster_costs_only_the_entries_it_had(masters: Sequence[RedisServer]) -> None:
     """Killed, or frozen: the others answer in the same call, which asks all of them side by side."""
     namespace = new_namespace()
     keys = [EncoderCacheKey(namespace, str(number)) for number in range(30)]
@@ -751,16 +749,16 @@ def test_a_lost_server_of_a_cluster_costs_what_it_had_and_no_more(masters: Seque
                     both = tier.get_each_into(wanted), tier.contains_each(keys)
                 for answers in both:
                     assert [isinstance(answer, TierError) for answer in answers] == lost
-                    assert {answer for answer, gone in zip(answers, lost, strict=True) if not gone} == {100}
+                    assert {answer for answer, missing in zip(answers, lost, strict=True) if not missing} == {100}
             finally:
                 heal()
-            back = [100 if keeps or not gone else None for gone in lost]
+            back = [100 if keeps or not missing else None for missing in lost]
             wait_until("the server is back", partial(has_lengths, tier, keys, back))
             assert tier.get_each_into(wanted) == back
         wait_until_whole(masters)
 
 
-def test_on_a_cluster_what_a_silent_server_had_is_asked_of_its_successor(masters: Sequence[RedisServer]) -> None:
+def test_on_a_cluster_the_entries_of_a_silent_server_are_asked_of_its_successor(masters: Sequence[RedisServer]) -> None:
     victim, successor, witness = masters[1], masters[0], masters[2]
     keys = (EncoderCacheKey("ns", str(number)) for number in range(1000))
     key = next(key for key in keys if owner_of(slot_of(key, masters[0]), masters) is victim)
@@ -806,10 +804,10 @@ def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_gi
         wait_until("connections are closed", partial(has_clients, watcher, idle))
 
 
-def test_behind_sentinels_an_answer_that_came_too_late_is_nobodys(
+def test_behind_sentinels_an_answer_that_came_too_late_is_discarded(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
-    """Two entries of one length. The server goes on while the second is asked for."""
+    """Two entries of one length. The server resumes while the second is asked for."""
     servers, sentinels = pair
     first, second, buffer = new_key(), new_key(), memoryview(bytearray(100))
     master = next(server for server in servers if server.client().role()[0] == b"master")
@@ -865,7 +863,7 @@ def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_ove
 
 
 @pytest.mark.slow
-def test_a_master_that_was_replaced_is_left(
+def test_a_master_that_was_replaced_is_abandoned(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
     """It lives on as a replica, and would refuse what is written."""
@@ -897,7 +895,7 @@ def with_credentials(url: str, user: str = USER, password: str = PASSWORD) -> st
     return url.replace("://", f"://{quote(user, safe='')}:{quote(password, safe='')}@", 1)
 
 
-def test_user_and_password_of_the_url_or_of_the_options_let_in(guarded: RedisServer) -> None:
+def test_user_and_password_are_taken_from_the_url_or_from_the_options(guarded: RedisServer) -> None:
     for url, options in (
         (with_credentials(guarded.url), PATIENT),
         (guarded.url, replace(PATIENT, username=USER, password=PASSWORD)),
@@ -1025,7 +1023,7 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize(
-    ("store", "says"),
+    ("store", "expected"),
     [
         (_wrong_password, "authentication failed"),
         (_no_password, "authentication failed: it requires a password, but none is configured"),
@@ -1053,11 +1051,11 @@ def _no_sentinel(_: pytest.FixtureRequest) -> str:
     ],
     ids=lambda given: given.__name__ if callable(given) else "",
 )
-def test_what_is_wrong_is_reported_at_the_opening_in_one_line_without_credentials(
-    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, says: str
+def test_a_mistake_is_reported_at_the_opening_in_one_line_without_credentials(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture, store: Opening, expected: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=expected) as caught:
         open_redis(store(request), QUICK if store in (_silent, _tls_to_a_plain_server) else PATIENT)
     assert "\n" not in str(caught.value)
     assert_no_canary("".join(traceback.format_exception(caught.value)) + caplog.text)
@@ -1089,7 +1087,7 @@ def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, ca
 
 
 def test_a_server_that_repeats_the_credentials_in_its_error_does_not_make_us_repeat_them(tmp_path: Path) -> None:
-    """As one does that does not know AUTH."""
+    """As a server does that does not know AUTH."""
     with redis_server(tmp_path, "--rename-command", "AUTH", "") as server:
         with pytest.raises(ValueError, match="AUTH") as caught:
             open_redis(with_credentials(server.url))
@@ -1120,7 +1118,7 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    ("url", "expected"),
     [
         ("http://h", "redis, valkey"),
         ("redis://u:canary#x@h", "write %23 for #"),
@@ -1147,14 +1145,14 @@ def test_urls_that_are_accepted(url: str, deployment: Deployment, servers: list[
         ("unix://u:canary@h/run/socket", "unix:///path"),
     ],
 )
-def test_a_refused_url_is_explained_and_not_quoted(url: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_a_refused_url_is_explained_and_not_quoted(url: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as caught:
         parse_redis_url(url, RedisOptions())
     assert "canary" not in "".join(traceback.format_exception(caught.value)).replace(url, "")
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "connect_timeout_s", "ttl_s", "max_entry_bytes", "connections"])
-def test_options_that_cannot_be_are_refused(option: str) -> None:
+def test_impossible_options_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} of a Redis tier: must be a positive number.*, not -1"):
         RedisOptions(**{option: cast(Any, -1)})
 

@@ -129,7 +129,7 @@ def test_a_command_is_run_once_for_all_connections_until_it_is_refused(vault: Va
             vault.throw_out()
             assert tier.contains(new_key()) is None
         assert vault.times_run == 1
-        time.sleep(0.06)  # _AGAIN_S: what is younger is what the command says now
+        time.sleep(0.06)  # _AGAIN_S: what is younger is what the command prints now
         vault.rotate()
         assert tier.contains(new_key()) is None
         assert vault.times_run == 2
@@ -158,7 +158,7 @@ def test_user_and_password_may_both_be_in_files(vault: Vault, tmp_path: Path) ->
         assert tier.contains(new_key()) is None
 
 
-def test_a_store_that_is_refused_goes_on_as_soon_as_the_source_knows_better(vault: Vault) -> None:
+def test_a_store_that_is_refused_recovers_as_soon_as_the_source_has_new_credentials(vault: Vault) -> None:
     with opened(vault.url(f"password_command={vault.program}")) as tier:
         right = vault.file.read_text()
         vault.file.write_text(f"{CANARY}-wrong")
@@ -183,7 +183,7 @@ def program(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         (f"echo {CANARY}; echo {CANARY} >&2; exit 3", "ended with status 3"),
         ("true", "printed neither"),
@@ -195,12 +195,12 @@ def program(folder: Path, text: str) -> str:
     ],
 )
 def test_a_command_that_fails_is_an_outage_that_names_the_program_and_shows_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, says: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, expected: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with redis_server(tmp_path / "redis") as server:
         command = quote(f"{program(tmp_path, text)} --secret {CANARY}-argument")
-        with pytest.raises(TierUnreachable, match=says) as caught:
+        with pytest.raises(TierUnreachable, match=expected) as caught:
             open_redis(f"{server.url}?password_command={command}")
     shown = "".join(traceback.format_exception(caught.value)) + caplog.text
     assert f"password_command {tmp_path}/program" in str(caught.value)
@@ -210,7 +210,7 @@ def test_a_command_that_fails_is_an_outage_that_names_the_program_and_shows_noth
 def test_a_command_that_hangs_holds_up_a_call_no_longer_than_a_store_that_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call has ended before the command's own time is up, which ends here when the test wants it."""
+    """The call ends before the command's own time is up, which here is when the test wants it."""
     timers = list[threading.Timer]()
 
     class Held(threading.Timer):
@@ -252,7 +252,7 @@ def test_no_shell_reads_the_command_and_one_run_serves_all_who_wait(tmp_path: Pa
     assert not (tmp_path / "shell").exists()
 
 
-def test_what_was_refused_is_not_asked_for_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_credentials_are_not_asked_for_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_credentials, "_AGAIN_S", 3600.0)
     provider = CommandCredentials(program(tmp_path, f"echo run >> {tmp_path}/runs; echo x"), None)
     for _ in range(50):
@@ -274,7 +274,7 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("parameters", "says"),
+    ("parameters", "expected"),
     [
         ("password_command=/no/such/program", "there is no program /no/such/program"),
         ("password_command=", "must be a program and its arguments"),
@@ -293,8 +293,8 @@ def test_a_command_that_is_removed_later_is_an_outage(tmp_path: Path, monkeypatc
         ("sentinel_password=a&sentinel_password_file=/x", "must be given once"),
     ],
 )
-def test_what_cannot_be_meant_ends_the_start(parameters: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_invalid_parameters_end_the_start(parameters: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected) as caught:
         open_redis(f"redis://127.0.0.1:1?{parameters}")
     assert not isinstance(caught.value, TierUnreachable)
 
@@ -335,7 +335,7 @@ def test_a_command_gets_the_variables_of_clouds_and_a_store_without_one_does_not
     assert "AWS_" not in environment_of(["redis://host?password_file=/x"])
 
 
-def test_doctor_says_where_credentials_come_from_and_not_what_they_are(
+def test_doctor_shows_where_credentials_come_from_and_not_what_they_are(
     vault: Vault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "lmcache.yaml"

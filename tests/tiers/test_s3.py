@@ -230,7 +230,7 @@ def test_a_wrong_guess_of_the_length_does_not_fetch_the_object(url: str, relay: 
     assert relay.answered_bytes - before < 24 * MIB  # what sockets hold
 
 
-def test_what_is_there_is_not_sent_again(url: str, relay: Relay) -> None:
+def test_an_object_that_is_there_already_is_not_sent_again(url: str, relay: Relay) -> None:
     tier = open_s3(through(relay, url))
     tier.put(key("a"), value("a", MIB))
     sent = len(relay.requests)
@@ -248,7 +248,7 @@ def test_bytes_that_change_on_the_way_are_refused_by_the_server(url: str, relay:
     assert tier.put(key("a"), memoryview(b"a picture " * 1000)) is True
 
 
-def test_of_two_processes_that_write_at_once_one_writes(url: str, tier: S3Tier) -> None:
+def test_only_one_of_two_processes_that_write_at_once_succeeds(url: str, tier: S3Tier) -> None:
     code = """
 import sys; from lmcache_ec.key import EncoderCacheKey; from lmcache_ec.tiers.s3 import open_s3
 tier = open_s3(sys.argv[1])
@@ -373,10 +373,10 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
     assert fetch(lasting, key("a")) == b"neighbour's"
 
 
-def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
+def test_an_entry_that_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the server's own stamps, as an engine sees it: one that runs on, and one that starts."""
+    """By the server's own timestamps, as seen by an engine that keeps running and by one that starts."""
 
     def written_s(name: str) -> float:
         found = server.client().head_object(Bucket=server.bucket, Key=object_key(url, key(name)))
@@ -419,7 +419,7 @@ def test_what_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
     assert (starting.listed, starting.asks(key("a").digest), starting.asks(key("b").digest)) == (1, True, False)
 
 
-def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str, tier: S3Tier) -> None:
+def test_the_lifecycle_rule_covers_only_our_prefix_and_is_read_back(server: Seaweed, url: str, tier: S3Tier) -> None:
     other = {"ID": "theirs", "Status": "Enabled", "Filter": {"Prefix": "theirs/"}, "Expiration": {"Days": 9}}
     client = server.client()
     client.put_bucket_lifecycle_configuration(Bucket=server.bucket, LifecycleConfiguration={"Rules": [other]})
@@ -441,11 +441,11 @@ def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str,
     assert tier.lifecycle_s() is None
 
 
-# -- what is wrong is said at opening
+# -- what is wrong is reported at opening
 
 
 @pytest.mark.parametrize(
-    ("address", "credentials", "said"),
+    ("address", "credentials", "expected"),
     [
         ("s3://no-such-bucket/p?endpoint={endpoint}", {}, "bucket no-such-bucket does not exist"),
         ("s3://{bucket}/p?endpoint={endpoint}", {"AWS_ACCESS_KEY_ID": "AKCANARY"}, "credentials refused.*Invalid"),
@@ -461,7 +461,7 @@ def test_the_lifecycle_rule_is_ours_alone_and_checked(server: Seaweed, url: str,
     ],
 )
 def test_a_remote_that_cannot_work_is_refused_with_the_reason(
-    server: Seaweed, monkeypatch: pytest.MonkeyPatch, address: str, credentials: dict[str, str], said: str
+    server: Seaweed, monkeypatch: pytest.MonkeyPatch, address: str, credentials: dict[str, str], expected: str
 ) -> None:
     for name, text in credentials.items():
         monkeypatch.setenv(name, text) if text else monkeypatch.delenv(name)
@@ -472,7 +472,7 @@ def test_a_remote_that_cannot_work_is_refused_with_the_reason(
         tls_endpoint=server.tls_endpoint,
         tls_authority=server.tls_endpoint.removeprefix("https://"),
     )
-    with refused(said):
+    with refused(expected):
         open_s3(filled)
 
 
@@ -483,8 +483,8 @@ def test_a_server_that_hangs_is_refused(server: Seaweed, url: str) -> None:
 
 
 @contextmanager
-def refused(said: str) -> Iterator[None]:
-    with pytest.raises(ValueError, match=said) as caught:
+def refused(expected: str) -> Iterator[None]:
+    with pytest.raises(ValueError, match=expected) as caught:
         yield
     shown = "".join(traceback.format_exception(caught.value))
     assert "CANARY" not in shown
@@ -493,7 +493,7 @@ def refused(said: str) -> Iterator[None]:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Plays an S3 that answers as AWS does where SeaweedFS does not, and tells all it was told, as AWS does."""
+    """Plays an S3 that answers as AWS does where SeaweedFS does not, and repeats all that it was sent, as AWS does."""
 
     protocol_version = "HTTP/1.1"
     plays: Iterator[tuple[int, str]]
@@ -502,9 +502,9 @@ class Answers(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("content-length") or 0))
         about_the_time = self.command == "HEAD" and self.path == "/bucket"
         status, code = (200, "") if about_the_time else next(self.plays)
-        told = f"<StringToSign>{self.headers}</StringToSign>" if code else ""
+        repeated = f"<StringToSign>{self.headers}</StringToSign>" if code else ""
         region = "<Region>eu-north-1</Region>" if code == "AuthorizationHeaderMalformed" else ""
-        body = f"<Error><Code>{code}</Code>{region}{told}</Error>".encode() if code else b""
+        body = f"<Error><Code>{code}</Code>{region}{repeated}</Error>".encode() if code else b""
         self.send_response(status)
         self.send_header("etag", '"0"')
         self.send_header("content-length", str(len(body)))
@@ -533,7 +533,7 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("status", "code", "said"),
+    ("status", "code", "expected"),
     [
         (400, "AuthorizationHeaderMalformed", "wrong region: .*not in us-west-2.*says eu-north-1"),
         (301, "PermanentRedirect", "wrong region: .*not in us-west-2"),
@@ -545,8 +545,8 @@ def answering(*answers: tuple[int, str]) -> Iterator[str]:
         (404, "", "does not answer like S3"),
     ],
 )
-def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str, said: str) -> None:
-    with answering((status, code)) as remote, refused(said):
+def test_answers_that_only_aws_gives_are_refused_with_the_reason(status: int, code: str, expected: str) -> None:
+    with answering((status, code)) as remote, refused(expected):
         open_s3(remote)
 
 
@@ -563,7 +563,7 @@ def test_what_only_aws_answers_is_refused_with_the_reason(status: int, code: str
         (409, "OperationAborted", TierError, TierError),
     ],
 )
-def test_an_answer_says_whether_it_is_about_the_entry_the_store_or_its_writes(
+def test_an_answer_shows_whether_it_concerns_the_entry_the_store_or_its_writes(
     status: int, code: str, reading: type[TierError], writing: type[TierError]
 ) -> None:
     with answering((404, "NoSuchKey"), (status, code)) as remote, pytest.raises(TierError) as caught:
@@ -575,7 +575,7 @@ def test_an_answer_says_whether_it_is_about_the_entry_the_store_or_its_writes(
 
 
 @pytest.mark.parametrize(("status", "certain"), [(412, True), (404, True), (501, False), (400, False)])
-def test_it_is_asked_for_a_write_that_no_store_makes(status: int, certain: bool) -> None:
+def test_writes_are_checked_with_a_request_that_no_store_carries_out(status: int, certain: bool) -> None:
     with answering((404, "NoSuchKey"), (status, "")) as remote:
         assert open_s3(remote).check_writes() is certain
     with answering((404, "NoSuchKey"), (403, "AccessDenied")) as remote, pytest.raises(WritesRefused):
@@ -583,7 +583,7 @@ def test_it_is_asked_for_a_write_that_no_store_makes(status: int, certain: bool)
 
 
 @pytest.mark.parametrize("status", [400, 501])
-def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
+def test_a_store_that_refuses_conditions_is_written_without_them_from_then_on(
     server: Seaweed, url: str, status: int
 ) -> None:
     with s3_front(int(server.endpoint.rpartition(":")[2])) as front:
@@ -601,7 +601,7 @@ def test_a_store_that_refuses_conditions_is_written_without_and_remembered(
         assert [request.method for request in front.seen] == ["HEAD", "PUT", "HEAD"]
 
 
-def test_a_store_that_is_not_well_is_distinguished_from_a_wrong_address() -> None:
+def test_an_ailing_store_is_distinguished_from_a_wrong_address() -> None:
     for status in (500, 503, 429):
         with answering((status, "SlowDown")) as remote, pytest.raises(TierNotReady):
             open_s3(remote)
@@ -664,10 +664,10 @@ def test_credentials_of_a_profile_and_of_lmcaches_configuration_are_found(
     assert fetch(open_s3(url, keys), key("a")) == value("a", 10)
 
 
-def test_credentials_that_end_are_renewed(
+def test_credentials_that_expire_are_renewed(
     server: Seaweed, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a role's are; here a program of the user's (`credential_process`) stands for the role."""
+    """As those of a role do; here a user's program (`credential_process`) stands in for the role."""
     monkeypatch.setattr(s3_access, "_CREDENTIALS_S", 1.0)  # obstore asks each time
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -757,7 +757,7 @@ def test_a_private_authority_is_trusted_where_it_is_named(
 def test_buckets_are_found_by_host_and_by_path(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch, address: str, extra: dict[str, object]
 ) -> None:
-    """The server stands as the proxy of these hosts, which have no address here."""
+    """The server acts as the proxy for these hosts, which have no address here."""
     monkeypatch.setenv("http_proxy", server.endpoint)
     if "AWS_ENDPOINT_URL_S3" in extra:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://any.host")
@@ -796,7 +796,7 @@ def test_urls_in_our_form_and_in_lmcaches(address: str, extra: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    ("address", "extra", "said"),
+    ("address", "extra", "expected"),
     [
         ("s3://AKCANARY:CANARY@bucket/p", {}, "with credentials"),
         ("s3://AKCANARY:CAN/ARY@bucket/p", {}, "with credentials"),
@@ -820,8 +820,8 @@ def test_urls_in_our_form_and_in_lmcaches(address: str, extra: dict[str, object]
         ("s3://bucket", {"s3_enable_s3express": True}, "directory buckets"),
     ],
 )
-def test_urls_that_are_refused_and_never_repeated(address: str, extra: dict[str, object], said: str) -> None:
-    with refused(said):
+def test_urls_that_are_refused_and_never_repeated(address: str, extra: dict[str, object], expected: str) -> None:
+    with refused(expected):
         s3_options(address, extra)
 
 
@@ -857,7 +857,7 @@ assert {"boto3", "obstore"} <= set(sys.modules) and "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("missing", ["boto3", "obstore.auth.boto3"])
-def test_what_is_not_installed_is_named(url: str, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_a_missing_package_is_named(url: str, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=r"pip install 'lmcache-ec\[s3\]'"):
         open_s3(url)

@@ -68,7 +68,7 @@ STRANGERS = [key(f"stranger {number}").digest for number in range(5000)]
 
 
 class Replica:
-    """A tier and its lane, refreshed when the test says so."""
+    """A tier and its lane, refreshed when the test wants it."""
 
     def __init__(self, url: str, *, catalog: bool = True, signing: SigningKey | None = None, pace: Pace = PACE) -> None:
         self.tier = open_s3(f"{url}&catalog=true" if catalog else url, timeout_s=20.0)
@@ -128,7 +128,7 @@ def objects(s3: Seaweed, url: str) -> list[str]:
     return [one["Key"] for one in found.get("Contents", ())]
 
 
-def test_of_replicas_one_lists_and_the_others_read_what_it_wrote(filled: str, front: S3Front, s3: Seaweed) -> None:
+def test_one_replica_lists_and_the_others_read_what_it_wrote(filled: str, front: S3Front, s3: Seaweed) -> None:
     one, other = Replica(filled), Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     one.refresh()
     assert one.lacks("not known yet") == []  # until the catalog is there it asks for everything
@@ -147,7 +147,7 @@ def test_of_replicas_one_lists_and_the_others_read_what_it_wrote(filled: str, fr
     assert len([request for request in front.seen if ".catalog" in request.path]) == 1
 
 
-def test_what_one_has_written_the_others_know_after_its_refresh_and_theirs(filled: str) -> None:
+def test_entries_that_one_has_written_are_known_to_the_others_after_its_refresh_and_theirs(filled: str) -> None:
     one, other = Replica(filled), Replica(filled)
     one.compact()
     one.refresh()
@@ -174,15 +174,17 @@ def test_a_writer_that_ends_announces_what_it_wrote_last(filled: str) -> None:
     assert other.lacks("last") == []
 
 
-def test_what_cannot_be_announced_is_told_and_announced_later(filled: str, front: S3Front, s3: Seaweed) -> None:
+def test_entries_that_cannot_be_announced_are_an_error_and_are_announced_later(
+    filled: str, front: S3Front, s3: Seaweed
+) -> None:
     one, other = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}")), Replica(filled)
     one.compact()
     one.refresh()
     one.put("new")
     front.rule = lambda request: (403, "AccessDenied") if request.writes and "/delta/" in request.path else None
-    for tell in (one.refresh, one.tier.announce):
+    for announce in (one.refresh, one.tier.announce):
         with pytest.raises(TierError, match=f"could not announce in the catalog of {NAMESPACE} what was written here"):
-            tell()
+            announce()
     assert one.lacks("new", *STORED) == []
     front.rule = lambda request: None
     one.refresh()
@@ -190,7 +192,7 @@ def test_what_cannot_be_announced_is_told_and_announced_later(filled: str, front
     assert other.lacks("new") == []
 
 
-def test_what_was_deleted_is_forgotten_with_the_next_full_listing(filled: str) -> None:
+def test_deleted_entries_are_forgotten_with_the_next_full_listing(filled: str) -> None:
     one, other = Replica(filled), Replica(filled)
     one.compact()
     other.refresh()
@@ -238,7 +240,9 @@ def test_without_the_option_nothing_asks_for_a_catalog(filled: str, front: S3Fro
 
 
 @pytest.mark.slow
-def test_who_may_only_read_reads_the_catalog_and_writes_nothing(filled: str, s3: Seaweed, front: S3Front) -> None:
+def test_a_replica_that_may_only_read_reads_the_catalog_and_writes_nothing(
+    filled: str, s3: Seaweed, front: S3Front
+) -> None:
     Replica(filled).compact()
     through = filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}")
     reader = Replica(f"{through}&read_only=true", pace=replace(PACE, compact_s=-60.0))
@@ -279,7 +283,7 @@ def test_a_store_without_conditional_writes_is_listed(filled: str, front: S3Fron
     assert one.asked_for_nothing < 0.01
 
 
-def test_who_may_not_write_the_catalog_lists(filled: str, front: S3Front, s3: Seaweed) -> None:
+def test_a_replica_that_may_not_write_the_catalog_lists(filled: str, front: S3Front, s3: Seaweed) -> None:
     front.rule = lambda request: (403, "AccessDenied") if request.writes and ".catalog" in request.path else None
     one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     with suppress(TierError):
@@ -365,8 +369,8 @@ def test_a_compactor_may_die_before_each_kind_of_step(filled: str, first: bool) 
     assert new.asked_for_nothing < 0.02
 
 
-def test_of_two_compactors_the_one_that_was_given_up_is_refused_and_removes_nothing(filled: str) -> None:
-    """It stands still after it has listed; meanwhile its lease is taken, more is written, and all is listed again."""
+def test_a_compactor_that_has_lost_its_lease_to_another_is_refused_and_removes_nothing(filled: str) -> None:
+    """It pauses after it has listed; meanwhile its lease is taken, more is written, and everything is listed again."""
     one, other = Replica(filled), Replica(filled)
     one.compact()
     one.refresh()
@@ -393,8 +397,8 @@ def test_of_two_compactors_the_one_that_was_given_up_is_refused_and_removes_noth
 
 
 @pytest.mark.slow
-def test_a_lease_is_stale_by_the_observers_time_alone(filled: str, front: S3Front, s3: Seaweed) -> None:
-    """A store whose clock is a year off, and a holder that has just died: it is waited for, and then replaced."""
+def test_whether_a_lease_is_stale_depends_only_on_the_observers_clock(filled: str, front: S3Front, s3: Seaweed) -> None:
+    """A store whose clock is a year off, and a holder that has just died: the others wait, and then replace it."""
     front.ahead_s = 365 * 86400.0
     one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     dead = one.compactor()
@@ -451,7 +455,7 @@ def test_a_delta_that_is_compacted_while_it_is_read_is_found_in_the_shards(fille
     assert reader.lacks("new", *STORED) == []
 
 
-def test_a_writer_that_died_before_its_delta_is_found_by_the_next_full_listing(filled: str) -> None:
+def test_entries_of_a_writer_that_died_before_its_delta_are_found_by_the_next_full_listing(filled: str) -> None:
     one, other = Replica(filled), Replica(filled)
     one.compact()
     one.refresh()
@@ -489,8 +493,8 @@ HOWS = (
 )
 
 
-def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: str, s3: Seaweed) -> None:
-    """Each shard is damaged in another way; all keys that begin as it does are then asked for."""
+def test_damaged_shards_cause_look_ups_and_the_next_listing_repairs_them(filled: str, s3: Seaweed) -> None:
+    """Each shard is damaged in another way; then all keys that belong to it are asked for."""
     one = Replica(filled, signing=KEY)
     one.compact()
     follower = Replica(filled, signing=KEY)
@@ -518,7 +522,7 @@ def test_what_is_no_shard_makes_questions_and_the_next_listing_mends_it(filled: 
     assert not follower.cataloged.catalog.due
 
 
-def test_deltas_that_do_not_verify_or_are_too_long_are_as_if_never_written(filled: str) -> None:
+def test_deltas_that_do_not_verify_or_are_too_long_are_ignored(filled: str) -> None:
     one = Replica(filled, signing=KEY)
     one.compact()
     payload = key("forged").digest[:16]
@@ -538,13 +542,13 @@ def test_deltas_that_do_not_verify_or_are_too_long_are_as_if_never_written(fille
     assert reader.lacks(*STORED) == []
 
 
-def test_no_count_in_a_shard_sizes_anything() -> None:
+def test_no_allocation_is_sized_by_a_count_in_a_shard() -> None:
     data = encode("ns/shard/00", 1 << 60, shard_of(b""), None)
     assert decode_shard("ns/shard/00", data, None)[0] <= MAX_SHARD_BYTES * 8
 
 
 @pytest.mark.parametrize("length", [0, 15, 31, 32, 100])
-def test_what_is_too_short_for_an_object_is_none(length: int) -> None:
+def test_data_too_short_for_an_object_is_refused(length: int) -> None:
     for decode in (decode_shard, decode_delta):
         with pytest.raises(NoCatalogObject):
             decode("ns/shard/00", bytes(length), None)

@@ -34,7 +34,7 @@ def url(s3: Seaweed, front: S3Front) -> str:
 
 
 @pytest.mark.parametrize("ahead_s", [-600.0, 600.0])
-def test_what_was_written_just_now_is_there_and_what_has_aged_is_not_whatever_the_stores_clock_says(
+def test_new_entries_are_there_and_aged_ones_are_not_whatever_the_stores_clock_shows(
     front: S3Front, url: str, ahead_s: float
 ) -> None:
     front.ahead_s = ahead_s
@@ -71,12 +71,12 @@ def test_a_clock_that_goes_wrong_later_is_seen_at_the_next_listing(
     "S3",
     "hits; nothing is uploaded again; the clock is reported",
 )
-def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
+def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_report_the_lag(
     front: S3Front, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     front.ahead_s = -600.0
     keys: dict[str, Any] = {"remote_lookup": "probe", "load_deadline_ms": 5000, "ttl_s": TTL_S}
-    said = "its clock is 600 s behind this machine's"
+    notice = "its clock is 600 s behind this machine's"
     with Bench(None, remotes=[url], **keys) as bench:
         bench.encode(["a", "b"])
         bench.settle()
@@ -87,8 +87,8 @@ def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_say_it(
         other.encode(["a"])
         other.settle()
         assert other.status()["store"].get("s3_writes", 0) == 0, "nothing is uploaded again"
-        assert said in other.status()["tiers"][0]["notice"]
-    assert any(said in record.getMessage() for record in caplog.records)
+        assert notice in other.status()["tiers"][0]["notice"]
+    assert any(notice in record.getMessage() for record in caplog.records)
     environment = {"LMCACHE_EC_REMOTE_URL": url, "LMCACHE_EC_TTL_S": str(TTL_S)}
     # It asks once, and a store on a busy machine may not answer in time.
-    wait_until("doctor says it", lambda: [note for note in examine("{}", environment).notes if said in note], 60.0)
+    wait_until("doctor reports it", lambda: [note for note in examine("{}", environment).notes if notice in note], 60.0)

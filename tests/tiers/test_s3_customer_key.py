@@ -48,7 +48,7 @@ def opened(url: str, query: str = "") -> S3Tier:
     return open_s3(url + query, timeout_s=20.0)
 
 
-def test_the_key_goes_with_each_read_look_and_write_and_who_has_none_reads_nothing(
+def test_the_key_goes_with_each_read_look_and_write_and_without_it_nothing_is_read(
     s3: Seaweed, front: S3Front, url: str, key_file: Path
 ) -> None:
     tier = opened(url, f"&sse_c_key_file={key_file}")
@@ -82,7 +82,7 @@ def test_the_key_is_taken_from_the_environment_or_in_base64_from_the_file(
 
 
 @pytest.mark.fault("objects were written with another SSE-C key", "S3", "a miss, or an error at startup")
-def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_written_with_it(
+def test_another_key_is_an_error_of_the_entry_and_of_the_start_if_all_is_written_with_it(
     url: str, key_file: Path
 ) -> None:
     """An entry that cannot be read neither pauses the store nor makes it read only."""
@@ -106,7 +106,7 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
 
 
 @pytest.mark.parametrize(
-    ("query", "content", "said"),
+    ("query", "content", "expected"),
     [
         ("sse_c_key_file={file}", None, "cannot be read: No such file"),
         ("sse_c_key_file={file}", b"too short, and never shown", "holds no key: must be 32 bytes"),
@@ -116,13 +116,13 @@ def test_another_key_is_an_error_of_the_entry_and_one_of_the_start_where_all_is_
         ("sse_c_key=abc", None, "with credentials"),
     ],
 )
-def test_a_key_that_cannot_be_meant_is_refused_before_any_request_and_not_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, said: str
+def test_an_invalid_key_is_refused_before_any_request_and_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, content: bytes | None, expected: str
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     if content is not None:
         (tmp_path / "key").write_bytes(content)
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=expected) as refused:
         check_remote(Remote(f"s3://bucket/prefix?{query.format(file=tmp_path / 'key')}"))
     assert "too short" not in str(refused.value)
 
@@ -141,7 +141,7 @@ def test_a_write_that_is_refused_is_not_the_keys_fault_and_the_file_is_read_once
 def test_an_object_that_cannot_be_read_without_another_key_can_be_replaced_where_entries_are_signed(
     url: str, key_file: Path, tmp_path: Path
 ) -> None:
-    """Else somebody who may write to the bucket could keep an entry from being stored."""
+    """Otherwise anybody who may write to the bucket could prevent an entry from being stored."""
     (other := tmp_path / "other").write_bytes(os.urandom(32))
     tier = opened(url, f"&sse_c_key_file={key_file}")
     assert opened(url, f"&sse_c_key_file={other}").put(KEY, value("another's", 5000))

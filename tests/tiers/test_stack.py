@@ -151,7 +151,7 @@ def test_without_a_disk_no_remote_waits_for_another_and_the_data_is_read_until_t
     assert here.events == [(1, Landing.TOOK), (0, Landing.TOOK), "released, stored", "done"]
 
 
-def test_what_the_disk_does_not_take_the_remotes_get_all_the_same(tmp_path: Path) -> None:
+def test_an_entry_that_the_disk_refuses_still_reaches_the_remotes(tmp_path: Path) -> None:
     here = Setting(tmp_path)
     assert here.disk is not None
     here.disk.max_bytes = 10
@@ -174,7 +174,7 @@ def test_with_no_tiers_at_all_the_data_is_released_and_nothing_is_stored() -> No
     assert events == [False, "done"]
 
 
-def test_a_tier_that_raises_what_nobody_expects_gives_the_data_back_all_the_same(
+def test_a_tier_that_raises_an_unexpected_error_still_gives_the_data_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(None)
@@ -202,7 +202,7 @@ def test_a_write_that_is_cancelled_leaves_nothing_behind() -> None:
     assert not here.stack.writes.cancel(KEY)
 
 
-def test_what_does_not_verify_is_deleted_and_repaired_from_the_next_tier(tmp_path: Path) -> None:
+def test_an_entry_that_does_not_verify_is_deleted_and_repaired_from_the_next_tier(tmp_path: Path) -> None:
     here, data = Setting(tmp_path), sealed()
     assert here.disk is not None
     harmed = memoryview(bytearray(data))
@@ -220,10 +220,10 @@ def test_what_does_not_verify_is_deleted_and_repaired_from_the_next_tier(tmp_pat
     assert [kind for kind, _ in here.lines] == ["disk-corrupt", "near-corrupt"]
 
 
-def test_what_a_neighbour_writes_is_known_within_a_second_and_without_a_listing(
+def test_an_entry_that_a_neighbour_writes_is_known_within_a_second_and_without_a_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written right after a look at the news. The second is that of whoever waits between the looks."""
+    """It is written right after a look at the news. The second is the time waited between looks."""
     here, neighbour, waited_s = Setting(tmp_path), DiskTier(tmp_path, 1 << 30), list[float]()
     lane = here.stack.lanes[0]
     lane.survey(NAMESPACE)
@@ -247,7 +247,7 @@ def test_what_a_neighbour_writes_is_known_within_a_second_and_without_a_listing(
     assert sum(waited_s[1:]) <= 1.0
 
 
-def test_of_what_a_folder_does_not_have_nothing_is_deducted_from_what_it_lists(tmp_path: Path) -> None:
+def test_deleting_an_entry_that_a_folder_does_not_have_leaves_its_listed_count_as_it_is(tmp_path: Path) -> None:
     here = Setting(tmp_path)
     lane = here.stack.lanes[0]
     lane.listed = 2
@@ -259,7 +259,7 @@ def test_of_what_a_folder_does_not_have_nothing_is_deducted_from_what_it_lists(t
     assert lane.listed == 2, "one was written, and one deleted"
 
 
-def test_who_asks_with_no_buffer_or_one_of_another_length_hears_the_length_and_nothing_is_promoted() -> None:
+def test_a_caller_without_a_buffer_of_the_right_length_gets_the_length_and_nothing_is_promoted() -> None:
     here, data = Setting(None), sealed()
     here.far.put(KEY, data)
     assert here.fetched(None) == Elsewhere(len(data))
@@ -282,7 +282,7 @@ def test_after_an_error_of_one_tier_the_next_one_is_asked(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("call", ["get_into", "put", "delete"])
-def test_what_is_reported_of_a_tier_that_fails_is_its_own_text_without_a_number(
+def test_the_report_about_a_tier_that_fails_is_its_own_text_without_a_number(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     here, data = Setting(None), sealed()
@@ -303,7 +303,7 @@ def test_what_is_reported_of_a_tier_that_fails_is_its_own_text_without_a_number(
     assert last.text == "near: Redis tier at cache:6379: no answer in time"
 
 
-def test_a_disk_that_only_reads_takes_no_write_without_an_error_each_and_the_remotes_do(tmp_path: Path) -> None:
+def test_a_read_only_disk_refuses_writes_without_an_error_each_and_the_remotes_take_them(tmp_path: Path) -> None:
     setting = Setting(tmp_path)
     assert setting.disk is not None
     setting.disk.read_only = True

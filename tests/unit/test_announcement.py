@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer's answer says of its items, and what a proxy makes of that."""
+"""What a producer's answer announces of its items, and what a proxy makes of that."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,25 +24,27 @@ def announcement(*items: tuple[str, str], stored: bool = True) -> dict[str, Any]
     wanted = {"audio": {"audio_num_tokens"}}
     with patch.object(PlaceholderMetadataResolver, "fields_for", lambda self, kind: wanted.get(kind, set())):
         announcer = Announcer(SimpleNamespace())
-        told: dict[str, Any] | None = announcer.announce(SimpleNamespace(mm_features=features), lambda _: stored, OURS)
-    assert told is not None
-    return told
+        params: dict[str, Any] | None = announcer.announce(
+            SimpleNamespace(mm_features=features), lambda _: stored, OURS
+        )
+    assert params is not None
+    return params
 
 
 def test_an_item_is_announced_under_the_name_that_the_proxy_gave_it() -> None:
     one, salted, hashed = client_name(UUID), client_name("cat", "tenant"), hashed_name("lmcache-ec/client", "2" * 64)
-    told = announcement(("image", one), ("image", salted), ("image", hashed))
-    assert list(told) == [UUID, "cat", hashed]
-    assert announced(SimpleNamespace(ec_transfer_params=told)) == dict.fromkeys(told, OURS)
+    params = announcement(("image", one), ("image", salted), ("image", hashed))
+    assert list(params) == [UUID, "cat", hashed]
+    assert announced(SimpleNamespace(ec_transfer_params=params)) == dict.fromkeys(params, OURS)
 
 
-def test_a_video_with_its_sound_is_announced_in_a_form_that_vllms_proxy_takes() -> None:
+def test_a_video_with_its_sound_is_announced_in_a_form_that_vllms_proxy_accepts() -> None:
     """It finds neither of the two under the name that it gave the video, since arguments of the processor are hashed in
-    with that. It then takes two items for a video and its sound if they say nothing but what vLLM says."""
+    with that. It then takes two items for a video and its sound if they hold nothing but what vLLM announces."""
     for stored in (True, False):
-        told = announcement(("video", "3" * 64), ("audio", "4" * 64), stored=stored)
-        assert len(told) == 2
-        assert all(item.keys() <= {"metadata", "item_indices"} for item in told.values())
+        params = announcement(("video", "3" * 64), ("audio", "4" * 64), stored=stored)
+        assert len(params) == 2
+        assert all(item.keys() <= {"metadata", "item_indices"} for item in params.values())
 
 
 def test_other_requests_are_announced_with_the_namespace() -> None:
@@ -51,6 +53,6 @@ def test_other_requests_are_announced_with_the_namespace() -> None:
         assert all(item[NAMESPACE] == OURS for item in announcement(*items).values())
 
 
-def test_what_no_tier_has_is_announced_without_what_would_stand_in_for_its_media() -> None:
+def test_an_item_that_no_tier_has_is_announced_without_a_stand_in_for_its_media() -> None:
     [item] = announcement(("audio", UUID), stored=False).values()
     assert (item["metadata"], NAMESPACE in item) == ({}, False)

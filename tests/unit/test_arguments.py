@@ -15,14 +15,14 @@ CANARY = "hunter2-canary"
 
 
 def refusal(*arguments: str) -> str:
-    """What a command says of a wrong command line, on one line."""
+    """What a command prints about a wrong command line, on one line."""
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     return " ".join(done.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["ls", "--count", "-1"], "'--count': must be a whole number, 0 or more, not '-1'"),
         (["ls", "--count", "ten"], "'--count': must be a whole number, 0 or more, not 'ten'"),
@@ -53,8 +53,8 @@ def refusal(*arguments: str) -> str:
         (["completion", "pwsh"], "must be one of bash, zsh, fish, not 'pwsh'"),
     ],
 )
-def test_a_value_out_of_range_is_named_with_the_range(arguments: list[str], says: str) -> None:
-    assert says in refusal(*arguments)
+def test_a_value_out_of_range_is_named_with_the_range(arguments: list[str], expected: str) -> None:
+    assert expected in refusal(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -82,18 +82,18 @@ TAKES_EXTRA = [
 
 @pytest.mark.parametrize("command", TAKES_EXTRA)
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("extra", "expected"),
     [
         (f"{{{CANARY}", '--extra: is not JSON (character 2): must be a map, for example \'{"local_disk": "/data"}\''),
         (f'["{CANARY}"]', "--extra: is <list>: must be a map"),
     ],
 )
 def test_an_extra_configuration_that_is_no_map_ends_every_command_in_the_same_way(
-    command: str, extra: str, says: str
+    command: str, extra: str, expected: str
 ) -> None:
     arguments = {"inspect": ["picture"], "clear": ["disk"]}.get(command, [])
     text = refusal(command, *arguments, "--extra", extra)
-    assert says in text
+    assert expected in text
     assert CANARY not in text
 
 

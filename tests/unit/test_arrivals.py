@@ -66,8 +66,8 @@ def test_an_entry_that_came_before_the_first_pass_defers_none(serve: Serve) -> N
     assert not served.runner.encoded
 
 
-def test_one_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it: it is looked once more before the pass is given up."""
+def test_an_entry_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it: it is looked for once more before the pass is given up."""
     serve().store(X)
     served = serve()
     listen = served.cache.listen
@@ -84,7 +84,7 @@ def test_one_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypa
     assert count(served, "deferred_passes") == 0
 
 
-def test_one_that_comes_later_defers_as_many_passes_as_begin_before(serve: Serve) -> None:
+def test_an_entry_that_comes_later_defers_as_many_passes_as_begin_before(serve: Serve) -> None:
     serve().store(X)
     served = serve()
     asking = request("asking", X)
@@ -124,13 +124,13 @@ def test_a_request_that_arrives_in_the_middle_of_a_pass_waits_for_nothing(serve:
         served.side.request_finished(each)
 
 
-def test_a_first_seen_item_is_asked_of_nobody(serve: Serve) -> None:
+def test_no_tier_is_asked_for_a_first_seen_item(serve: Serve) -> None:
     served = serve()
     arrive(served, request("new", X))
     assert (count(served, "early_look_ups"), count(served, "fetches")) == (0, 0)
 
 
-def test_what_the_presence_filter_answers_is_counted_once_a_request(serve: Serve) -> None:
+def test_an_answer_of_the_presence_filter_is_counted_once_per_request(serve: Serve) -> None:
     served = serve()
     arrive(served, new := request("new", X))
     assert served.schedule(new) == "encode"
@@ -138,8 +138,8 @@ def test_what_the_presence_filter_answers_is_counted_once_a_request(serve: Serve
     assert count(served, "filtered") == 1
 
 
-def test_what_the_kv_cache_may_have_is_left_to_the_pass(serve: Serve) -> None:
-    """A chat sends its pictures again with every turn, and the pass knows that their tokens are there."""
+def test_items_that_the_kv_cache_may_have_are_left_to_the_pass(serve: Serve) -> None:
+    """A chat sends its pictures again with every turn, and the pass knows which of their tokens are cached."""
     serve().store(X)
     for reuses_kv in (True, False):
         served = serve(reuses_kv=reuses_kv)
@@ -186,7 +186,7 @@ def test_an_error_ends_the_cache_on_the_scheduler_s_thread_and_not_on_the_other(
     arrive(served, request("later", X))  # nobody has the turn any more but who shut it down
 
 
-def test_every_engine_of_this_process_hears_of_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_engine_of_this_process_is_notified_of_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wrapper, around a function with the signature of vLLM's."""
     from vllm.v1.engine.core import EngineCore
 
@@ -207,7 +207,7 @@ def test_every_engine_of_this_process_hears_of_arrivals(monkeypatch: pytest.Monk
 
 
 def test_counts_are_never_read_in_the_middle_of_an_early_look_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks for metrics between two passes; what changes meanwhile would break the reading for good."""
+    """vLLM asks for metrics between two passes; a change in the middle of reading them would break that for good."""
     served, looking, go_on, read = serve(), threading.Event(), threading.Event(), threading.Event()
 
     def listen_slowly(now: float) -> bool:

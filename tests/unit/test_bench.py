@@ -43,7 +43,7 @@ def test_a_bar_over_a_floor_is_held_against_the_medians(ours: list[float], met: 
     assert bar(taken(load_cpu__ours=ours, load_cpu__floor=[1, 1, 1]), "load_cpu").met is met
 
 
-def test_a_bar_is_shown_beside_the_least_that_can_be_had() -> None:
+def test_a_bar_is_shown_beside_the_least_that_is_possible() -> None:
     collected = taken(disk_get__ours=[3], disk_get__floor=[2], disk_get_least__ours=[2.5], disk_get_least__floor=[2])
     assert bar(collected, "disk_get") == Bar(
         "disk_get <= 1.3 x (read + xxh3)", "1.50 (2.75 MB); the least: 1.25", False
@@ -58,7 +58,7 @@ def test_the_worst_size_decides() -> None:
     assert bar(collected, "save_busy") == Bar("save_busy <= 2 x idle", "1.50 (2.75 MB), 2.10 (134 MB)", False)
 
 
-def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
+def test_a_bar_that_was_not_measured_is_neither_met_nor_missed() -> None:
     assert bar(taken(save__ours=[1]), "has_cache_item").met is None
     assert bar(taken(save__ours=[1]), "disk_get").met is None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `make bench-engine`, and that a short run of it measures what it says."""
+"""The arithmetic of `make bench-engine`, and that a short run of it measures all that it reports."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def test_a_ratio_compares_what_was_measured_side_by_side() -> None:
     assert (found.median, found.low, found.high) == (1.5, 1.5, 1.5)
 
 
-def test_an_interval_covers_the_true_median_as_often_as_it_says() -> None:
+def test_an_interval_covers_the_true_median_as_often_as_it_claims() -> None:
     chance = random.Random(3)
     covered = 0
     for _ in range(2000):
@@ -61,7 +61,7 @@ def test_rounds_that_a_floor_lacks_are_not_compared_with_it() -> None:
     assert [found and found.pairs for found in by_kind.values()] == [None, 2, 4]
 
 
-def test_of_rounds_with_few_tokens_only_the_time_to_the_first_counts() -> None:
+def test_only_the_time_to_the_first_token_counts_for_rounds_with_few_tokens() -> None:
     short = Timing(0.5, 9.0, 9.5, (1, 1))
     timings_of_all = timings(0.5) | {(0, number): short for number in range(1, 9)}
     for row in rows({"LocalCPU": timings_of_all, "LocalCPU own": timings_of_all, "off own": timings(0.5)}):
@@ -69,7 +69,7 @@ def test_of_rounds_with_few_tokens_only_the_time_to_the_first_counts() -> None:
         assert row.requests_per_s == pytest.approx(1 / 0.53, abs=0.001)
 
 
-def test_what_servers_of_one_kind_differ_by_is_in_the_interval_of_a_miss() -> None:
+def test_the_interval_of_a_miss_includes_the_difference_between_servers_of_one_kind() -> None:
     pairs, slower = 8, [1.00, 1.02, 1.04, 1.06, 1.08, 1.10, 1.12, 1.14]  # each pair of servers by as much, every time
     off = timings(*[1.0] * 400)
     measured = {"off": off, "nothing": off, "miss": timings(*[slower[seed % pairs] for seed in range(400)])}

@@ -43,7 +43,7 @@ def stored(book: Book, identifier: str, mib: float) -> Place | None:
 
 
 class Life(RuleBasedStateMachine):
-    """Every other party is played here, and holds what it was told to touch until it has said that it is done."""
+    """Every other party is played here, and holds what it was ordered to touch until it reports that it is done."""
 
     restore_s: Callable[[Place], float] | None = None
 
@@ -305,11 +305,11 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.lost)
     @rule()
     def store_ended(self) -> None:
-        gone = self.lost.pop(0)
+        ended = self.lost.pop(0)
         for place in list(self.touched):
-            self.release(place, ("store", gone))
-        self.handed = [(place, to) for place, to in self.handed if to != gone]
-        self.book.store_ended(gone)
+            self.release(place, ("store", ended))
+        self.handed = [(place, to) for place, to in self.handed if to != ended]
+        self.book.store_ended(ended)
 
     def teardown(self) -> None:
         """Whatever happened: once everybody is done, nothing is held and the whole arena can be had again."""
@@ -350,7 +350,7 @@ TestLifeByCost = LifeByCost.TestCase
 TestLifeByCost.settings = settings(max_examples=examples(50), stateful_step_count=60, deadline=None)
 
 
-def test_a_write_that_was_lost_with_its_store_process_is_owed_again() -> None:
+def test_a_write_that_was_lost_with_its_store_process_is_pending_again() -> None:
     book = opened(8 * MIB)
     place = book.reserve_save("a", spec(1), persist=True)
     assert place is not None
@@ -380,7 +380,7 @@ def test_a_save_whose_store_process_is_lost_is_remembered_and_its_bytes_wait() -
     assert book.snapshot()["used_bytes"] == 0
 
 
-def test_a_hand_over_to_a_store_process_already_lost_does_not_stay_for_ever() -> None:
+def test_a_hand_over_to_a_store_process_already_lost_does_not_stay_pending_for_ever() -> None:
     book = opened(8 * MIB)
     place = book.reserve_save("a", spec(1), persist=True)
     assert place is not None
@@ -392,7 +392,7 @@ def test_a_hand_over_to_a_store_process_already_lost_does_not_stay_for_ever() ->
     assert "a" in book.unsaved
 
 
-def test_more_is_opened_once_half_of_what_is_open_is_used_and_never_far_ahead() -> None:
+def test_the_arena_opens_more_once_half_of_what_is_open_is_used_and_never_far_ahead() -> None:
     book = Book(512 * MIB, 8 * MIB, 1)
     assert book.next_segment() == (0, 8 * MIB)
     book.open(0, 8 * MIB)
@@ -406,7 +406,7 @@ def test_more_is_opened_once_half_of_what_is_open_is_used_and_never_far_ahead() 
     assert book.snapshot()["evictions"] == 0
 
 
-def test_a_run_that_nothing_has_is_opened_at_once_and_nothing_is_evicted_for_it() -> None:
+def test_room_for_a_large_entry_is_opened_at_once_and_nothing_is_evicted_for_it() -> None:
     """A 134 MB video is not kept out by the 8 MiB that are open so far, nor does it push out what they hold."""
     book = Book(512 * MIB, 8 * MIB, 1)
     book.open(0, 8 * MIB)
@@ -424,7 +424,7 @@ def test_a_run_that_nothing_has_is_opened_at_once_and_nothing_is_evicted_for_it(
     assert book.snapshot()["evictions"] == 0
 
 
-def test_where_no_more_can_be_opened_what_is_open_is_all_there_is() -> None:
+def test_an_arena_that_can_open_no_more_makes_do_with_what_is_open() -> None:
     book = Book(512 * MIB, 8 * MIB, 1)
     book.open(0, 8 * MIB)
     assert stored(book, "small", 3)
@@ -473,8 +473,8 @@ def test_eviction_takes_the_least_recently_used_and_never_a_pinned_one() -> None
     assert [name for name in "abcd" if book.live(name)] == ["a", "b", "d"]
 
 
-def test_a_retry_evicts_nothing_whose_own_write_is_owed() -> None:
-    """While a tier hangs, what could not be written yet must not push out its like, pass after pass."""
+def test_a_retry_evicts_nothing_whose_own_write_is_pending() -> None:
+    """While a tier hangs, entries that could not be written yet must not evict one another, pass after pass."""
     book = opened(4 * MIB)
     for number, name in enumerate("abc"):  # a quarter of the arena may be dirty: the writes of b and c are owed
         place = book.reserve_save(name, spec(1), persist=True)
@@ -513,7 +513,7 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
 
 
 def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> None:
-    """One reservation evicts twice its size at most, so that those are no help to it."""
+    """A reservation evicts at most twice its size, so the larger ones do not help it."""
     book = Book(128 * MIB, 128 * MIB, 1, lambda place: place.length * (1e-9 if place.length > MIB else 1e-8))
     book.open(0, 128 * MIB)
     for number in range(64):
@@ -524,8 +524,8 @@ def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> Non
         assert stored(book, f"new {number}", 0.25) is not None, number
 
 
-def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
-    """Its write-through included; a write that would have been owed is not."""
+def test_an_entry_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
+    """Including its write-through; a write that would have been pending is not done."""
     book = opened(16 * MIB)
     written, owed = under_way(book, "a", "b")[0], under_way(book, "c")[0]
     assert written.dirty
@@ -543,7 +543,7 @@ def test_what_was_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None
     assert book.snapshot()["used_bytes"] == book.snapshot()["pins"] == 0
 
 
-def test_what_was_forgotten_on_its_way_and_never_came_is_not_owed() -> None:
+def test_an_entry_forgotten_on_its_way_that_never_came_is_not_pending() -> None:
     book = opened(8 * MIB)
     [place] = under_way(book, "a")
     book.forget_all()

@@ -24,7 +24,7 @@ def test_every_item_is_done_once_however_few_there_are(threads: int) -> None:
         ]
 
 
-def test_a_caller_that_ends_early_has_no_more_jobs_begun_and_those_begun_finished() -> None:
+def test_if_the_caller_ends_early_no_more_jobs_begin_and_those_begun_are_finished() -> None:
     begun, finished, taken = [], [], []
 
     def job(item: int) -> int:

@@ -228,9 +228,9 @@ def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> Non
     for key in KEYS:
         comment = re.search(rf"((?:^  # .*\n)+)  {key}: ", text, re.MULTILINE)
         assert comment, key
-        said = re.search(r"Default: (.*)$", comment[1], re.MULTILINE)
-        assert said, key
-        value = yaml.safe_load(said[1])
+        documented = re.search(r"Default: (.*)$", comment[1], re.MULTILINE)
+        assert documented, key
+        value = yaml.safe_load(documented[1])
         assert (tuple(value) if isinstance(value, list) else value) == default(key), key
         unit = accepts(key).unit
         assert not unit or re.search(rf"( {unit}|\({unit}\))\.\s(  # )?Default", comment[1]), key
@@ -241,9 +241,9 @@ def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> Non
 
 @dataclass(frozen=True)
 class Mistake:
-    """What somebody wrote, and all that the one error must say. <file> stands for the path of the file."""
+    """What somebody wrote, and all that the one error must contain. <file> stands for the path of the file."""
 
-    says: tuple[str, ...]
+    expected: tuple[str, ...]
     text: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, object] = field(default_factory=dict)
@@ -453,19 +453,19 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_each_mistake_is_one_error_that_says_how_to_fix_it(mistake: Mistake, file: File) -> None:
+def test_each_mistake_is_one_error_that_explains_how_to_fix_it(mistake: Mistake, file: File) -> None:
     environ = {**file(mistake.text), **mistake.environ}
     with pytest.raises(ConfigError) as caught:
         load_config(mistake.extra, environ)
     assert len(caught.value.args) == 1
     text = str(caught.value)
-    for said in mistake.says:
-        assert said.replace("<file>", environ["LMCACHE_CONFIG_FILE"]) in text
+    for expected in mistake.expected:
+        assert expected.replace("<file>", environ["LMCACHE_CONFIG_FILE"]) in text
     assert "\n" not in text
     assert CANARY not in text
 
 
-def test_several_problems_are_in_one_error_and_it_survives_the_way_to_another_process(file: File) -> None:
+def test_several_problems_are_in_one_error_that_survives_the_way_to_another_process(file: File) -> None:
     environ = {**file("ec: {max_local_cpu_sise: 4, epoch: -1}\nec_drain_s: soon"), "LMCACHE_EC_CACHE_POLICY": "MRU"}
     with pytest.raises(ConfigError) as caught:
         load_config({"zzz": 5, "local_disk": "relative/path"}, environ)
@@ -538,7 +538,7 @@ def test_no_text_that_leaves_the_configuration_shows_a_credential(file: File, ke
 
 
 def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
-    """As a part of an address, whatever is in it; or as the whole of one, as it is."""
+    """As a part of an address, whatever it contains; or as a whole address, unchanged."""
     values = {"PASSWORD": "p@ss:/,${x}%", "ADDRESS": "redis://one:6379/2"}
     named = {"remotes": ["redis://u:${PASSWORD}@two:6379", "${ADDRESS}"]}
     expected = ("redis://u:p%40ss%3A%2F%2C%24%7Bx%7D%25@two:6379", "redis://one:6379/2")
@@ -711,7 +711,7 @@ def test_a_path_that_only_sounds_like_a_secret_is_accepted_and_printed() -> None
 
 
 def _all_text(extra: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """All that is said of a configuration, whether it can be used or not."""
+    """All text that comes of a configuration, whether it can be used or not."""
     try:
         resolved = resolve(extra, environ)
     except ConfigError as error:

@@ -13,7 +13,7 @@ FILES = sorted(path for path in (ROOT / "configs").glob("*.yaml") if path.name !
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_it_is_accepted_and_no_key_of_it_is_without_effect(file: Path) -> None:
+def test_each_configuration_is_accepted_and_all_its_keys_have_an_effect(file: Path) -> None:
     resolved = resolve(environ={"LMCACHE_CONFIG_FILE": str(file)})
     assert resolved.notes == ()
     asked = yaml.safe_load(file.read_text()).get("ec", {})
@@ -24,7 +24,7 @@ def test_it_is_accepted_and_no_key_of_it_is_without_effect(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["producer", "consumer"])
 def test_clients_names_leave_memory_only_once_their_line_is_uncommented(name: str, tmp_path: Path) -> None:
-    """Who takes the files as they are gets no picture that was replaced behind its URL."""
+    """With the files as they are, nobody gets a picture that was replaced behind its URL."""
     shipped = ROOT / "configs" / f"{name}.yaml"
     assert not resolve(environ={"LMCACHE_CONFIG_FILE": str(shipped)}).config.persist_client_ids
     vouching = tmp_path / shipped.name

@@ -83,7 +83,7 @@ def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConne
     return worker, scheduler
 
 
-def test_an_engine_whose_vllm_hashes_no_media_says_that_only_what_clients_name_is_cached(
+def test_an_engine_whose_vllm_hashes_no_media_logs_that_only_items_named_by_clients_are_cached(
     build: Build, configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = configs["qwen3vl"]
@@ -100,10 +100,10 @@ def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
             build(role, max_local_cpu_sise=1)
 
 
-def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_host(
+def test_the_start_logs_each_setting_with_its_source_and_what_does_not_fit_the_host(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a KV part beside it whose remote store no tier of ours serves: a note, without its password."""
+    """With a KV part whose remote store none of our tiers serves: that is a note, without its password."""
     room = memory()
     assert room is not None
     size = (room.available_bytes >> 30) + 64
@@ -114,13 +114,13 @@ def test_the_start_says_what_was_resolved_from_where_and_what_does_not_fit_the_h
     monkeypatch.setattr(connector_module.logger, "propagate", True)
     with caplog.at_level(logging.INFO, connector_module.logger.name):
         build(ECConnectorRole.SCHEDULER)
-    said = {record.getMessage(): record.levelname for record in caplog.records}
-    assert said[f"encoder cache: LocalCPU {size} GiB ({file} line 3), no LocalDisk"] == "INFO"
-    warnings = [text for text, level in said.items() if level == "WARNING"]
+    logged = {record.getMessage(): record.levelname for record in caplog.records}
+    assert logged[f"encoder cache: LocalCPU {size} GiB ({file} line 3), no LocalDisk"] == "INFO"
+    warnings = [text for text, level in logged.items() if level == "WARNING"]
     assert any(f"LocalCPU may grow to {size}.0 GiB" in text for text in warnings)
     assert any(f"chunk_size ({file} line 4)" in text for text in warnings)
     assert any(f"remote_url of the KV part, {file} line 1, is not used here" in text for text in warnings)
-    assert not any("hunter2" in text for text in said)
+    assert not any("hunter2" in text for text in logged)
 
 
 def test_switched_off_there_is_no_arena_no_process_and_no_folder(
@@ -137,10 +137,10 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
     assert not folder.exists()
 
 
-def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
+def test_a_version_of_any_length_fits_the_producer_field_of_an_entry(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed: none would be."""
+    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed."""
     monkeypatch.setattr("vllm.__version__", "0.32.1rc1.dev342+g1a2b3c4d5.d20261231.cu130.precompiled")
     _, scheduler = both(build)
     side = scheduler._scheduler
@@ -148,10 +148,10 @@ def test_a_version_of_any_length_fits_what_an_entry_says_of_its_producer(
     assert len(side.cache._engine.producer.encode()) <= MAX_PRODUCER_BYTES
 
 
-def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
+def test_where_nobody_watches_the_calls_to_workers_the_cache_is_off_and_logs_it(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
-    """As under a VLLM_PLUGINS that does not name ours: weights could change unseen."""
+    """As with a VLLM_PLUGINS that does not name ours: weights could change unnoticed."""
     worker = build(ECConnectorRole.WORKER)
     serves_without(worker, build(ECConnectorRole.SCHEDULER, watched=False))
     assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
@@ -160,7 +160,7 @@ def test_where_nobody_watches_the_calls_to_workers_it_is_off_and_says_so(
 def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: list[logging.LogRecord]
 ) -> None:
-    """What it stores could not be distinguished from what others store, wherever it lies."""
+    """Its entries could not be distinguished from those of others, wherever they are stored."""
 
     def unknown(*_: object) -> str:
         raise namespace.NamespaceUnknown("the weights cannot be seen")
@@ -177,7 +177,7 @@ def test_an_engine_whose_namespace_is_unknown_has_neither_disk_nor_remote(
     assert ["memory only" in error.getMessage() for error in errors] == [True]
 
 
-def test_an_encoder_decoder_model_is_served_without(build: Build) -> None:
+def test_an_encoder_decoder_model_is_served_without_the_cache(build: Build) -> None:
     """vLLM's V1 runner never loads for one, while a promise drops the encode."""
     serves_without(build(ECConnectorRole.WORKER, model="whisper"), build(ECConnectorRole.SCHEDULER, model="whisper"))
 
@@ -230,20 +230,20 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 @pytest.fixture
 def errors() -> Iterator[list[logging.LogRecord]]:
     """What the connector has logged as errors; vLLM's loggers do not pass records on."""
-    said: list[logging.LogRecord] = []
+    logged: list[logging.LogRecord] = []
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            said.append(record)
+            logged.append(record)
 
     handler = Recorder(logging.ERROR)
     logger = logging.getLogger("vllm.lmcache_ec")
     logger.addHandler(handler)
-    yield said
+    yield logged
     logger.removeHandler(handler)
 
 
-def test_a_scheduler_hook_that_fails_says_so_once_and_the_engine_goes_on(
+def test_a_scheduler_hook_that_fails_is_logged_once_and_the_engine_goes_on(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
     for name, hook in SCHEDULER_HOOKS.items():
@@ -256,10 +256,10 @@ def test_a_scheduler_hook_that_fails_says_so_once_and_the_engine_goes_on(
         errors.clear()
 
 
-def test_a_worker_hook_that_fails_says_so_once_and_leaves_the_cache(
+def test_a_worker_hook_that_fails_is_logged_once_and_its_rank_leaves_the_cache(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
-    """The scheduler side has to know: what it sends to this rank from now on is never copied."""
+    """The scheduler side has to know, since nothing that it sends to this rank from now on is copied."""
     for name, (method, hook) in WORKER_HOOKS.items():
         worker, scheduler = both(build)
         side = scheduler._scheduler
@@ -279,7 +279,7 @@ def sees_the_end(scheduler: ECLMCacheConnector, side: Any) -> bool:
     return bool(side.cache.inert)
 
 
-def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Build) -> None:
+def test_an_item_promised_before_a_hook_failed_is_encoded_after_all(build: Build) -> None:
     """vLLM counts on it: the engine dies if the tensor never comes."""
     worker, scheduler = both(build)
     side = scheduler._scheduler
@@ -292,8 +292,8 @@ def test_what_was_promised_before_a_hook_failed_is_encoded_after_all(build: Buil
 
 
 @pytest.mark.parametrize("hook", ["has_cache_item", "update_state_after_alloc", "hand_ledger"])
-def test_what_was_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
-    """vLLM has been told True, and asks no more before it gives the item room."""
+def test_an_item_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
+    """vLLM has been answered True, and does not ask again before it gives the item room."""
     worker, scheduler = both(build)
     side = scheduler._scheduler
     assert side is not None
@@ -334,7 +334,7 @@ def stored(side: Any, asking: Any) -> None:
 
 
 def test_running_requests_outlive_a_failure_of_the_cache(build: Build) -> None:
-    """Whatever they needed is in the KV cache: only what is still to come can be missed."""
+    """What they needed is in the KV cache: only items that are still to come can be missing."""
     _, scheduler = both(build)
     running = request("running", "x", data=None)
     side = scheduler._scheduler

@@ -142,8 +142,8 @@ def test_a_saved_view_of_a_batch_that_is_freed_at_once_is_not_overwritten(cuda: 
 
 
 def test_a_later_step_overwrites_no_output_that_is_still_being_saved(cuda: Cuda, copier: DeviceCopier) -> None:
-    """vLLM may come to keep encoder outputs in one buffer, whose rows are an item's today and another's in the next
-    step."""
+    """A future vLLM may keep encoder outputs in one buffer, whose rows belong to one item now and to another in the
+    next step."""
     source, destination = torch.ones(3, 4, device=DEVICE), Arena(copier, 1).floats(3, 4)
     copier.begin_step()
     copier.save(source, destination)
@@ -174,10 +174,10 @@ def test_a_copy_is_cut_where_two_registrations_meet(cuda: Cuda, copier: DeviceCo
     assert cuda.stalls == 0
 
 
-def test_a_load_finds_room_where_the_encoder_cache_has_it_if_there_is_none_beside(
+def test_a_load_finds_room_in_the_encoder_caches_memory_if_there_is_none_beside_it(
     cuda: Cuda, copier: DeviceCopier
 ) -> None:
-    """vLLM has measured its own memory without that of the copies' stream."""
+    """vLLM has measured its own memory, which leaves out that of the copies' stream."""
     source = Arena(copier, 1).floats(3, 4).fill_(1)
     cuda.memory.full.add(side(cuda))
     freed = torch.zeros(3, 4, device=DEVICE)
@@ -213,7 +213,7 @@ def test_a_step_is_done_only_when_its_copies_are_over_and_the_caller_never_waits
     assert torch.all(destination == 1)
 
 
-def test_whoever_waits_for_a_step_sleeps(cuda: Cuda, copier: DeviceCopier) -> None:
+def test_waiting_for_a_step_does_not_burn_a_core(cuda: Cuda, copier: DeviceCopier) -> None:
     """An event's default is to burn a core of the saving rank until everything that was queued before has run."""
     steps, destination = Steps(), Arena(copier, 1).floats(2, 2)
     copier.save(torch.ones(2, 2, device=DEVICE), destination)
@@ -241,10 +241,10 @@ def test_source_and_destination_are_held_until_the_copy_is_over_and_no_longer(cu
     assert collected(*references) == [True, True, True]
 
 
-def test_after_an_error_of_the_device_no_step_is_called_done_and_the_next_one_says_so(
+def test_after_an_error_of_the_device_no_step_counts_as_done_and_the_next_one_reports_it(
     cuda: Cuda, copier: DeviceCopier
 ) -> None:
-    """Silence would leave the scheduler side waiting for reports for ever, and tensors would pile up behind it."""
+    """Without a report the scheduler side would wait for ever, and tensors would pile up."""
     steps, arena = Steps(), Arena(copier, 1)
     copier.save(torch.ones(2, 2, device=DEVICE), arena.floats(2, 2))
     copier.finish(steps("lost"))
@@ -279,7 +279,7 @@ def test_closing_finishes_what_is_under_way(cuda: Cuda) -> None:
 def test_a_device_that_hangs_does_not_keep_its_worker_from_ending(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its memory stays registered and mapped: who knows what it still writes."""
+    """Its memory stays registered and mapped, since it may still write there."""
     monkeypatch.setattr(copier_module, "_END_S", 0.2)
     copier = DeviceCopier(DEVICE, cuda)
     arena, steps = Arena(copier, 1), Steps()
@@ -299,7 +299,7 @@ def test_a_device_that_hangs_does_not_keep_its_worker_from_ending(
     cuda.run()  # only for the threads of this test to end
 
 
-def test_memory_is_let_go_only_when_every_copy_is_over_and_then_none_is_queued(cuda: Cuda) -> None:
+def test_memory_is_released_only_when_every_copy_is_over_and_then_none_is_queued(cuda: Cuda) -> None:
     copier = DeviceCopier(DEVICE, cuda)
     arena = Arena(copier, 1, 1)
     destination = arena.floats(2, 2)
@@ -325,7 +325,7 @@ def test_memory_is_let_go_only_when_every_copy_is_over_and_then_none_is_queued(c
 
 
 def test_a_granule_is_pinned_at_its_own_bytes_on_the_ranks_device(cuda: Cuda, copier: DeviceCopier) -> None:
-    """Not on whatever device a new thread starts with."""
+    """And not on the device that a new thread starts with."""
     memory = mmap.mmap(-1, 3 * PAGE)
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     assert copier.register(memory, PAGE, 2 * PAGE) == ""
@@ -363,7 +363,7 @@ def test_a_plain_load_crosses_the_borders_of_registrations_and_is_there_when_it_
 
 
 def test_a_device_without_a_runtime_to_register_with_copies_all_the_same_and_is_waited_for_asleep() -> None:
-    """As XPU: streams and events are torch's own names there, `cudart` is not, nor are events that sleep."""
+    """Like XPU, for which torch has streams and events, but neither `cudart` nor events that sleep."""
     xpu, steps, memory = Xpu(running=True, pace_s=0.05), Steps(), mmap.mmap(-1, PAGE)
     with OnDevice(xpu):
         copier = DeviceCopier(torch.device("xpu", 0), xpu)
@@ -387,8 +387,8 @@ def test_a_device_without_a_runtime_to_register_with_copies_all_the_same_and_is_
 
 
 @pytest.mark.parametrize("module", [torch.cuda, torch.xpu], ids=["cuda", "xpu"])
-def test_torch_has_what_is_called_of_a_device(module: Any) -> None:
-    """In this build, too, which has neither: the stand-ins offer no more than that."""
+def test_torch_has_every_call_that_is_made_on_a_device(module: Any) -> None:
+    """Also in this build, which has neither device: the stand-ins offer no more than these calls."""
     assert why_unsupported(module.__name__.removeprefix("torch.")) == ""
     calls = {"Stream": ("record_event", "wait_event"), "Event": ("record", "query", "synchronize")}
     own = module.streams  # in a process with vLLM for CPU, `torch.cuda.Event` is a placeholder of vLLM's
@@ -411,7 +411,7 @@ def running() -> Iterator[Cuda]:
     assert cuda.faults == []
 
 
-def test_what_is_staged_is_there_when_the_rank_answers_and_outlives_what_the_arena_holds_then(running: Cuda) -> None:
+def test_a_staged_copy_is_there_when_the_rank_answers_and_outlives_its_source_in_the_arena(running: Cuda) -> None:
     copier = DeviceCopier(DEVICE, running)
     arena = Arena(copier, 1)
     source = arena.floats(3, 4).copy_(torch.arange(12.0).view(3, 4))
@@ -450,7 +450,7 @@ def test_memory_of_a_staged_load_is_not_given_out_while_the_model_still_reads_it
     cuda.run()
 
 
-def test_a_device_that_cannot_stage_an_entry_says_why(running: Cuda) -> None:
+def test_a_device_that_cannot_stage_an_entry_reports_why(running: Cuda) -> None:
     copier = DeviceCopier(DEVICE, running)
     arena = Arena(copier, 1)
     assert "within the arena" in copier.stage(arena.memory, Stage(1, PAGE, 3, 4, "F32"))

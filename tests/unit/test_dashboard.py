@@ -68,7 +68,7 @@ def exposed() -> Iterator[str]:
             yield PREFIX + metric.name
 
 
-def test_they_ask_for_metrics_and_labels_that_there_are() -> None:
+def test_dashboard_and_alerts_use_only_metrics_and_labels_that_exist() -> None:
     known = set(exposed())
     labels = {label for metric in METRICS for label in metric.labels} | {"engine", "model_name", "le"}
     for query in (*QUERIES, *(rule["expr"] for rule in RULES)):
@@ -78,7 +78,7 @@ def test_they_ask_for_metrics_and_labels_that_there_are() -> None:
         assert {*named, *grouped} <= labels, query
 
 
-def test_the_dashboard_shows_every_metric_that_is_not_beside_the_point() -> None:
+def test_the_dashboard_shows_every_metric_except_those_left_out_on_purpose() -> None:
     beside = {
         *(
             "rewrites",
@@ -105,8 +105,8 @@ def test_promtool_accepts_the_alerts_and_every_query_of_the_dashboard(tmp_path: 
     promtool("check", "rules", ALERTS, "panels.yaml", cwd=tmp_path)
 
 
-def test_each_alert_fires_when_its_fault_is_there_and_none_when_all_is_well(tmp_path: Path) -> None:
-    def told(faults: dict[str, str], firing: list[str]) -> dict[str, Any]:
+def test_each_alert_fires_when_its_fault_is_present_and_none_when_all_is_well(tmp_path: Path) -> None:
+    def case(faults: dict[str, str], firing: list[str]) -> dict[str, Any]:
         series = [
             {"series": PREFIX + name.replace("{", '{model_name="m",engine="0",'), "values": values}
             for name, values in faults.items()
@@ -119,7 +119,7 @@ def test_each_alert_fires_when_its_fault_is_there_and_none_when_all_is_well(tmp_
             "promql_expr_test": [{"expr": query, "eval_time": "60m", "exp_samples": samples}],
         }
 
-    cases = [told(BROKEN, [rule["alert"] for rule in RULES]), told(WELL, [])]
+    cases = [case(BROKEN, [rule["alert"] for rule in RULES]), case(WELL, [])]
     (tmp_path / "test.yaml").write_text(
         json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": cases})
     )
@@ -133,7 +133,7 @@ def test_the_documentation_names_each_alert() -> None:
 
 
 def test_grafana_can_lay_the_dashboard_out() -> None:
-    """As its schema of dashboards wants it: identities differ, panels lie on 24 columns and do not overlap, each has
+    """As its schema of dashboards requires: identities differ, panels lie on 24 columns and do not overlap, each has
     its data source and its queries' names of its own."""
     assert Counter(panel["id"] for panel in DASHBOARD["panels"]).most_common(1)[0][1] == 1
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}

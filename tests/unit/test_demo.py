@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` says about a MODEL that it cannot show."""
+"""What `make demo` prints about a MODEL that it cannot show."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("model", "expected"),
     [
         ("gemma4", "neither a name that is known here nor a folder"),
         ("", "neither a name that is known here nor a folder"),
@@ -29,8 +29,8 @@ def text(tmp_path: Path) -> Path:
         ("whisper", "takes sound, and the demo shows photographs"),
     ],
 )
-def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_accepted(
-    text: Path, model: str, says: str
+def test_a_model_that_the_demo_cannot_use_is_named_in_one_line_with_what_is_accepted(
+    text: Path, model: str, expected: str
 ) -> None:
     given = model.format(file=text, folder=text.parent)
     command = [sys.executable, "-m", "benchmarks.demo", "--model", given]
@@ -38,11 +38,11 @@ def test_a_model_that_the_demo_cannot_use_is_one_line_that_names_it_and_what_is_
     assert (done.returncode, done.stdout) == (2, "")
     [line] = done.stderr.splitlines()
     assert f"MODEL={given} " in line
-    assert says in line
+    assert expected in line
     assert all(name in line for name in MODELS.keys() - {"qwen2audio", "whisper"})
 
 
-def test_the_folder_of_a_checkpoint_and_every_other_name_are_taken(text: Path) -> None:
+def test_the_folder_of_a_checkpoint_and_every_other_name_are_accepted(text: Path) -> None:
     from benchmarks.demo import what_is_wrong
 
     (text.parent / "config.json").write_text("{}")

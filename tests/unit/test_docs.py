@@ -13,7 +13,7 @@ PAGES = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *(ROOT / 
 
 
 def test_the_map_names_every_file_and_no_other() -> None:
-    """Under the folder that it is in: several folders may have a file of the same name."""
+    """Each under its folder: several folders may have a file of the same name."""
     text = (ROOT / "docs" / "architecture.md").read_text().partition("## The map")[2]
     named = set()
     for section in re.split(r"(?=^\*\*`)", text, flags=re.M)[1:]:

@@ -62,7 +62,7 @@ class Elements(HTMLParser):
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_has_the_blocks_that_github_makes_of_it(site: Path, page: Path) -> None:
-    """The site's Markdown is not GitHub's: what is nested in a list, or follows a paragraph at once, may differ."""
+    """The site's Markdown is not GitHub's: blocks nested in a list, or directly after a paragraph, may differ."""
     html = built(site, page)
     content = re.search(r'role="main".*?(?=<footer)', html, re.S)
     assert content is not None
@@ -85,7 +85,7 @@ def test_styles_fetch_nothing_from_elsewhere(site: Path) -> None:
 
 
 def test_a_link_or_heading_that_is_missing_ends_the_build(tmp_path: Path) -> None:
-    """And a page that docs/README.md does not list."""
+    """So does a page that docs/README.md does not list."""
     copy = tmp_path / "copy"
     for page in (*PAGES, Path("properdocs.yml"), Path("docs/build_site.py")):
         (copy / page).parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec doctor` says what an engine would find, and finds what would keep it from serving."""
+"""`lmcache-ec doctor` reports what an engine would find, and finds what would keep it from serving."""
 
 from __future__ import annotations
 
@@ -118,22 +118,22 @@ def test_nothing_of_vllm_torch_or_lmcache_is_imported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "says"),
+    ("extra", "expected"),
     [
         ('{"epoch": -1}', "epoch=-1 in ec_connector_extra_config: must be a whole number"),
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_a_problem_and_the_rest_is_reported_all_the_same(
-    extra: str, says: str
+    extra: str, expected: str
 ) -> None:
     status, report = as_json("--extra", extra)
     assert status == 1
     assert len(report["problems"]) == 1
-    assert says in report["problems"][0]
+    assert expected in report["problems"][0]
     assert (report["configuration"], report["command"]) == ({}, None)
     assert report["versions"]["vllm"]
     assert report["memory"]["available_bytes"] > 0
-    assert says in doctor("--extra", extra)[1]
+    assert expected in doctor("--extra", extra)[1]
 
 
 def test_no_way_of_writing_a_credential_makes_the_report_show_it(
@@ -186,7 +186,7 @@ def test_another_vllm_is_a_problem_and_another_lmcache_a_note(
 
 
 @pytest.mark.parametrize("version", ["0.30.0", "0.33.2+cu129"])
-def test_a_supported_vllm_is_none(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supported_vllm_is_not_a_problem(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path, "vllm", version)
     monkeypatch.syspath_prepend(tmp_path)
     assert examine("{}", {}).problems == []
@@ -215,7 +215,7 @@ def test_a_list_of_plugins_without_ours_is_a_problem() -> None:
 # ---- memory and disk
 
 
-def test_budgets_that_the_host_has_not_are_problems(tmp_path: Path) -> None:
+def test_budgets_that_exceed_the_host_are_problems(tmp_path: Path) -> None:
     huge = {"max_local_cpu_size": 1 << 20, "local_disk": str(tmp_path), "max_local_disk_size": 1 << 20}
     cpu, folder = examine(json.dumps(huge), {}).problems
     assert "LocalCPU may grow to 1048576.0 GiB" in cpu
@@ -225,14 +225,14 @@ def test_budgets_that_the_host_has_not_are_problems(tmp_path: Path) -> None:
     assert examine(json.dumps(huge | {"enabled": False}), {}).problems == []
 
 
-def test_what_must_stay_free_is_no_room(tmp_path: Path) -> None:
+def test_space_that_must_stay_free_does_not_count_as_room(tmp_path: Path) -> None:
     extra = {"local_disk": str(tmp_path), "max_local_disk_size": 0.001, "min_free_disk_size": 1 << 20}
     (problem,) = examine(json.dumps(extra), {}).problems
     assert "has 0 MiB for it" in problem
     assert "min_free_disk_size, 1.04858e+06 GiB, must stay free" in problem
 
 
-def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
+def test_entries_that_the_folder_already_holds_count_as_room(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "small").write_bytes(b"12345")
     assert stored_bytes(tmp_path) == 5
@@ -245,7 +245,7 @@ def test_what_the_folder_holds_already_counts_as_room(tmp_path: Path) -> None:
     assert examine(json.dumps(extra), {}).problems == []
 
 
-def test_a_file_for_a_folder_and_a_passing_file_system_are_named(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_folder_and_a_file_system_in_memory_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     report = examine(json.dumps({"local_disk": f"{tmp_path}/file/below"}), {})
     assert (
@@ -310,7 +310,7 @@ def test_the_pool_of_the_kv_part_is_printed_as_lmcaches_own(
 
 
 def test_the_pool_of_the_kv_part_counts_against_the_memory_at_hand(tmp_path: Path) -> None:
-    """Either alone would fit."""
+    """Either of them alone would fit."""
     room = memory()
     assert room is not None
     share = round(room.available_bytes / GIB * 0.6, 1)
@@ -340,7 +340,7 @@ def test_a_disk_too_small_for_any_entry_is_a_problem(tmp_path: Path) -> None:
     assert "LocalDisk of 1 KiB hardly has room for one entry" in problem
 
 
-def test_that_this_is_a_container_comes_after_what_is_particular_to_the_configuration(
+def test_the_note_about_a_container_comes_after_notes_about_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(surroundings, "_process_1", lambda proc: "vllm")
@@ -413,7 +413,7 @@ def test_the_memory_at_hand_is_the_least_of_host_and_control_groups(
     assert limited_by in room.limited_by
 
 
-def test_where_nothing_says_how_much_memory_there_is_nothing_is_claimed(tmp_path: Path) -> None:
+def test_where_the_amount_of_memory_is_unknown_nothing_is_claimed(tmp_path: Path) -> None:
     assert memory(tmp_path) is None
     odd = {"memory-max": "5", "memory-current": "many", "memory-stat": "\n"}
     assert memory(host(tmp_path, "0::/\n", **odd)) is None
@@ -430,20 +430,22 @@ def test_a_front_end_that_is_not_supported_is_a_problem(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("first", "said"),
+    ("first", "expected"),
     [
         ("bash", "start the engine with exec"),
         ("vllm", "can take up to 47 s longer than vLLM needs"),
         ("systemd", ""),
     ],
 )
-def test_process_1_says_who_waits_for_what_an_engine_has_yet_to_write(tmp_path: Path, first: str, said: str) -> None:
+def test_process_1_determines_who_waits_for_what_an_engine_has_yet_to_write(
+    tmp_path: Path, first: str, expected: str
+) -> None:
     (tmp_path / "proc" / "1").mkdir(parents=True)
     (tmp_path / "proc" / "1" / "comm").write_text(f"{first}\n")
     assert surroundings.seen(tmp_path / "proc")["process_1"] == first
     config = EncoderCacheConfig(local_disk=tmp_path / "entries", drain_s=42)
     found = list(surroundings.notes(config, tmp_path / "proc"))
-    assert [said in note for note in found] == ([True] if said else [])
+    assert [expected in note for note in found] == ([True] if expected else [])
     assert not list(surroundings.notes(EncoderCacheConfig(), tmp_path / "proc")), "nothing is written"
 
 
@@ -464,7 +466,7 @@ app(["doctor", *sys.argv[1:]])
 
 
 def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> None:
-    """Nothing is made or written to find that out."""
+    """Nothing is created or written to find out."""
     folder = tmp_path / "entries"
     (folder / "ns" / "aa").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
@@ -476,7 +478,7 @@ def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> 
     assert (folder / ".usage").is_symlink()
 
 
-def test_what_a_store_process_does_not_get_is_not_there_for_the_tiers_that_doctor_opens(
+def test_tiers_that_doctor_opens_see_only_the_variables_that_a_store_process_gets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[dict[str, str]] = []

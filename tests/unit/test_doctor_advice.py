@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec doctor` says what may have been meant, and prints the command that is meant."""
+"""`lmcache-ec doctor` suggests what may have been meant, and prints the command that is meant."""
 
 import json
 import shlex
@@ -39,7 +39,7 @@ def test_a_wrong_variable_shows_the_keys_near_it_too() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"remotes": "gopher://x"}, {"remote_url": "x"}, {"remote_ulr": "redis://x"}])
-def test_no_keys_are_shown_for_a_wrong_address_which_says_itself_what_is_wrong(wrong: dict[str, object]) -> None:
+def test_no_keys_are_shown_for_a_wrong_address_whose_error_is_clear_by_itself(wrong: dict[str, object]) -> None:
     report = examine(json.dumps(wrong), {})
     assert (len(report.problems), report.keys) == (1, [])
 
@@ -77,14 +77,16 @@ def test_problems_that_prevent_a_start_are_distinguished_from_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lookup", "said"),
+    ("lookup", "expected"),
     [
         (Lookup.AUTO, "asked for every item (auto: at most 25 ms)"),
         (Lookup.PROBE, "asked for every item (probe)"),
         (Lookup.CATALOG, "asked only for entries in its listing (catalog)"),
     ],
 )
-def test_how_quickly_a_tier_answers_and_how_it_is_asked_are_reported(tmp_path: Path, lookup: Lookup, said: str) -> None:
+def test_how_quickly_a_tier_answers_and_how_it_is_asked_are_reported(
+    tmp_path: Path, lookup: Lookup, expected: str
+) -> None:
     text = look_up_mode(DiskTier(tmp_path, 1 << 20), lookup)
     assert text.startswith("round trip ")
-    assert text.endswith(said)
+    assert text.endswith(expected)

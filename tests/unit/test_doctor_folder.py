@@ -129,7 +129,7 @@ def root() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("made", "expected"),
     [
         (looping, "loop is a link that leads to itself: name another folder"),
         (below_a_loop, "loop is a link that leads to itself: name another folder"),
@@ -145,13 +145,13 @@ def root() -> Iterator[Path]:
         (an_epoch_that_is_none, "which is not an epoch"),
     ],
 )
-def test_what_ends_a_start_is_what_doctor_says_in_the_same_words(
-    root: Path, made: Callable[[Path], Path], says: str
+def test_doctor_reports_what_ends_a_start_in_the_same_words(
+    root: Path, made: Callable[[Path], Path], expected: str
 ) -> None:
     doctors, engines, *_ = doctor_and_engine(made(root))
     (problem,) = engines
     assert doctors == engines
-    assert says.format(root=root, user=os.geteuid() or 65534) in problem
+    assert expected.format(root=root, user=os.geteuid() or 65534) in problem
 
 
 @pytest.mark.parametrize("made", [not_writable, an_account_that_is_not_writable, an_account_that_is_not_readable])

@@ -14,7 +14,7 @@ SLOW_S = 0.05
 
 
 class Event:
-    """A device's: what it says is known once its work is done."""
+    """A device's: its time is known once its work is done."""
 
     made: ClassVar[list["Event"]] = []
 
@@ -48,7 +48,7 @@ def test_a_device_is_asked_when_the_step_s_copies_are_over_and_not_in_the_forwar
 
 
 def test_outputs_that_nobody_saves_are_timed_to_the_step_s_end() -> None:
-    """Of a consumer on the V2 runner, which hands over no outputs."""
+    """On a consumer with the V2 runner, which hands over no outputs."""
     clock = EncodeClock()
     clock.begin()
     time.sleep(SLOW_S)
@@ -70,7 +70,7 @@ def served(tmp_path: Path) -> Any:
 
 
 def test_the_scheduler_side_learns_what_each_item_costs(served: Served) -> None:
-    """Two in a step of twice the time."""
+    """Two items in a step that takes twice as long."""
     for number in range(3):
         asking = request(f"asking {number}", *(digest(f"{number} {one}") for one in range(2)))
         served.schedule(asking)
@@ -80,7 +80,7 @@ def test_the_scheduler_side_learns_what_each_item_costs(served: Served) -> None:
     assert served.side.snapshot()["policy_encode_us_image"] == SLOW_S * 1e6
 
 
-def test_a_step_that_encodes_more_than_it_was_made_up_for_teaches_nothing(
+def test_a_step_that_encodes_more_than_was_planned_teaches_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load has failed, and vLLM encodes that item, too."""

@@ -71,7 +71,7 @@ def managers(size: int, lower_tiers: LowerTiers | None = None) -> list[EncoderCa
 
 
 def test_vllms_own_manager_evicts_in_the_order_of_last_release() -> None:
-    """A long request that had its item first and ended last keeps it longest. Ours goes by the last access."""
+    """A long request that got its item first and ended last keeps it longest. Ours goes by the last access."""
     freed = []
     for manager in managers(12)[:2]:
         long = request("long", "early")
@@ -83,7 +83,7 @@ def test_vllms_own_manager_evicts_in_the_order_of_last_release() -> None:
     assert freed == [["late"], ["early"]]
 
 
-def test_what_memory_holds_goes_before_what_would_be_encoded_again() -> None:
+def test_items_that_memory_holds_go_before_items_that_would_be_encoded_again() -> None:
     tiers = Tiers(stored=LOAD_S)
     manager = TierAwareEncoderCacheManager(12, tiers)
     for name in ("lost", "stored", "owed"):
@@ -92,8 +92,8 @@ def test_what_memory_holds_goes_before_what_would_be_encoded_again() -> None:
     assert use(manager, request("next", "newer")) == ["lost"], "among equals the least recently accessed"
 
 
-def test_what_a_tier_has_lost_since_is_kept_from_then_on() -> None:
-    """It is weighed at the moment of eviction, by what is below at that moment."""
+def test_an_item_that_a_tier_has_lost_since_is_kept_from_then_on() -> None:
+    """Its cost is judged at the moment of eviction, by what the tiers hold at that moment."""
     tiers = Tiers(one=LOAD_S, two=LOAD_S)
     manager = TierAwareEncoderCacheManager(8, tiers)
     use(manager, request("a", "one"))
@@ -102,8 +102,8 @@ def test_what_a_tier_has_lost_since_is_kept_from_then_on() -> None:
     assert use(manager, request("c", "new")) == ["two"]
 
 
-def test_a_crawl_does_not_flush_what_is_asked_for_again_and_again() -> None:
-    """All of it is in memory below: uses decide."""
+def test_a_crawl_does_not_flush_items_in_steady_use() -> None:
+    """All of it is in LocalCPU: the number of uses decides."""
     tiers = Tiers(**{f"page {number}": LOAD_S for number in range(99)}, popular=LOAD_S)
     own, ours = EncoderCacheManager(16), TierAwareEncoderCacheManager(16, tiers)
     for number in range(6):
@@ -115,8 +115,8 @@ def test_a_crawl_does_not_flush_what_is_asked_for_again_and_again() -> None:
     assert "popular" in ours.cached
 
 
-def test_one_request_that_asks_in_many_passes_has_used_its_item_once() -> None:
-    """Chunked prefill asks in each pass; an item may be in a prompt twice."""
+def test_one_request_that_asks_in_many_passes_counts_as_one_use() -> None:
+    """Chunked prefill asks in each pass, and an item may occur in a prompt twice."""
     tiers = Tiers(chunked=LOAD_S, popular=LOAD_S)
     manager = TierAwareEncoderCacheManager(8, tiers)
     use(manager, request("a", "popular"))
@@ -129,7 +129,7 @@ def test_one_request_that_asks_in_many_passes_has_used_its_item_once() -> None:
     assert use(manager, request("d", "new")) == ["chunked"]
 
 
-def test_what_takes_less_room_for_the_same_cost_is_kept() -> None:
+def test_the_item_that_takes_less_room_for_the_same_cost_is_kept() -> None:
     manager = TierAwareEncoderCacheManager(16, Tiers())
     use(manager, request("a", "small", rows=2))
     use(manager, request("b", "large", rows=14))
@@ -144,7 +144,7 @@ def test_an_item_that_needs_the_room_of_many_takes_it_and_no_more() -> None:
 
 
 def test_making_room_asks_about_a_bounded_number_of_entries_and_each_once() -> None:
-    """Whatever is left is taken as it was thought of."""
+    """The others are judged by what was last known of them."""
     tiers = Tiers()
     manager = TierAwareEncoderCacheManager(4000, tiers)
     for number in range(1000):
@@ -153,7 +153,7 @@ def test_making_room_asks_about_a_bounded_number_of_entries_and_each_once() -> N
     assert len(tiers.asked) == len(set(tiers.asked)) == 32
 
 
-def test_nobody_is_asked_while_there_is_room_or_where_there_can_be_none() -> None:
+def test_no_tier_is_asked_while_there_is_room_or_where_there_can_be_none() -> None:
     tiers = Tiers()
     manager = TierAwareEncoderCacheManager(12, tiers)
     held = request("held", "one", "two")
@@ -230,7 +230,7 @@ The cache is emptied, as vLLM allows it: while no request holds anything."""
     lengths=st.lists(st.integers(1, 9), min_size=len(ITEMS), max_size=len(ITEMS)),
     events=EVENTS,
 )
-def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_must(
+def test_our_manager_grants_what_vllms_grants_and_evicts_no_more_than_it_must_whatever_happens(
     policy: str, size: int, lengths: list[int], events: list[_Event]
 ) -> None:
     rows_of = dict(zip(ITEMS, lengths, strict=True))
@@ -239,7 +239,7 @@ def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_
     ours = TierAwareEncoderCacheManager(size, tiers if policy == "cost" else None)
     model = Model(size)
     running: list[Any] = []
-    told: set[str] = set()  # what a worker holds
+    held: set[str] = set()  # what a worker holds
 
     def take_up(one: Any) -> None:
         for index, feature in enumerate(one.mm_features):
@@ -276,7 +276,7 @@ def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_
             if not any(ours.cached.values()):
                 for each in (own, ours, model):
                     each.reset()
-                told.clear()
+                held.clear()
         elif running and what == "go on":
             take_up(running[which % len(running)])
         elif running and what == "past":
@@ -285,15 +285,15 @@ def test_whatever_happens_it_grants_what_vllm_grants_and_evicts_no_more_than_it_
         elif running:
             one = running.pop(which % len(running))
             let_go(one, sorted(ours.get_cached_input_ids(one)))
-        told = (told | ours.cached.keys()) - set(ours.get_freed_mm_hashes())
-        assert told == ours.cached.keys() == model.rows.keys()
+        held = (held | ours.cached.keys()) - set(ours.get_freed_mm_hashes())
+        assert held == ours.cached.keys() == model.rows.keys()
         assert ours.num_free_slots == size - sum(model.rows.values()) >= 0
         assert ours.num_freeable_slots == ours.num_free_slots + sum(ours.freeable.values()) == own.num_freeable_slots
         assert {item for item, users in ours.cached.items() if users} == {i for i, u in own.cached.items() if u}
-        assert ours._known.keys() == set(ours._order) == ours.cached.keys(), "nothing is kept of what is gone"
+        assert ours._known.keys() == set(ours._order) == ours.cached.keys(), "nothing is kept of what was evicted"
 
 
-def test_what_is_evicted_and_given_room_again_in_one_pass_stays_with_the_workers() -> None:
+def test_an_item_evicted_and_given_room_again_in_one_pass_stays_with_the_workers() -> None:
     for manager in managers(4):
         use(manager, request("a", "one"))
         assert manager.can_allocate(request("b", "two"), 0, PLENTY, 0)  # no KV blocks for it: no allocation
@@ -334,17 +334,17 @@ def test_without_our_connector_every_policy_is_the_least_recently_accessed(manag
     assert use(made, request("next", "new")) == ["one"]
 
 
-def test_encoder_decoder_models_get_vllms_manager_of_theirs() -> None:
+def test_encoder_decoder_models_get_the_manager_that_vllm_has_for_them() -> None:
     made = TierAwareEncoderCacheManager.create_manager(cache_size=8, vllm_config=configured(encoder_decoder=True))
     assert isinstance(made, EncoderDecoderCacheManager)
 
 
 @pytest.mark.parametrize(
-    ("manager_config", "said"),
+    ("manager_config", "expected"),
     [({"policy": "fifo"}, "policy is 'fifo'; it must be one of cost, lru"), ({"polcy": "lru"}, "unknown key 'polcy'")],
 )
-def test_a_configuration_that_cannot_be_meant_is_named(manager_config: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_configuration_is_named(manager_config: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         TierAwareEncoderCacheManager.create_manager(cache_size=8, vllm_config=configured(**manager_config))
 
 
@@ -356,7 +356,7 @@ def test_an_engine_that_does_not_name_it_does_not_import_it() -> None:
 # ---- what an entry is worth
 
 
-def test_having_an_entry_back_costs_no_more_than_its_encode() -> None:
+def test_restoring_an_entry_costs_no_more_than_its_encode() -> None:
     assert restore_s(Below.NOTHING, 1 << 20, 256, 0.02) == 0.02
     assert restore_s(Below.DISK, 100 << 20, 256, 0.02) == 0.02, "encoded sooner than read"
     costs = [restore_s(below, 1 << 20, 256, 0.02) for below in Below]
@@ -370,7 +370,7 @@ def test_worth_falls_with_size_and_rises_with_cost_and_uses() -> None:
     assert least < worth(8, 0.01, 2.0)
 
 
-def test_uses_are_forgotten_by_halves() -> None:
+def test_the_count_of_uses_decays_by_halves() -> None:
     uses = Uses(half_life=10)
     for _ in range(4):
         uses.add("one")

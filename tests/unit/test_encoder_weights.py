@@ -46,22 +46,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 3, 15, 16, 17, 33, 500])
 def test_every_byte_at_its_position_counts(digest: Any, dtype: torch.dtype, count: int) -> None:
-    """Of any dtype and number: a byte that is flipped, and two that change places, give another digest."""
+    """For any dtype and number: a flipped byte, or two bytes that change places, give another digest."""
     dice = random.Random(count)
     raw = torch.tensor([dice.randrange(2) for _ in range(count * dtype.itemsize)], dtype=torch.uint8)
     tensor = raw.view(dtype)
-    told = digest(tensor)
-    assert told == digest(tensor.clone())
+    original = digest(tensor)
+    assert original == digest(tensor.clone())
     for place in (0, len(raw) // 2, len(raw) - 1) if count else ():
         raw[place] ^= 1
-        assert digest(tensor) != told
+        assert digest(tensor) != original
         raw[place] ^= 1
     for one, other in ((0, len(raw) - 1), (0, 1), (len(raw) // 3, len(raw) // 2)):
         if max(one, other) < len(raw) and raw[one] != raw[other]:
             raw[one], raw[other] = raw[other].clone(), raw[one].clone()
-            assert digest(tensor) != told
+            assert digest(tensor) != original
             raw[one], raw[other] = raw[other].clone(), raw[one].clone()
-    assert digest(tensor) == told
+    assert digest(tensor) == original
 
 
 @given(st.binary(min_size=4, max_size=600).filter(lambda raw: len(raw) % 2 == 0), st.randoms(use_true_random=False))
@@ -76,7 +76,7 @@ def test_values_that_change_places_on_a_device_are_seen(raw: bytes, dice: random
     assert (one.sums() == other.sums()) == torch.equal(tensor, moved)
 
 
-def test_it_depends_on_values_and_not_on_how_they_lie_in_memory(digest: Any) -> None:
+def test_the_digest_depends_on_values_and_not_on_how_they_lie_in_memory(digest: Any) -> None:
     tensor = torch.arange(60, dtype=torch.int16).view(6, 10)
     assert digest(tensor.t()) == digest(tensor.t().contiguous())
     assert digest(tensor[:, 1:7]) == digest(tensor[:, 1:7].contiguous())
@@ -86,7 +86,7 @@ def test_it_depends_on_values_and_not_on_how_they_lie_in_memory(digest: Any) -> 
 
 def test_names_dtypes_and_shapes_count() -> None:
     zeros = torch.zeros(4, 3)
-    told = [
+    distinct = [
         tensor_digest(tensors)
         for tensors in (
             [("a", zeros)],
@@ -98,11 +98,11 @@ def test_names_dtypes_and_shapes_count() -> None:
             [],
         )
     ]
-    assert len(set(told)) == len(told)
+    assert len(set(distinct)) == len(distinct)
 
 
 def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() -> None:
-    """However they are gathered: a whole that is cut in other places is the same whole."""
+    """However they are gathered: the digest is the same wherever the data is split."""
     whole = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     parts, together = Fold(whole.device), Fold(whole.device)
     for part in whole.split(20):
@@ -188,17 +188,17 @@ def test_vllms_models_whose_encoders_read_the_language_model_are_recognized() ->
 
 
 class Watched:
-    """A model whose weights are watched, and what was told of them: how many calls, and the digest."""
+    """A model whose weights are watched, and what was reported of them: how many calls, and the digest."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.model = model or Tower()
-        self.told: list[tuple[int, str]] = []
-        self.weights = EncoderWeights(self.model, lambda *report: self.told.append(report), SILENT)
+        self.reports: list[tuple[int, str]] = []
+        self.weights = EncoderWeights(self.model, lambda *report: self.reports.append(report), SILENT)
 
     @property
     def digest(self) -> str:
-        """As told last; "" in doubt."""
-        return self.told[-1][1]
+        """As reported last; "" in doubt."""
+        return self.reports[-1][1]
 
     @contextmanager
     def call(self, name: str = "", argument: object = None) -> Iterator[None]:
@@ -216,18 +216,18 @@ def scale(parameter: torch.Tensor, factor: float = 2.0) -> None:
 
 
 def test_a_call_is_reported_before_it_begins_and_its_outcome_once_it_is_over(watched: Watched) -> None:
-    [(calls, start)] = watched.told
+    [(calls, start)] = watched.reports
     assert calls == 0
     with watched.call("reload_weights"):
-        assert watched.told[-1] == (1, "")
+        assert watched.reports[-1] == (1, "")
         scale(watched.model.vision.weight)
-    assert watched.told[-1] == (1, watched.digest)
+    assert watched.reports[-1] == (1, watched.digest)
     changed = watched.digest
     assert changed not in ("", start)
     with watched.call("apply_model"):
         scale(watched.model.vision.weight, 0.5)
         scale(watched.model.language_model.weight)
-    assert watched.told[-1] == (2, start)
+    assert watched.reports[-1] == (2, start)
 
 
 def test_a_call_that_fails_may_have_changed_weights_all_the_same(watched: Watched) -> None:
@@ -244,7 +244,7 @@ def test_a_call_that_fails_may_have_changed_weights_all_the_same(watched: Watche
 
 
 @pytest.mark.parametrize("awake", [None, ["weights"], ["weights", "kv_cache"]], ids=str)
-def test_asleep_nothing_is_read(watched: Watched, awake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_weights_are_read_while_they_sleep(watched: Watched, awake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start = watched.digest
     with watched.call("sleep", 1):
         pass
@@ -260,7 +260,7 @@ def test_asleep_nothing_is_read(watched: Watched, awake: Any, monkeypatch: pytes
     assert watched.digest == start
 
 
-def test_what_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
+def test_memory_that_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocation = SimpleNamespace(tag="weights", is_asleep=True)
@@ -276,7 +276,7 @@ def test_what_vllms_allocator_has_unmapped_is_not_read_whoever_put_it_to_sleep(
     assert watched.digest == start
 
 
-def test_rubbish_after_deep_sleep_is_in_doubt_until_something_is_written(watched: Watched) -> None:
+def test_garbage_after_deep_sleep_is_in_doubt_until_something_is_written(watched: Watched) -> None:
     start, weight = watched.digest, watched.model.vision.weight.data.clone()
     with watched.call("sleep", 2):
         watched.model.vision.weight.data.zero_()
@@ -301,7 +301,7 @@ def test_weights_are_in_doubt_during_a_layerwise_reload(watched: Watched) -> Non
     assert watched.digest == start
 
 
-def test_a_part_that_was_never_loaded_is_no_doubt() -> None:
+def test_a_part_that_was_never_loaded_raises_no_doubt() -> None:
     model = Tower()
     model.projector = torch.nn.Linear(4, 4, device="meta")
     watched = Watched(model)
@@ -325,7 +325,7 @@ def test_buffers_count_if_a_call_changes_them_and_not_if_the_model_does(watched:
     assert watched.digest == start, "it holds again what it held at the start"
 
 
-def test_loading_into_the_model_past_all_calls_puts_it_in_doubt_until_the_next_look() -> None:
+def test_loading_directly_into_the_model_puts_it_in_doubt_until_the_next_look() -> None:
     class Loading(Tower):
         def load_weights(self, weights: Any) -> int:
             for parameter in weights:
@@ -335,21 +335,21 @@ def test_loading_into_the_model_past_all_calls_puts_it_in_doubt_until_the_next_l
     watched = Watched(Loading())
     start = watched.digest
     assert watched.model.load_weights([watched.model.vision.weight]) == 1
-    assert watched.told[1:] == [(0, "")], "told once, however many loads there are"
+    assert watched.reports[1:] == [(0, "")], "reported once, however many loads there are"
     watched.model.load_weights([watched.model.newline])
-    assert len(watched.told) == 2
+    assert len(watched.reports) == 2
     watched.weights.look()
     assert watched.digest not in ("", start)
 
 
-def test_a_model_that_was_loaded_anew_is_the_one_that_is_watched(watched: Watched) -> None:
+def test_a_model_that_was_loaded_again_is_the_one_that_is_watched(watched: Watched) -> None:
     start, watched.model = watched.digest, Tower()
     with watched.call("load_model"):
         pass
     assert watched.digest not in ("", start)
 
 
-def test_weights_that_cannot_be_read_are_in_doubt_and_vllm_hears_nothing_of_it(watched: Watched) -> None:
+def test_weights_that_cannot_be_read_are_in_doubt_and_vllm_sees_no_error(watched: Watched) -> None:
     warnings: list[Any] = []
     watched.weights._complaints._logger = SimpleNamespace(warning=lambda *text: warnings.append(text))  # type: ignore[assignment]
     with watched.call("apply_model"):
@@ -360,7 +360,7 @@ def test_weights_that_cannot_be_read_are_in_doubt_and_vllm_hears_nothing_of_it(w
 
 
 def test_packed_weights_count_by_the_digest_that_was_taken_before(watched: Watched) -> None:
-    """vLLM's CPU build leaves an empty parameter behind. What was packed unseen counts as changed by every call."""
+    """vLLM's CPU build leaves an empty parameter behind. Weights packed unseen count as changed by every call."""
     layer = watched.model.vision
     layer.weight, layer.cpu_linear = torch.nn.Parameter(torch.empty(0)), torch.nn.functional.linear
     layer.lmcache_ec_packed_digest = "one"

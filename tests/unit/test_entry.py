@@ -204,7 +204,7 @@ def header_of(**changes: object) -> bytes:
         (b"", Reason.HEADER),
     ],
 )
-def test_a_header_that_says_anything_else_is_named_even_if_its_digest_is_right(header: bytes, expected: Reason) -> None:
+def test_a_header_with_any_other_content_is_named_even_if_its_digest_is_right(header: bytes, expected: Reason) -> None:
     assert reason(forged(header)) is expected
 
 
@@ -231,7 +231,7 @@ def test_another_version_is_recognized_whatever_its_digest_and_the_length_of_its
 
 
 @pytest.mark.parametrize("format_", ["pt", "", "lmcache-ec", "lmcache-ec/", "lmcache-ec/1.1", 2, None, {"a": 1}])
-def test_what_is_no_format_of_ours_is_no_other_version(format_: object) -> None:
+def test_a_format_that_is_not_ours_does_not_count_as_another_version(format_: object) -> None:
     header = header_of(format=format_)
     assert reason(struct.pack("<Q", 4088) + header.ljust(4088) + bytes(30)) in (Reason.HEADER, Reason.FORMAT)
 

@@ -24,10 +24,10 @@ def name_of(identifier: str) -> ObjectName:
 @pytest.mark.parametrize("identifier", ["picture", "ü😀" * 300, "x" * 4096])
 def test_an_entry_is_verified_and_described_by_its_own_header(identifier: str) -> None:
     data = sealed(identifier)
-    said = entry.verify_named(data, name_of(identifier))
-    assert entry.read_header(data[: entry.header_bytes(data[:8])]) == said
-    assert (said.identifier, said.namespace, said.spec, said.producer) == (identifier, "ns", SPEC, "host:1")
-    assert said.length == len(data)
+    header = entry.verify_named(data, name_of(identifier))
+    assert entry.read_header(data[: entry.header_bytes(data[:8])]) == header
+    assert (header.identifier, header.namespace, header.spec, header.producer) == (identifier, "ns", SPEC, "host:1")
+    assert header.length == len(data)
 
 
 def test_under_another_name_or_in_another_namespace_it_does_not_verify() -> None:

@@ -66,7 +66,7 @@ def test_without_a_file_or_a_folder_the_epoch_is_0_and_what_is_written_is_read(f
 @pytest.mark.parametrize(
     "text", ["", "\n", "-1\n", "1.5", "4 ", "0x4", "four", "4\n5\n", "1000000001", "9" * 17, "\xff"]
 )
-def test_what_is_no_epoch_is_an_error_that_names_the_file_what_it_holds_and_what_must_be(
+def test_an_invalid_epoch_is_an_error_that_names_the_file_its_content_and_what_is_accepted(
     folder: Path, text: str
 ) -> None:
     (folder / ".epoch").write_bytes(text.encode("latin-1"))
@@ -97,7 +97,7 @@ def test_a_stranger_under_the_files_name_is_not_followed_waited_for_or_replaced(
     assert (folder / ".epoch").lstat().st_mode == kind
 
 
-def test_of_those_who_raise_it_at_once_the_highest_remains_and_a_reader_never_sees_it_fall(folder: Path) -> None:
+def test_the_highest_of_epochs_raised_at_once_remains_and_a_reader_never_sees_it_fall(folder: Path) -> None:
     begun, seen, done = threading.Barrier(9), [0], threading.Event()
 
     def raise_to(epoch: int) -> None:
@@ -123,7 +123,7 @@ def test_of_those_who_raise_it_at_once_the_highest_remains_and_a_reader_never_se
     assert seen == sorted(seen)
 
 
-def test_what_a_killed_command_left_is_removed_by_the_next_one_and_nothing_else_is(folder: Path) -> None:
+def test_leftovers_of_a_killed_command_are_removed_by_the_next_one_and_nothing_else_is(folder: Path) -> None:
     code = (
         "import os, pathlib, signal, sys\n"
         "from lmcache_ec.tiers import disk_epoch\n"
@@ -148,7 +148,7 @@ def test_the_file_is_for_those_who_may_use_the_folder(folder: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
-def test_what_root_writes_belongs_to_the_folders_owner_who_can_read_it(folder: Path) -> None:
+def test_a_file_written_by_root_belongs_to_the_folders_owner_who_can_read_it(folder: Path) -> None:
     os.chown(folder, 12345, 12345)
     raise_epoch(folder, 1)
     status = (folder / ".epoch").stat()
@@ -169,7 +169,7 @@ def test_the_id_of_a_key_ends_the_namespace_of_every_epoch_however_long_the_mode
 # ---- the command
 
 
-def test_it_begins_the_next_epoch_above_the_folders_and_the_configurations(folder: Path) -> None:
+def test_the_command_begins_the_next_epoch_above_the_folders_and_the_configurations(folder: Path) -> None:
     assert run("--yes", local_disk=folder).stdout == f"{folder} is now in epoch 1 (before: 0).\n"
     assert "is now in epoch 6 (before: 5)" in run("--yes", local_disk=folder, epoch=5).stdout
     assert "is now in epoch 20 (before: 6)" in run("--yes", "--to", "20", local_disk=folder).stdout
@@ -210,7 +210,7 @@ def test_a_program_gets_one_object(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["3", "2", "0", "-1", "1000000001"])
-def test_a_number_that_is_not_above_the_present_one_is_refused_with_what_would_be(folder: Path, number: str) -> None:
+def test_a_number_that_is_not_above_the_present_one_is_refused_with_what_is_accepted(folder: Path, number: str) -> None:
     raise_epoch(folder, 3)
     refused = run("--yes", "--to", number, local_disk=folder)
     assert refused.exit_code == 2
@@ -266,7 +266,7 @@ def test_a_read_only_folder_is_refused_with_who_may_write(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def test_damage_is_told_by_the_command_and_by_doctor_which_knows_that_no_engine_starts(folder: Path) -> None:
+def test_damage_is_reported_by_the_command_and_by_doctor_as_preventing_a_start(folder: Path) -> None:
     raise_epoch(folder, 3)
     extra = json.dumps({"local_disk": str(folder)})
     assert examine(extra, {}).disk["epoch"] == 3

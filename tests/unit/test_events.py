@@ -54,9 +54,9 @@ class Following(RuleBasedStateMachine):
 
     @rule(identifiers=SOME, sealed=st.integers(1, 4), room=ROOM, weather=WEATHER, then=WEATHER, answered=ANSWERED)
     def run_pass(self, identifiers: list[str], sealed: int, room: int, weather: str, then: str, answered: str) -> None:
-        """A pass, told in one weather; a beat in the next; and a question, if the subscriber has one."""
+        """A pass, reported in one weather; a beat in the next; and a question, if the subscriber has one."""
         self.serve(identifiers, sealed, room)
-        self.tell(room, weather)
+        self.report(room, weather)
         self.beat(then)
         if not self.mirror.in_step:
             self.ask(answered)
@@ -75,7 +75,7 @@ class Following(RuleBasedStateMachine):
             self.book.sealed(place.id, 1, True)
         del self.encoding[:sealed]
 
-    def tell(self, room: int, weather: str) -> None:
+    def report(self, room: int, weather: str) -> None:
         """So many messages find room on the link."""
         left = iter(range(room))
         self.changes.hand(self.namespace, lambda changes: next(left, None) is not None and self.take(changes, weather))
@@ -146,7 +146,7 @@ class Following(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Nothing is lost any more, and what is asked for is asked for as a subscriber does."""
         self.serve([], len(self.encoding), 0)
-        self.tell(100, "fine")
+        self.report(100, "fine")
         for _ in range(2):
             self.beat("fine")
             if not self.mirror.in_step:
@@ -169,7 +169,7 @@ def test_a_snapshot_that_is_older_than_what_is_known_sets_nothing_back() -> None
     assert (mirror.in_step, mirror.entries, mirror.gaps) == (True, {"a": 7}, 0)
 
 
-def test_what_came_while_a_snapshot_was_on_its_way_is_not_asked_for_again() -> None:
+def test_events_that_came_while_a_snapshot_was_on_its_way_are_not_asked_for_again() -> None:
     source, mirror = Source(0, "ns"), Mirror(most=10)
     snapshot = source.snapshot()
     for name in "abc":
@@ -190,47 +190,47 @@ def test_all_entries_at_once_are_cleared_and_not_evicted_one_by_one() -> None:
     for number in range(1000):
         changes.evict(f"picture-{number}")
     changes.begin_anew()
-    told: list[CpuChanges] = []
+    sent: list[CpuChanges] = []
 
     def send(message: CpuChanges) -> bool:
-        told.append(message)
+        sent.append(message)
         return True
 
     changes.hand("other", send)
-    assert told == [CpuChanges("other", True, [], [])]
+    assert sent == [CpuChanges("other", True, [], [])]
 
 
 def test_an_engine_that_publishes_nothing_notes_nothing() -> None:
     assert Book(PAGE, PAGE, 1).changes is None
 
 
-def test_what_is_noted_while_nobody_takes_it_is_bounded_by_what_is_live() -> None:
+def test_changes_noted_while_nobody_takes_them_are_bounded_by_what_is_live() -> None:
     live = {f"live-{number}": 1 for number in range(1000)}
     changes = Changes(live.items)
     for number in range(300_000):
         changes.evict(f"long-gone-{number}")
         assert len(changes._noted) <= 70_000
-    told: list[CpuChanges] = []
+    sent: list[CpuChanges] = []
 
     def send(message: CpuChanges) -> bool:
-        told.append(message)
+        sent.append(message)
         return True
 
     while changes._noted or changes._anew:
         changes.hand("ns", send)
     held: dict[str, int] = {}
-    for message in told:
+    for message in sent:
         held = {} if message.anew else held
         held |= dict(message.admitted)
         for identifier in message.evicted:
             held.pop(identifier, None)
-    assert told[0].anew
+    assert sent[0].anew
     assert held == live
 
 
 @pytest.mark.parametrize("letter", ["a", "\N{GREEK SMALL LETTER ALPHA}"])
 def test_the_longest_identifiers_fit_the_link(letter: str) -> None:
-    """4096 bytes each, which is what an entry may have."""
+    """4096 bytes each, the most that an entry may have."""
     ours, theirs = pair()
     changes = Changes(dict[str, int]().items)
     for number in range(100):
@@ -290,7 +290,7 @@ def test_addresses_of_this_host_are_accepted(endpoint: str) -> None:
         *("tcp://10.0.0.777:5757", "ipc:///" + "x" * 100),
     ],
 )
-def test_any_other_address_ends_the_start_and_is_told_what_is_accepted(endpoint: object) -> None:
+def test_any_other_address_ends_the_start_with_what_is_accepted(endpoint: object) -> None:
     with pytest.raises(ConfigError, match=r"events_endpoint=.*must (be|have)"):
         keys(events_endpoint=endpoint)
 
@@ -331,10 +331,10 @@ def test_a_subscriber_finds_the_snapshots_where_the_engine_has_them(text: str, s
 
 
 @pytest.mark.parametrize("text", ["", "host:5757", "tcp://*:5757", "tcp://a:65535", "tcp://a:1,", "a,b,c", "ipc://x"])
-def test_what_is_no_replica_is_told_what_one_is(text: str) -> None:
+def test_an_invalid_replica_is_refused_with_what_is_accepted(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
         Replica.parse(text)
 
 
-def test_snapshots_are_where_the_table_of_keys_says() -> None:
+def test_snapshots_are_at_the_address_in_the_table_of_keys() -> None:
     assert snapshots_of("tcp://*:5757") == "tcp://*:6757"

@@ -18,7 +18,7 @@ def test_the_least_recently_added_goes_first() -> None:
     assert list(reversed(order)) == ["a", "c", "b"]
 
 
-def test_what_costs_least_to_have_again_goes_first() -> None:
+def test_the_entry_that_costs_least_to_restore_goes_first() -> None:
     values = {"cheap": 1.0, "dear": 100.0, "middling": 10.0}
     order: CostOrder[str] = CostOrder(values.__getitem__)
     for key in ("dear", "cheap", "middling"):
@@ -29,7 +29,7 @@ def test_what_costs_least_to_have_again_goes_first() -> None:
     assert len(order) == 0
 
 
-def test_what_is_not_asked_for_any_more_goes_in_the_end_whatever_it_cost() -> None:
+def test_an_entry_that_is_no_longer_asked_for_goes_in_the_end_whatever_it_cost() -> None:
     values = {"dear": 64.0}
     order: CostOrder[object] = CostOrder(lambda key: values.get(str(key), 1.0))
     order.add("dear")
@@ -42,7 +42,7 @@ def test_what_is_not_asked_for_any_more_goes_in_the_end_whatever_it_cost() -> No
     assert 60 < len(evicted) < 70
 
 
-def test_candidates_are_of_a_size_that_may_go() -> None:
+def test_candidates_are_no_larger_than_is_useful() -> None:
     sizes = {"small": 1000, "fitting": 1990, "long": 2100, "huge": 10**6}
     order: CostOrder[str] = CostOrder({"small": 8.0, "fitting": 4.0, "long": 2.0, "huge": 1.0}.__getitem__, sizes.get)  # type: ignore[arg-type]
     for key in sizes:
@@ -52,14 +52,14 @@ def test_candidates_are_of_a_size_that_may_go() -> None:
     assert "small" in list(order.candidates(2 * 1000))
 
 
-def test_what_is_not_there_cannot_be_removed() -> None:
+def test_an_entry_that_is_not_there_cannot_be_removed() -> None:
     order: CostOrder[str] = CostOrder(lambda key: 1.0)
     order.discard("a")
     with pytest.raises(KeyError):
         order.remove("a")
 
 
-def test_it_is_the_order_of_priorities_whatever_happens() -> None:
+def test_the_order_is_that_of_the_priorities_whatever_happens() -> None:
     dice, priorities = random.Random(1), dict[int, float]()
     order: CostOrder[int] = CostOrder(lambda key: dice.choice([1e-9, 3e-9, 1e-8, 1e-6]))
     for _ in range(2000):
@@ -68,8 +68,8 @@ def test_it_is_the_order_of_priorities_whatever_happens() -> None:
             order.remove(key)
             del priorities[key]
         elif len(priorities) > 30:
-            gone = order.evict_first()
-            assert priorities.pop(gone) == min([*priorities.values(), order.floor])
+            evicted = order.evict_first()
+            assert priorities.pop(evicted) == min([*priorities.values(), order.floor])
         else:
             priorities[key] = order.add(key)
         assert [priorities[each] for each in order] == sorted(priorities.values())

@@ -95,7 +95,7 @@ def test_a_checkpoint_overwritten_under_the_same_path_is_another(
     assert checkpoint_fingerprint(checkpoint) != before
 
 
-def test_place_time_and_bystanders_do_not_count(checkpoint: Path, tmp_path: Path) -> None:
+def test_path_time_and_unrelated_files_do_not_count(checkpoint: Path, tmp_path: Path) -> None:
     """Nor does what a hub download adds later, or the way it lays out its files: links into a folder of blobs."""
     before = checkpoint_fingerprint(checkpoint)
     copy = tmp_path / "elsewhere" / "snapshot"
@@ -126,7 +126,7 @@ def test_place_time_and_bystanders_do_not_count(checkpoint: Path, tmp_path: Path
     ],
 )
 def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
-    """Wherever it is: in the first quarter of a fused matrix, as of an adapter that was merged into queries alone."""
+    """Wherever it is: in the first quarter of a fused matrix, for example, if an adapter was merged into queries."""
     write_safetensors(tmp_path / "model.safetensors", {"model.layers.0.weight": 8 * MIB, name: 9 * MIB})
     seen = {checkpoint_fingerprint(tmp_path)}
     weights = tmp_path / "model.safetensors"
@@ -137,7 +137,7 @@ def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
 
 
 def test_reads_stay_bounded_however_large_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 GiB in 10 000 tensors: the header, and not a hundredth of the rest."""
+    """Of 4 GiB in 10 000 tensors, the header is read and less than a hundredth of the rest."""
     write_safetensors(tmp_path / "model.safetensors", {f"layers.{i}": (4 << 30) // 10_000 for i in range(10_000)})
     (tmp_path / "unsafe.safetensors").write_bytes(b"\xff" * 8)
     os.truncate(tmp_path / "unsafe.safetensors", 1 << 30)  # claims a header of 16 EiB
@@ -169,7 +169,7 @@ def test_a_header_that_lies_is_content_like_any_other(tmp_path: Path, header: by
     assert checkpoint_fingerprint(tmp_path) != before
 
 
-def test_what_cannot_be_read_is_named_with_the_way_out(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named_with_a_remedy(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").symlink_to("/nowhere/config.json")

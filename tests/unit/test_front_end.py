@@ -215,7 +215,7 @@ def test_an_image_id_in_place_of_pixels_is_a_name() -> None:
     )
 
 
-def test_what_a_client_rendered_itself_is_its_own_name_and_so_is_its_key_in_the_processor_cache() -> None:
+def test_hashes_rendered_by_a_client_count_as_its_own_names_also_in_the_processor_cache() -> None:
     front = FrontEnd()
     digest = content(PICTURES[0])
     for lie in (digest, client_name(digest, "another tenant"), "renderer0-mm-1-image-0"):
@@ -283,7 +283,7 @@ def asks() -> st.SearchStrategy[Ask]:
 @given(st.lists(asks(), max_size=12), st.booleans())
 def test_no_request_gets_an_output_that_its_own_name_never_stood_for(sequence: list[Ask], vouched: bool) -> None:
     """LocalCPU and the tiers as dictionaries. An output is (picture, arguments). Behind a front end without this
-    package even a digest is no more than a name, and stays in memory."""
+    package even a digest is only a name, and its entry stays in memory."""
     memory: dict[str, Any] = {}
     tiers: dict[str, Any] = {}
     given: dict[Any, set[Any]] = {}

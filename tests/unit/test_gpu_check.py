@@ -27,7 +27,7 @@ from lmcache_ec.adapters.vllm.copier import DeviceCopier
 from tests.cuda import Cuda, OnDevice, stand_in_xpu
 
 
-def test_a_device_that_is_no_cuda_copies_every_byte_right(tmp_path: Path) -> None:
+def test_a_device_other_than_cuda_copies_every_byte_correctly(tmp_path: Path) -> None:
     """Sources that are freed and overwritten, and places that are used again: over pageable memory."""
     with stand_in_xpu() as card:
         plan = Plan(card, tmp_path, megabytes=(0.5, 2.75), large=16.0, repeats=1)
@@ -46,7 +46,7 @@ def test_a_device_that_is_no_cuda_copies_every_byte_right(tmp_path: Path) -> Non
 
 @pytest.fixture
 def plan(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Plan]:
-    """Each copy takes as long as the parameter says, so that what must not come before its end would."""
+    """Each copy takes as long as the parameter, so that what must not come before its end would."""
     cuda = Cuda(running=True, device_bytes=512 << 20, pace_s=request.param)
     with OnDevice(cuda):
         card = Card(torch.device("cuda", 0), cuda, "", {})
@@ -119,7 +119,7 @@ def test_a_check_finds_what_it_is_there_to_find(
 # ---- where there is no card
 
 
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
+def test_without_a_gpu_the_check_reports_it_in_one_line() -> None:
     command = ["make", "gpu-check", f"PYTHON={sys.executable}"]
     own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "ARGS"))}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=own)
@@ -130,25 +130,25 @@ def test_without_a_gpu_it_says_so_in_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "says"),
+    ("missing", "expected"),
     [("vllm", "needs vLLM"), ("skimage", "needs scikit-image"), (None, "no checkpoint, there is no config.json")],
 )
-def test_without_what_engines_need_it_says_so_in_one_line_before_anything_is_checked(
+def test_without_what_engines_need_the_check_reports_it_in_one_line_before_it_begins(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     missing: str | None,
-    says: str,
+    expected: str,
 ) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else there(name))
     assert main(["--card", "tests.cuda:stand_in_card", "--model", str(tmp_path)]) == 2
     out, err = capsys.readouterr()
     [line] = err.splitlines()
-    assert (out, says in line, f"MODEL={tmp_path}" in line, sys.executable in line) == ("", True, True, True)
+    assert (out, expected in line, f"MODEL={tmp_path}" in line, sys.executable in line) == ("", True, True, True)
 
 
-def test_it_needs_neither_vllm_nor_lmcache_nor_an_installation() -> None:
+def test_the_check_needs_neither_vllm_nor_lmcache_nor_an_installation() -> None:
     code = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
@@ -162,10 +162,10 @@ print(worker.__file__)
     assert done.stdout.strip() == str(ROOT / "adapters" / "vllm" / "worker.py")
 
 
-# ---- what it says
+# ---- what it reports
 
 
-def test_the_table_says_what_is_wrong_and_which_bars_are_missed() -> None:
+def test_the_table_shows_what_is_wrong_and_which_bars_are_missed() -> None:
     report = Report({"card": "a card"})
     report.checks = [Check("bytes", "", 1.0), Check("other bytes", "3 of 4 bytes differ", 2.0)]
     report.figures = [

@@ -33,7 +33,7 @@ def test_without_a_limit_or_with_room_enough_the_arena_takes_what_is_configured(
     assert (fit.bytes, fit.message) == (GIB, "")
 
 
-def test_of_the_tightest_group_above_the_arena_leaves_a_reserve(tmp_path: Path) -> None:
+def test_the_arena_leaves_a_reserve_in_the_tightest_group_above_it(tmp_path: Path) -> None:
     group(tmp_path, 300 * MIB, 100 * MIB, "pod")
     fit = fitting(GIB, group(tmp_path, 64 * GIB, GIB))
     assert fit.bytes == 136 * MIB
@@ -41,7 +41,7 @@ def test_of_the_tightest_group_above_the_arena_leaves_a_reserve(tmp_path: Path) 
     assert fit.message.replace("1.0 GiB", "1 GiB").replace("136.0", "136") == expected
 
 
-def test_where_nothing_is_left_it_takes_next_to_nothing_and_the_engine_starts(tmp_path: Path) -> None:
+def test_where_no_memory_is_left_the_arena_takes_next_to_nothing_and_the_engine_starts(tmp_path: Path) -> None:
     assert fitting(GIB, group(tmp_path, 300 * MIB, 290 * MIB)).bytes == MIB
 
 
@@ -53,8 +53,8 @@ def allowed(growing: Growing, length: int) -> bool:
     return growing.allows(length)
 
 
-def test_growth_asks_again_and_follows_what_others_take_and_give_back(tmp_path: Path) -> None:
-    """And the one who asks never reads a file."""
+def test_growth_checks_again_and_follows_what_others_take_and_give_back(tmp_path: Path) -> None:
+    """And the caller never reads a file."""
     now = [100.0]
     growing = Growing(group(tmp_path, GIB, 0), lambda: now[0])
     assert growing.allows(MIB) is False, "not known yet"
@@ -72,7 +72,7 @@ def test_growth_asks_again_and_follows_what_others_take_and_give_back(tmp_path: 
     assert allowed(growing, 1 << 50)
 
 
-def test_where_no_group_has_a_limit_growth_asks_nobody(tmp_path: Path) -> None:
+def test_where_no_group_has_a_limit_growth_checks_nothing(tmp_path: Path) -> None:
     growing = Growing(group(tmp_path, "max", 0))
     assert growing.allows(1 << 50)
     assert growing._reader is None
@@ -104,14 +104,14 @@ def serves(before: str = "", rows: int = 8, images: int = 4, within: Path | None
     return int(done.stdout.split()[-1]), done.stderr
 
 
-def test_with_a_limit_of_file_sizes_the_arena_is_as_small_as_that_and_says_so() -> None:
+def test_under_a_limit_of_file_sizes_the_arena_is_as_small_as_that_and_reports_it() -> None:
     capacity, log = serves("resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 20, 64 << 20))")
     assert capacity == 64 * MIB
     assert "LocalCPU gets 64" in log
     assert "RLIMIT_FSIZE (ulimit -f)" in log
 
 
-def test_with_a_limit_of_addresses_the_arena_leaves_half_of_them_and_says_so() -> None:
+def test_under_a_limit_of_addresses_the_arena_leaves_half_of_them_and_reports_it() -> None:
     before = """
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (900 << 20)
@@ -122,8 +122,8 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     assert "RLIMIT_AS (ulimit -v)" in log
 
 
-def test_an_arena_that_cannot_be_mapped_is_one_sentence() -> None:
-    """In whichever process it is: the store process here."""
+def test_an_arena_that_cannot_be_mapped_is_reported_in_one_sentence() -> None:
+    """Whichever process it happens in: here the store process."""
     code = """
 import os, resource
 from lmcache_ec import arena
@@ -174,8 +174,8 @@ def small_group() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_lives(small_group: Path) -> None:
-    """400 MiB of entries go by; without the limit's being asked for, the kernel kills it."""
+def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_survives(small_group: Path) -> None:
+    """400 MiB of entries are stored; if it did not check the limit, the kernel would kill it."""
     capacity, log = serves(rows=65_536, images=50, within=small_group)
     assert capacity < 240 * MIB
     assert "of control group" in log

@@ -95,7 +95,7 @@ def test_an_item_without_media_may_name_content_by_its_digest() -> None:
 
 
 @pytest.mark.parametrize("identifier", ["", "\ud800", f"lora\udfff:{DIGEST}", "x" * 4097, "é" * 2049])
-def test_what_cannot_be_stored_is_refused(identifier: str) -> None:
+def test_an_identifier_that_cannot_be_stored_is_refused(identifier: str) -> None:
     assert how(VOUCHED, identifier) == how(VOUCHED, identifier, is_signed=False) == {}
 
 

@@ -57,8 +57,8 @@ def reach(edges: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def test_nothing_draws_from_a_generator_that_others_seed() -> None:
-    """vLLM seeds `random`'s and numpy's own alike on all replicas: what is to differ among them would not."""
+def test_nothing_uses_a_random_generator_that_others_seed() -> None:
+    """vLLM seeds those of `random` and numpy alike on all replicas: what has to differ between replicas would not."""
     own = {"random.Random", "random.SystemRandom"}
     for name, file in modules().items():
         drawn = {each for each in imported(name, file) if each.partition(".")[0] == "random"} - own
@@ -66,7 +66,7 @@ def test_nothing_draws_from_a_generator_that_others_seed() -> None:
         assert not drawn, f"{name}: {drawn}"
 
 
-def test_no_circle_among_the_files() -> None:
+def test_no_import_cycle_among_the_files() -> None:
     edges = graph()
     assert {"lmcache_ec.adapters.vllm.worker", "lmcache_ec.rank"} <= edges.keys()
     assert "lmcache_ec.adapters.vllm.copier" in edges["lmcache_ec.adapters.vllm.worker"], "relative imports count"
@@ -94,7 +94,7 @@ def test_a_rank_needs_neither_the_book_nor_the_store() -> None:
     assert not {"lmcache_ec.book", "lmcache_ec.space", "lmcache_ec.cache", "lmcache_ec.store"} & reached
 
 
-def test_nobody_imports_from_the_tests_but_tests() -> None:
+def test_only_tests_import_from_the_tests() -> None:
     """What tests and benchmarks share is in `benchmarks/testbed`."""
     folders = {"benchmarks": ROOT / "benchmarks", **FOLDERS}
     ours = {file: name for name, file in modules().items()}

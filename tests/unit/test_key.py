@@ -30,7 +30,7 @@ def test_object_names_are_distinct_and_stay_below_their_namespace(one: str, othe
 
 
 @given(st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,79}", fullmatch=True), st.binary(min_size=32, max_size=32), st.data())
-def test_an_object_name_is_read_back_and_nothing_else_is_taken_for_one(
+def test_an_object_name_is_read_back_and_nothing_else_is_mistaken_for_one(
     namespace: str, digest: bytes, data: st.DataObject
 ) -> None:
     name = object_name(namespace, digest)
@@ -59,7 +59,7 @@ def test_a_namespace_can_be_read_and_any_fact_changes_it() -> None:
 
 
 @given(st.text(max_size=200), st.text(), st.integers(0, MAX_EPOCH), st.integers(0, MAX_EPOCH))
-def test_each_epoch_has_a_namespace_that_is_no_longer_and_still_says_all_facts(
+def test_each_epoch_has_a_namespace_that_is_not_longer_and_still_contains_all_facts(
     model: str, salt: str, one: int, other: int
 ) -> None:
     name, longest = namespace_of(model, {"salt": salt}), len(namespace_of("m" * 200, {}))

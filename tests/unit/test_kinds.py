@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table says all in which kinds of remotes differ, and one type carries a remote from configuration to tier."""
+"""One table has all in which kinds of remotes differ, and one type carries a remote from configuration to tier."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_scheme_belongs_to_one_kind_and_is_not_refused_by_another() -> None
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_remote_is_the_same_whether_an_engine_the_plugin_or_nobody_configures_it(url: str) -> None:
-    """No default stands twice."""
+    """No default is written down twice."""
     [of_engine] = EncoderCacheConfig(remotes=[url]).remote_tiers
     [of_plugin] = remote_tiers(PluginSettings(remotes=[url]), {})
     assert of_engine == of_plugin == configured(url, {})
@@ -57,20 +57,20 @@ def test_a_remote_is_the_same_whether_an_engine_the_plugin_or_nobody_configures_
         ("probe", dict.fromkeys(("redis", "s3", "lmcache"), Lookup.PROBE)),
     ],
 )
-def test_what_auto_means_is_its_kinds_business_and_anything_else_is_the_users(
+def test_what_auto_means_depends_on_the_kind_and_anything_else_is_as_the_user_set_it(
     asked: str, expected: dict[str, Lookup]
 ) -> None:
     config = EncoderCacheConfig(remotes=URLS, remote_lookup=asked)
     assert {kind_of(remote.url).name: remote.lookup for remote in config.remote_tiers} == expected
 
 
-def test_a_remote_gets_of_extra_config_what_its_own_kind_reads_and_no_other_kinds_secret() -> None:
+def test_a_remote_gets_only_the_extra_config_of_its_own_kind_and_no_secret_of_another() -> None:
     config = EncoderCacheConfig(remotes=URLS, extra_config=SECRETS)
     got = {kind_of(remote.url).name: set(remote.extra_config.values()) for remote in config.remote_tiers}
     assert got == {"redis": set(), "s3": {"canary-id", "canary-key"}, "lmcache": {"canary-password"}}
 
 
-def test_variables_of_the_environment_go_to_the_kinds_in_use_alone() -> None:
+def test_variables_of_the_environment_go_only_to_the_kinds_in_use() -> None:
     assert environment_of([]) == environment_of(["lm://host:1"]) == ()
     assert not any(name.startswith("AWS") for name in environment_of(["redis://host"]))
     both = environment_of(["redis://host", "s3://bucket", "s3://another"])
@@ -114,7 +114,7 @@ def test_a_new_tier_is_a_kind_and_a_line_in_the_table(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("url", ["redis://[host", "s3://[bucket", "nothing", "canary"])
-def test_what_is_no_url_is_refused_and_not_repeated(url: str) -> None:
+def test_an_invalid_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ValueError, match=r"must be a URL|must be redis://") as caught:
         check_remote(configured(url, {}))
     assert url not in str(caught.value)

@@ -22,7 +22,7 @@ STORED, ABSENT = (EncoderCacheKey(NAMESPACE, name).digest for name in ("stored",
 
 
 class Scripted(Tier):
-    """A tier that holds one entry, and fails when told to: the faults are the point, not the store."""
+    """A tier that holds one entry, and fails when it is set to: the faults are the point, not the store."""
 
     name = "scripted"
 
@@ -110,7 +110,7 @@ class Setting:
         return self.lane.enqueue(1, lambda: None)
 
 
-GONE = TierUnreachable(None, "no answer")
+UNREACHABLE = TierUnreachable(None, "no answer")
 BUSY = TierNotReady(None, "503")
 FULL = WritesRefused(None, "full")
 
@@ -125,7 +125,7 @@ def test_a_quick_tier_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch)
     assert here.lane.due_at == NEVER
 
 
-def test_one_found_slow_is_waited_for_no_more_and_asked_about_what_it_has_listed(
+def test_a_tier_found_slow_is_no_longer_waited_for_and_asked_only_about_what_it_has_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(monkeypatch, Lookup.AUTO)
@@ -151,7 +151,7 @@ def test_one_found_slow_is_waited_for_no_more_and_asked_about_what_it_has_listed
     assert here.lane.due_at == NEVER
 
 
-def test_one_that_is_slow_from_the_start_is_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_is_slow_from_the_start_is_listed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.AUTO)
     here.tier.takes_s = SLOW
     here.survey()
@@ -178,7 +178,7 @@ def test_a_catalog_is_asked_until_it_is_complete_and_then_about_what_is_in_it(mo
     assert not here.waited_for
 
 
-def test_always_probed_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_set_to_be_probed_is_always_probed_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     here.survey()
     here.lane.read(SLOW)
@@ -186,14 +186,14 @@ def test_always_probed_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("lookup", list(Lookup))
-def test_one_that_cannot_be_reached_is_left_alone_longer_each_time_and_comes_back(
+def test_a_tier_that_cannot_be_reached_is_left_alone_longer_each_time_and_comes_back(
     lookup: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Setting(monkeypatch, lookup)
     here.probe()
     here.tier.broken = True
     first = here.now
-    here.lane.read_failed(GONE)
+    here.lane.read_failed(UNREACHABLE)
     assert here.lane.probe_at == here.now, "at once"
     rests = []
     for _ in range(7):
@@ -216,9 +216,9 @@ def test_one_that_cannot_be_reached_is_left_alone_longer_each_time_and_comes_bac
     assert here.waited_for == (lookup is not Lookup.CATALOG)
 
 
-def test_a_failure_that_was_one_requests_alone_ends_with_the_first_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_a_single_request_ends_with_the_first_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
-    for error in (GONE, BUSY):
+    for error in (UNREACHABLE, BUSY):
         here.lane.read_failed(error)
         assert here.asks() == (False, False)
         assert here.takes_writes(), "in the time that a probe takes nothing is dropped"
@@ -226,10 +226,10 @@ def test_a_failure_that_was_one_requests_alone_ends_with_the_first_probe(monkeyp
         assert here.asks() == (True, True)
 
 
-def test_any_answer_ends_the_rest_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_answer_ends_the_pause_in_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     here.tier.broken = True
-    here.lane.read_failed(GONE)
+    here.lane.read_failed(UNREACHABLE)
     with pytest.raises(TierError):
         here.probe()
     here.turn(3.0)
@@ -246,16 +246,16 @@ def test_an_error_about_one_entry_does_not_count_against_the_tier(monkeypatch: p
     assert here.takes_writes()
 
 
-def test_failed_writes_say_nothing_about_reads_and_rest_only_after_some_in_a_row(
+def test_failed_writes_do_not_affect_reads_and_pause_only_after_several_in_a_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
     here.probe()
     for _ in range(50):
         here.lane.write_failed(BUSY)
-        here.lane.write_failed(GONE)
+        here.lane.write_failed(UNREACHABLE)
         assert not here.lane.wrote()
-    for error in (GONE, BUSY, GONE):
+    for error in (UNREACHABLE, BUSY, UNREACHABLE):
         assert here.takes_writes()
         here.lane.write_failed(error)
     assert not here.takes_writes()
@@ -272,7 +272,7 @@ def test_failed_writes_say_nothing_about_reads_and_rest_only_after_some_in_a_row
     assert not here.lane.wrote()
 
 
-def test_a_store_that_refuses_writes_is_read_only_until_it_takes_some_and_is_read_all_the_while(
+def test_a_store_that_refuses_writes_is_read_only_until_it_accepts_some_and_is_read_all_the_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
@@ -300,7 +300,7 @@ def test_a_store_that_refuses_writes_is_read_only_until_it_takes_some_and_is_rea
     assert (here.lane.read_only, here.takes_writes()) == (False, True)
 
 
-def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_reported_once(
+def test_writes_are_checked_at_the_start_and_the_reason_for_a_refusal_is_reported_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = Setting(monkeypatch, Lookup.PROBE)
@@ -314,22 +314,22 @@ def test_whether_it_takes_writes_is_asked_at_the_start_and_why_not_is_reported_o
     assert here.lane.probe_writes() is None
 
 
-def test_many_failures_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_failures_at_once_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight threads that fail in the same outage do not make it eight times as long."""
     here = Setting(monkeypatch, Lookup.AUTO)
     here.tier.broken = True
-    here.lane.read_failed(GONE)
+    here.lane.read_failed(UNREACHABLE)
     with pytest.raises(TierError):
         here.probe()
     for _ in range(8):
-        here.lane.read_failed(GONE)
+        here.lane.read_failed(UNREACHABLE)
     assert here.lane.probe_at <= here.now + 1.2
 
 
 def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a tier that went meanwhile, nothing is lost of what was seen, and it is listed again."""
+    """Nobody waits for a tier that went away meanwhile, what was seen is kept, and it is listed again."""
     here = Setting(monkeypatch, Lookup.CATALOG)
-    here.tier.torn = GONE
+    here.tier.torn = UNREACHABLE
     with pytest.raises(TierError):
         here.survey()
     assert here.asks() == (False, False)
@@ -342,7 +342,7 @@ def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPat
     assert here.asks() == (True, False)
 
 
-def test_one_that_does_not_let_itself_be_listed_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_cannot_be_listed_is_asked_about_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.CATALOG)
     here.tier.torn = TierError(None, "no right to list")
     with pytest.raises(TierError):
@@ -352,11 +352,11 @@ def test_one_that_does_not_let_itself_be_listed_is_asked_about_everything(monkey
 
 
 @pytest.mark.parametrize("listable", [True, False])
-def test_replicas_that_were_started_at_one_moment_do_not_list_at_one_moment_again(
+def test_replicas_that_were_started_together_do_not_list_together_again(
     monkeypatch: pytest.MonkeyPatch, listable: bool
 ) -> None:
-    """None later than it was to, nor a tenth sooner; and not in step, even where a program seeds Python's random
-    numbers alike on all of them, as vLLM does in its workers."""
+    """None is later than planned, nor a tenth sooner; and they are not in step, even if a program seeds Python's
+    random numbers alike on all of them, as vLLM does in its workers."""
     here, waits = Setting(monkeypatch, Lookup.CATALOG), list[float]()
     here.tier.torn = None if listable else TierError(None, "no right to list")
     for _ in range(100):
@@ -372,7 +372,7 @@ def test_replicas_that_were_started_at_one_moment_do_not_list_at_one_moment_agai
     assert most < 20, "of a hundred in one second"
 
 
-def test_listings_that_take_long_are_no_sooner_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longer_a_listing_takes_the_later_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.CATALOG)
     here.tier.takes_s = 10.0
     began = here.now
@@ -381,11 +381,11 @@ def test_listings_that_take_long_are_no_sooner_for_that(monkeypatch: pytest.Monk
 
 
 def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up there costs microseconds, and an unreadable file says nothing about the others."""
+    """A look-up there costs microseconds, and an unreadable file is no sign that the others are."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.survey()
     for _ in range(9):
-        here.lane.read_failed(GONE)
+        here.lane.read_failed(UNREACHABLE)
         here.lane.write_failed(FULL)
     assert here.asks() == (True, True)
     assert here.takes_writes()
@@ -397,7 +397,7 @@ def known(here: Setting) -> tuple[bool, bool]:
     return here.presence.may_contain(STORED), here.presence.may_contain(ABSENT)
 
 
-def test_what_a_listing_no_longer_shows_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_that_a_listing_no_longer_shows_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.CATALOG)
     here.tier.holds = [STORED, ABSENT]
     here.survey()
@@ -421,7 +421,7 @@ def test_a_tier_is_not_asked_for_what_only_another_has(monkeypatch: pytest.Monke
     assert known(here) == (True, True)
 
 
-def test_news_of_neighbours_count_at_once_and_until_a_listing_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_news_of_neighbours_counts_at_once_and_until_a_listing_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.survey()
     here.tier.written = [ABSENT, STORED]
@@ -432,7 +432,7 @@ def test_news_of_neighbours_count_at_once_and_until_a_listing_lacks_them(monkeyp
     assert (known(here), here.lane.listed) == ((True, False), 1)
 
 
-def test_what_a_neighbour_was_quicker_to_write_counts_once_whoever_hears_of_it_first(
+def test_an_entry_that_a_neighbour_wrote_first_counts_once_in_whatever_order_that_is_learned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for put_first in (True, False):
@@ -447,10 +447,10 @@ def test_what_a_neighbour_was_quicker_to_write_counts_once_whoever_hears_of_it_f
         assert here.lane.listed == before + 1
 
 
-def test_before_a_listing_has_begun_nobody_asks_for_news_and_it_begins_with_them(
+def test_news_is_not_read_before_a_listing_has_begun_and_a_listing_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A neighbour's entry that is written while the first shards have been listed already is then heard of."""
+    """So an entry that a neighbour writes after the first shards have been listed is read as news."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.tier.written = [ABSENT]
     here.lane.follow(NAMESPACE)
@@ -468,7 +468,7 @@ def test_before_a_listing_has_begun_nobody_asks_for_news_and_it_begins_with_them
 
 
 def test_a_listing_that_another_namespace_has_overtaken_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it shows is of the old one: until the new one is listed, everything is asked for."""
+    """It shows entries of the old one: until the new one is listed, everything is asked for."""
     here = Setting(monkeypatch, Lookup.CATALOG)
 
     def list_and_move(namespace: str) -> Iterator[Listed]:
@@ -486,7 +486,7 @@ def test_a_listing_that_another_namespace_has_overtaken_is_not_complete(monkeypa
     assert here.asks() == (True, False)
 
 
-def test_what_was_written_here_is_known_unless_everything_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_written_here_are_known_unless_the_tier_is_always_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     for lookup in Lookup:
         here = Setting(monkeypatch, lookup, local=lookup is Lookup.CATALOG)
         here.lane.has(STORED, True)
@@ -495,7 +495,7 @@ def test_what_was_written_here_is_known_unless_everything_is_asked_for(monkeypat
         assert here.lane.listed == (lookup is Lookup.CATALOG)
 
 
-def test_what_waits_to_be_written_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_writes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Setting(monkeypatch, Lookup.AUTO)
     held = threading.Event()
 

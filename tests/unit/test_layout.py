@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines are served without the cache, and which are not: by what vLLM's configuration says."""
+"""Which engines are served without the cache, and which are not: by vLLM's configuration."""
 
 import logging
 from types import SimpleNamespace
@@ -40,23 +40,23 @@ def test_an_engine_on_a_device_that_copies_beside_the_model_is_served(device: st
 
 
 @pytest.mark.parametrize("device", ["tpu", "mps"])
-def test_an_engine_on_another_device_starts_and_is_served_without_and_says_so_once(
+def test_an_engine_on_another_device_starts_and_is_served_without_the_cache_and_logs_it_once(
     device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("test_layout")
     assert device in why_inert(config(device))
     assert build.build_worker_side(config(device), logger) is None
-    assert not caplog.records, "it is the scheduler side that says so"
+    assert not caplog.records, "it is the scheduler side that logs it"
 
 
-def test_a_device_that_turns_out_not_to_work_ends_nobodys_start(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_turns_out_not_to_work_does_not_stop_the_start(caplog: pytest.LogCaptureFixture) -> None:
     """This torch was built without CUDA."""
     assert build.build_worker_side(config("cuda"), logging.getLogger("test_layout")) is None
     [record] = caplog.records
     assert "rank 0 cannot copy beside the model" in record.getMessage()
 
 
-def test_a_device_that_registers_no_memory_serves_and_one_line_says_what_that_costs(
+def test_a_device_that_registers_no_memory_serves_and_one_line_states_what_that_costs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     xpu = DeviceCopier(torch.device("xpu", 0), Xpu())
@@ -73,14 +73,14 @@ def test_data_parallel_engines_on_hosts_of_their_own_are_served() -> None:
 
 
 def test_adapters_of_the_encoder_are_served_only_by_the_runner_that_sets_them_after_the_loads() -> None:
-    """V2 sets them for what it knows that it will encode: an item that could not be loaded would get another's."""
+    """V2 sets them for the items that it plans to encode: an item that could not be loaded would get another's."""
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in why_inert(config(lora=ADAPTED_TOWER))
     assert why_inert(config(lora=ADAPTED_TOWER, v2=False)) == ""
     assert why_inert(config(lora=SimpleNamespace(enable_tower_connector_lora=False))) == ""
 
 
 def test_all_engines_of_a_host_are_counted_against_its_memory() -> None:
-    """Of a dense model's data-parallel engines each believes that it is the only one: the last knows better."""
+    """Each data-parallel engine of a dense model believes that it is the only one; the last one knows better."""
     assert engines_on_host(config()) == 1
     assert engines_on_host(config(data_parallel_size_local=8)) == 8
     assert engines_on_host(config(data_parallel_rank_local=7)) == 8

@@ -74,7 +74,7 @@ def test_descriptors_travel_beside_a_message_and_with_no_other(tmp_path: Path) -
         assert (tmp_path / name).read_text() == name
 
 
-def test_to_send_where_nobody_reads_any_more_says_so() -> None:
+def test_sending_where_nobody_reads_any_more_is_an_error() -> None:
     link, theirs = pair()
     theirs.close()
     with pytest.raises(LinkClosed, match="Broken pipe"):
@@ -96,7 +96,7 @@ def test_a_message_and_the_end_of_a_link_are_found() -> None:
 
 
 def test_a_link_that_was_closed_on_this_side_is_found_closed() -> None:
-    """Whatever has its descriptor's number by then."""
+    """Whatever its descriptor's number refers to by then."""
     link, theirs = pair()
     link.close()
     _another = pair()

@@ -113,9 +113,7 @@ def judge(cases: list[Case]) -> dict[str, Any]:
     return answer
 
 
-def test_what_is_written_for_the_encoder_cache_means_what_it_means_to_lmcache(
-    cases: list[Case], judge: dict[str, Any]
-) -> None:
+def test_settings_of_the_encoder_cache_mean_what_they_mean_to_lmcache(cases: list[Case], judge: dict[str, Any]) -> None:
     compared = 0
     for case, theirs in zip(cases, judge["answers"], strict=True):
         if set(case.places) <= {"kv"}:
@@ -134,10 +132,10 @@ def test_what_is_written_for_the_encoder_cache_means_what_it_means_to_lmcache(
     assert compared == len(VALUES) * 18
 
 
-def test_of_the_kv_part_places_are_inherited_as_by_lmcache_and_no_budget(
+def test_the_places_of_the_kv_part_are_inherited_as_lmcache_reads_them_and_its_budgets_are_not(
     cases: list[Case], judge: dict[str, Any]
 ) -> None:
-    """Here we differ on purpose: LMCache makes a second 20 GiB pool of the first."""
+    """Here we differ on purpose: LMCache would create a second pool of 20 GiB."""
     answers = {
         case.key: (case, each) for case, each in zip(cases, judge["answers"], strict=True) if case.places == ("kv",)
     }
@@ -166,7 +164,7 @@ def test_every_key_of_lmcache_is_known_here_and_none_of_ours_is_taken(judge: dic
 
 
 def test_a_file_that_spells_out_all_of_lmcache_needs_no_change(judge: dict[str, Any], tmp_path: Path) -> None:
-    """Whoever moves from LMCache's own encoder cache changes the connector's name, and reads what has no effect."""
+    """To move from LMCache's own encoder cache, change the connector's name; a note lists what has no effect."""
     every = judge["definitions"] | {"local_cpu": False}
     (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump({"ec": every}))
     resolved = resolve({}, {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")})

@@ -150,7 +150,7 @@ def test_each_tier_is_judged_by_itself() -> None:
     assert (both.tiers, both.refused) == (0, 1)
 
 
-def test_who_stands_far_behind_in_a_queue_is_encoded() -> None:
+def test_a_load_far_back_in_a_queue_becomes_an_encode() -> None:
     world = World([0.005], encode_s=0.02)
     world.serve(10, new=True)
     world.serve(10)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items with something to encode are told from placeholder metadata, on what vLLM's own processor makes of requests.
+"""Which items have something to encode, and which are metadata alone: on what vLLM's own processor makes of requests.
 
 How a client sends an item without media, once the connector's role is `ec_both` or `ec_consumer` (in Python; the
 server takes the same as `image_embeds` content):
@@ -67,7 +67,7 @@ def test_media_can_be_encoded(media: EncodableMedia, model_config: Any, modality
     assert media.encodable(feature(model_config, modality, None))
 
 
-def test_metadata_alone_cannot(media: EncodableMedia, model_config: Any) -> None:
+def test_metadata_alone_cannot_be_encoded(media: EncodableMedia, model_config: Any) -> None:
     grid = [[1, 6, 6]]
     assert not media.encodable(feature(model_config, "image", tensors(image_grid_thw=grid)))
     video = tensors(video_grid_thw=grid, timestamps=[[0.5]])
@@ -80,8 +80,8 @@ def part(data: object) -> Any:
     return SimpleNamespace(data=data)
 
 
-def test_it_answers_whatever_it_is_asked(media: EncodableMedia) -> None:
-    """What lies in the shared memory of vLLM's processor cache is media; what holds nothing, or is broken, is none."""
+def test_any_item_gets_an_answer_and_broken_or_empty_media_count_as_none(media: EncodableMedia) -> None:
+    """An item in the shared memory of vLLM's processor cache is media; one that is empty or broken is not."""
 
     def item(data: object, modality: object = "image") -> Any:
         return SimpleNamespace(modality=modality, data=data)
@@ -95,7 +95,7 @@ def test_it_answers_whatever_it_is_asked(media: EncodableMedia) -> None:
 
 
 def test_a_processor_that_fails_is_reported_once(model_config: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Everything that holds data then counts as media: the cache works on, without this protection."""
+    """Then everything that holds data counts as media: the cache keeps working, without this protection."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
 
     def broken(*_: object) -> None:

@@ -23,7 +23,7 @@ from lmcache_ec.tally import Tallies, Tally
 
 
 class Side:
-    """A scheduler side that counts what it is told to."""
+    """A scheduler side that counts what the test has it count."""
 
     def __init__(self) -> None:
         self.decisions = Decisions()
@@ -93,7 +93,7 @@ def test_payloads_add_up_to_the_counts_whichever_front_end_gets_them(clock: Cloc
     assert value("deferred_seconds_bucket", le="0.025") == 1
 
 
-def test_it_answers_once_a_second_and_as_soon_as_the_last_request_has_ended(clock: Clock) -> None:
+def test_counts_are_handed_over_once_a_second_and_as_soon_as_the_last_request_has_ended(clock: Clock) -> None:
     side = Side()
     handing = collector(side)
     side.counts["saves"] = 1
@@ -111,7 +111,7 @@ def test_it_answers_once_a_second_and_as_soon_as_the_last_request_has_ended(cloc
 
 
 def test_a_series_begins_at_zero(clock: Clock) -> None:
-    """Or its first increase is none: to Prometheus, a series that appears with a value has not changed."""
+    """Otherwise its first increase is lost: to Prometheus, a series that appears with a value has not changed."""
     proms = prom(2)
     for reason in MISS_REASONS:
         assert value("misses_total", reason=reason) == 0
@@ -125,15 +125,15 @@ def test_a_series_begins_at_zero(clock: Clock) -> None:
 
 
 def test_a_failure_costs_metrics_and_nothing_else(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    side, said = Side(), list[str]()
-    handing = Collector(side, SimpleNamespace(exception=said.append))  # type: ignore[arg-type]
+    side, logged = Side(), list[str]()
+    handing = Collector(side, SimpleNamespace(exception=logged.append))  # type: ignore[arg-type]
     side.cache = None  # type: ignore[assignment]
     assert [handing.collect() for _ in range(3)] == [None] * 3
-    assert len(said) == 1
+    assert len(logged) == 1
     prom().observe({"counters": {"unheard_of": 1}}, 0)
 
 
-def test_a_second_engine_in_a_process_registers_them_anew() -> None:
+def test_a_second_engine_in_a_process_registers_its_metrics_again() -> None:
     prom()
     prom()
 

@@ -100,7 +100,7 @@ FILES = ("config.json", "video_preprocessor_config.json", "tokenizer.json", "mod
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_checkpoint_overwritten_under_the_same_path_is_another(checkpoint: Path, own: str, name: str) -> None:
-    """The copy elsewhere is the same at first; then one byte of one file changes."""
+    """A copy elsewhere has the same namespace at first; then one byte of one file changes."""
     assert namespace(checkpoint) == own
     content = bytearray((checkpoint / name).read_bytes())
     if name == "model.safetensors":
@@ -146,8 +146,8 @@ def test_a_field_that_a_later_vllm_adds_counts() -> None:
     assert seen[0] != seen[1]
 
 
-def test_the_users_part(own: str) -> None:
-    """The salt counts, budgets do not, and a name replaces all. Epochs are told apart later, see `at_epoch`."""
+def test_the_salt_and_the_name_change_the_namespace_and_budgets_do_not(own: str) -> None:
+    """A name replaces everything else. Epochs are told apart later, see `at_epoch`."""
     config = vllm_config(model_path(MODEL))
     assert own.startswith("qwen3_vl-")
     assert engine_namespace(config, EncoderCacheConfig(max_local_cpu_size=1)) == own
@@ -299,7 +299,7 @@ def test_a_value_without_stable_text_has_no_namespace() -> None:
 
 
 def test_weights_that_are_replaced_while_an_engine_loads_them_have_no_namespace(checkpoint: Path, own: str) -> None:
-    """The engine has what was there before; the fingerprint would be of what came after."""
+    """The engine has the old weights; the fingerprint would be that of the new ones."""
     config = vllm_config(checkpoint)
     note_checkpoint(config)
     weights = next(checkpoint.glob("*.safetensors"))
@@ -313,7 +313,7 @@ def test_weights_that_are_replaced_while_an_engine_loads_them_have_no_namespace(
     assert engine_namespace(config, EncoderCacheConfig()) != own
 
 
-def test_what_a_download_adds_while_an_engine_loads_is_no_replacement(checkpoint: Path) -> None:
+def test_files_that_a_download_adds_while_an_engine_loads_are_no_replacement(checkpoint: Path) -> None:
     config = vllm_config(checkpoint)
     note_checkpoint(config)
     (checkpoint / "vocab.txt").write_text("added")

@@ -38,7 +38,7 @@ def printed() -> dict[str, list[str]]:
 
 
 def test_the_front_end_imports_the_class_without_the_cache(printed: dict[str, list[str]]) -> None:
-    """It asks only for class methods, and pays for the import at every start."""
+    """It needs only class methods, and would pay for the import at every start."""
     imported = printed["imported"]
     ours = {name for name in imported if name.startswith("lmcache_ec")}
     assert ours <= {

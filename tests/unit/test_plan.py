@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec plan`: what it says of traces whose outcome is known otherwise, and of wrong input."""
+"""`lmcache-ec plan`: its answers for traces whose outcome is known otherwise, and for wrong input."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def test_each_request_is_answered_by_the_first_tier_that_has_it() -> None:
     assert outcome.saved_share == 0.5
 
 
-def test_what_two_replicas_share_is_encoded_once_and_what_each_has_alone_twice() -> None:
+def test_pictures_that_two_replicas_share_are_encoded_once_and_others_twice() -> None:
     everything = trace(*(number for number in range(50) for _ in range(40)))
     alone = replayed(everything, {"cpu": math.inf}, replicas=2)
     shared = replayed(everything, {"cpu": math.inf, "redis": math.inf}, replicas=2)
@@ -52,19 +52,19 @@ def test_what_two_replicas_share_is_encoded_once_and_what_each_has_alone_twice()
     assert shared.network_bytes == 100 * MIB
 
 
-def test_what_is_encoded_sooner_than_read_is_encoded() -> None:
+def test_an_output_that_is_encoded_sooner_than_read_is_encoded() -> None:
     outcome = replayed(trace(1, 1, encode_s=0.001), {"s3": math.inf})
     assert (outcome.encoder.requests, outcome.by_tier["s3"].requests) == (2, 0)
 
 
-def test_a_crawl_does_not_flush_what_is_asked_for_again_and_again() -> None:
+def test_a_crawl_does_not_flush_pictures_in_steady_use() -> None:
     names = [name for round_ in range(60) for name in (*range(20), *range(1000 * (round_ + 1), 1000 * round_ + 1200))]
     lru, cost = (replayed(trace(*names), {"cpu": 60 * MIB}, policy) for policy in ("lru", "cost"))
     assert lru.saved_s == 0
     assert cost.saved_s >= 0.8 * 59 * 20
 
 
-def test_by_cost_memory_keeps_what_takes_long_to_encode() -> None:
+def test_the_cost_policy_keeps_what_takes_long_to_encode() -> None:
     batch = Batch()
     for number in range(2000):
         name = number % 40
@@ -84,7 +84,7 @@ def test_a_synthetic_trace_is_the_same_each_time_and_in_the_order_of_time(name: 
     assert [batch.identifiers for batch in batches] == [batch.identifiers for batch in generate(made)]
 
 
-def test_popularity_is_by_zipfs_law_however_many_pictures_there_are() -> None:
+def test_popularity_follows_zipfs_law_however_many_pictures_there_are() -> None:
     asked = Counter(identifiers(Synthetic(requests=200_000, pictures=10**8, exponent=1.0)))
     ranked = [number for _, number in asked.most_common(10)]
     whole = sum(1 / rank for rank in range(1, 10**6)) + math.log(100)
@@ -92,7 +92,7 @@ def test_popularity_is_by_zipfs_law_however_many_pictures_there_are() -> None:
     assert ranked[9] == pytest.approx(ranked[0] / 10, rel=0.15)
 
 
-def test_a_crawl_is_over_pictures_that_are_asked_for_once_in_the_middle_of_the_time() -> None:
+def test_a_crawl_asks_for_each_of_its_pictures_once_in_the_middle_of_the_time() -> None:
     batches = list(generate(Synthetic(requests=60_000, pictures=10, scan=0.5, hours=3)))
     requests = [pair for batch in batches for pair in zip(batch.identifiers, batch.times_s, strict=True)]
     asked = Counter(name for name, _ in requests)
@@ -123,7 +123,7 @@ def test_a_sample_saves_the_same_share_as_the_whole_trace() -> None:
     assert part.saved_share == pytest.approx(whole.saved_share, abs=0.05)
 
 
-def test_a_trace_that_was_written_is_read_as_it_was(tmp_path: Path) -> None:
+def test_a_trace_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     for path in (tmp_path / "trace.csv", tmp_path / "trace.csv.gz"):
         batch = trace(1, 2, 1)
         assert [one.identifiers for one in write([batch], path)] == [[1, 2, 1]]
@@ -145,13 +145,13 @@ def test_a_trace_that_was_written_is_read_as_it_was(tmp_path: Path) -> None:
         "time_s,identifier,bytes,encode_s\n1,a,9,1,1\n",
     ],
 )
-def test_a_line_that_is_none_of_a_trace_is_named(tmp_path: Path, text: str) -> None:
+def test_a_line_that_does_not_belong_in_a_trace_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(TraceError, match=r"trace.csv line \d: expected "):
         list(read(tmp_path / "trace.csv"))
 
 
-def test_what_is_paid_is_for_a_month_of_the_fleet() -> None:
+def test_costs_are_for_a_month_of_the_whole_fleet() -> None:
     batch = Batch([0.0, 3600.0], [1, 1], [MIB, MIB], [36.0, 36.0])
     outcome = replayed(batch, {"cpu": 1 << 30, "s3": math.inf}, replicas=3, routing="picture")
     costs = monthly(outcome, Prices(gpu_hour=2.0, cpu_gib_month=5.0, s3_gib_month=0.0, s3_1000_writes=1.0), 1.0)
@@ -238,7 +238,7 @@ def test_a_misspelled_key_of_a_synthetic_trace_is_answered_with_the_one_that_was
     assert done.stderr == "'reqests' is no key of a synthetic trace: did you mean requests?\n"
 
 
-def test_a_program_too_is_told_which_tiers_of_a_sample_say_little() -> None:
+def test_a_program_also_learns_which_tiers_are_too_small_for_the_sample() -> None:
     arguments = ["zipf:requests=5000", "--tiers", "gpu=0.05,cpu=100", "--sample", "0.2"]
     notes = asked(*arguments)["notes"]
     assert isinstance(notes, list)

@@ -174,8 +174,8 @@ def small_sizes() -> Iterator[None]:
         yield
 
 
-def test_what_was_added_is_never_denied_at_any_instant_of_what_the_writer_does() -> None:
-    """While it adds, grows, lists, cuts down, swaps, gives up, and gives memory back."""
+def test_a_key_that_was_added_is_never_denied_whatever_the_writer_is_doing() -> None:
+    """While it adds, grows, lists, shrinks, swaps, gives up, and gives memory back."""
     with small_sizes():
         writer, stored = PresenceWriter.create(["disk"]), digests("stored", 20)
         with reader_of(writer, ["disk"]) as reader:
@@ -214,7 +214,7 @@ def actions() -> st.SearchStrategy[Action]:
 
 @given(st.lists(st.tuples(actions(), st.sampled_from(KEYS), st.lists(actions(), max_size=5)), max_size=30))
 @settings(max_examples=examples(300), deadline=None)
-def test_what_was_added_is_never_denied_whatever_happens_between_two_reads_of_a_look(
+def test_a_key_that_was_added_is_never_denied_whatever_happens_between_two_reads_of_a_look(
     program: list[tuple[Action, bytes, list[Action]]],
 ) -> None:
     with small_sizes():
@@ -246,7 +246,7 @@ for size in sizes:
 
 
 def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_denied_here() -> None:
-    """Swaps, growth and cutting down as they come, while this process looks without a pause."""
+    """Swapping, growing and shrinking as needed, while this process looks without a pause."""
     stored, seen = digests("stored", 500), list[str]()
     with subprocess.Popen([sys.executable, "-c", LISTS_FOR_EVER], stdout=subprocess.PIPE, text=True) as lister:
         assert lister.stdout is not None
@@ -265,7 +265,7 @@ def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_deni
         reader.close()
 
 
-def test_what_a_thread_adds_while_another_lists_again_and_again_is_not_lost(writer: PresenceWriter) -> None:
+def test_keys_that_a_thread_adds_while_another_lists_again_and_again_are_not_lost(writer: PresenceWriter) -> None:
     stored, often = list[bytes](), sys.getswitchinterval()
 
     def store() -> None:
@@ -287,7 +287,9 @@ def test_what_a_thread_adds_while_another_lists_again_and_again_is_not_lost(writ
 # ---- forgotten
 
 
-def test_what_a_listing_no_longer_shows_is_forgotten_and_what_came_meanwhile_is_not(writer: PresenceWriter) -> None:
+def test_keys_that_a_listing_no_longer_shows_are_forgotten_and_those_added_meanwhile_are_not(
+    writer: PresenceWriter,
+) -> None:
     stored, deleted, meanwhile = (digests(name, 2000) for name in ("stored", "deleted", "meanwhile"))
     list_all(writer, stored + deleted)
     with reader_of(writer) as reader:
@@ -301,7 +303,7 @@ def test_what_a_listing_no_longer_shows_is_forgotten_and_what_came_meanwhile_is_
         assert sum(map(reader.may_contain, deleted)) < 20
 
 
-def test_what_is_listed_counts_before_the_listing_is_through(writer: PresenceWriter) -> None:
+def test_listed_keys_count_before_the_listing_is_complete(writer: PresenceWriter) -> None:
     with writer.listing("disk") as add:
         assert not writer.may_contain(digest("early"))
         add(digest("early"))
@@ -337,7 +339,7 @@ def test_a_listing_of_one_tier_touches_nothing_of_another(writer: PresenceWriter
 
 
 @pytest.mark.parametrize("count", [0, 100, 40_000, 100_000, pytest.param(200_000, marks=pytest.mark.slow)])
-def test_after_a_listing_fewer_than_one_in_a_hundred_others_is_mistaken_in_25_bits_a_key(
+def test_after_a_listing_false_positives_are_under_one_percent_at_25_bits_a_key(
     writer: PresenceWriter, count: int
 ) -> None:
     keys = digests("in", count)
@@ -352,7 +354,7 @@ def test_after_a_listing_fewer_than_one_in_a_hundred_others_is_mistaken_in_25_bi
 
 
 def test_a_filter_that_fills_between_two_listings_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It errs more often than one that was sized for its count, and far less than one that had not grown."""
+    """It errs more often than one sized for its count, and far less often than one that has not grown."""
     monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
     writer, keys = PresenceWriter.create(TIERS), digests("in", 50_000)
     list_all(writer, keys[:100])
@@ -366,7 +368,7 @@ def test_a_filter_that_fills_between_two_listings_grows(monkeypatch: pytest.Monk
     writer.close()
 
 
-def test_a_filter_ends_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_stops_growing_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past its largest size it takes more keys and no more memory."""
     monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
     monkeypatch.setattr(module, "_REGION_BYTES", 32 * KIB)
@@ -379,10 +381,10 @@ def test_a_filter_ends_somewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     small.close()
 
 
-def test_where_memory_cannot_be_given_back_what_was_in_it_is_forgotten_all_the_same(
+def test_where_memory_cannot_be_given_back_its_keys_are_forgotten_all_the_same(
     writer: PresenceWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sandboxes that do not know the call."""
+    """As in sandboxes that do not support the call."""
     monkeypatch.setattr(mmap, "MADV_REMOVE", 4242)
     for name in ("first", "second", "third"):
         list_all(writer, digests(name, 1000))
@@ -391,7 +393,7 @@ def test_where_memory_cannot_be_given_back_what_was_in_it_is_forgotten_all_the_s
 
 
 @pytest.mark.slow
-def test_ten_million_keys_take_16_mib_and_fewer_than_one_in_a_hundred_others_is_mistaken() -> None:
+def test_ten_million_keys_take_16_mib_with_false_positives_under_one_percent() -> None:
     writer, count = PresenceWriter.create(["disk"]), 10_000_000
     for _ in range(2):
         with writer.listing("disk") as add:

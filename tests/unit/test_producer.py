@@ -100,8 +100,8 @@ def test_only_what_a_tier_has_is_announced_as_stored(producer_on: Produce) -> No
     assert produce(producer_on(), request("asking", X, UUID)) == (2, {X: True, UUID: False})
 
 
-def test_nothing_is_encoded_that_is_stored_and_nothing_is_moved_to_find_out(producer_on: Produce) -> None:
-    """Not what this producer stored or another one, not after a restart, and not what vLLM's own cache has lost."""
+def test_stored_items_are_not_encoded_and_nothing_is_moved_to_find_out(producer_on: Produce) -> None:
+    """Whether this producer or another stored them, also after a restart, and if vLLM's own cache has lost them."""
     first = producer_on()
     assert produce(first, request("first", X)) == (1, {X: True})
     for producer in (first, producer_on()):
@@ -112,7 +112,7 @@ def test_nothing_is_encoded_that_is_stored_and_nothing_is_moved_to_find_out(prod
         assert count(producer, "fills") == 0
 
 
-def test_a_request_with_nothing_to_encode_is_served_where_that_is_stored_and_fails_alone_elsewhere(
+def test_a_request_with_nothing_to_encode_is_served_if_its_item_is_stored_and_fails_alone_if_not(
     producer_on: Produce,
 ) -> None:
     produce(producer_on(), request("first", X))
@@ -125,10 +125,8 @@ def test_a_request_with_nothing_to_encode_is_served_where_that_is_stored_and_fai
     producer.side.request_finished(unknown)
 
 
-def test_a_remote_that_is_only_read_decides_nothing_where_another_is_written_and_all_where_none_is(
-    producer_on: Produce, tmp_path: Path
-) -> None:
-    """It never has what is new; what it has already consumers find there."""
+def test_a_read_only_remote_counts_only_if_no_other_remote_is_written(producer_on: Produce, tmp_path: Path) -> None:
+    """It never gets new entries; what it already has, consumers find there."""
     with redis_server(tmp_path / "written") as written, redis_server(tmp_path / "read") as read:
         for identifier, server, remotes in (
             (X, written, [written.url, f"{read.url}?read_only=true"]),
@@ -144,7 +142,7 @@ def test_a_remote_that_is_only_read_decides_nothing_where_another_is_written_and
         assert produce(producer, request("there", Y, Z)) == (1, {Y: True, Z: False})
 
 
-def test_what_was_skipped_and_is_lost_is_encoded_again_though_vllm_counts_it_as_cached(
+def test_a_skipped_item_that_is_lost_is_encoded_again_though_vllm_counts_it_as_cached(
     producer_on: Produce, folder: Path
 ) -> None:
     produce(producer_on(), request("first", X))
@@ -156,8 +154,8 @@ def test_what_was_skipped_and_is_lost_is_encoded_again_though_vllm_counts_it_as_
     assert produce(producer, request("there again", X)) == (0, {X: True})
 
 
-def test_what_is_encoded_again_keeps_to_the_encoders_budget(producer_on: Produce, folder: Path) -> None:
-    """What finds no room in it is announced without metadata, and encoded for the next request."""
+def test_items_that_are_encoded_again_keep_to_the_encoders_budget(producer_on: Produce, folder: Path) -> None:
+    """An item beyond the budget is announced without metadata, and encoded for the next request."""
     produce(producer_on(), request("first", X, Y))
     producer = producer_on(encoder_budget=7)
     assert produce(producer, request("skipped", X, Y)) == (0, {X: True, Y: True})
@@ -167,7 +165,7 @@ def test_what_is_encoded_again_keeps_to_the_encoders_budget(producer_on: Produce
 
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "in vLLM's cache alone"])
-def test_what_is_lost_and_still_held_is_stored_again_without_an_encode(
+def test_a_lost_item_that_is_still_held_is_stored_again_without_an_encode(
     producer_on: Produce, folder: Path, in_memory: bool
 ) -> None:
     producer = producer_on()
@@ -179,7 +177,7 @@ def test_what_is_lost_and_still_held_is_stored_again_without_an_encode(
     assert stored(folder) == 1
 
 
-def test_an_encode_that_vllm_took_back_is_made_up_for_by_the_next_request(producer_on: Produce) -> None:
+def test_an_encode_that_vllm_took_back_is_done_for_the_next_request(producer_on: Produce) -> None:
     """vLLM counts the item as cached all the same."""
     producer = producer_on()
     preempted = request("preempted", X)
@@ -190,7 +188,7 @@ def test_an_encode_that_vllm_took_back_is_made_up_for_by_the_next_request(produc
     assert produce(producer, request("next", X)) == (1, {X: True})
 
 
-def test_what_goes_while_its_request_runs_on_is_not_announced(
+def test_an_entry_that_is_lost_while_its_request_runs_is_not_announced(
     producer_on: Produce, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     produce(producer_on(), request("first", X))
@@ -209,7 +207,9 @@ def test_what_goes_while_its_request_runs_on_is_not_announced(
     assert producer.side.request_finished(long) == {X: False, Y: False}
 
 
-def test_a_misfit_is_encoded_and_announced_as_nothing(producer_on: Produce, folder: Path) -> None:
+def test_an_item_whose_name_another_length_has_is_encoded_and_not_announced_as_stored(
+    producer_on: Produce, folder: Path
+) -> None:
     """Another item's entry has the name, and keeps it."""
     produce(producer_on(naming=Naming(persist_client_ids=True)), request("first", UUID))
     producer = producer_on(naming=Naming(persist_client_ids=True))
@@ -240,7 +240,7 @@ def test_nobody_waits_for_the_tiers_longer_than_the_deadline(
     assert produce(producer, request("next", X)) == (0, {X: True})
 
 
-def test_with_its_store_process_dead_it_encodes_and_serves_on(producer_on: Produce) -> None:
+def test_a_producer_whose_store_process_is_dead_goes_on_encoding_and_serving(producer_on: Produce) -> None:
     produce(producer_on(), request("first", X))
     producer = producer_on(deadline_s=60.0)
     with stopped(pid := store_pid(producer)):
@@ -254,7 +254,7 @@ def test_with_its_store_process_dead_it_encodes_and_serves_on(producer_on: Produ
 
 
 @pytest.mark.parametrize("vouching", [False, True])
-def test_a_producer_says_so_if_names_keep_its_entries_from_consumers(
+def test_a_producer_logs_a_warning_if_names_keep_its_entries_from_consumers(
     vouching: bool, producer_on: Produce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []

@@ -21,7 +21,7 @@ def a_book(mib: int = 64) -> Book:
 
 
 def saved(book: Book, identifier: str, *, persist: bool = True, answers: dict[int, Landing] | None = None) -> Place:
-    """Through a whole save and write; each tier answers TOOK, or as `answers` says."""
+    """Through a whole save and write; each tier answers TOOK, or what `answers` has for it."""
     place = book.reserve_save(identifier, SPEC, persist)
     assert place is not None
     book.send_save(place, place.id, 0)
@@ -80,7 +80,7 @@ def test_an_emptied_tier_gets_all_that_is_live_the_hottest_first() -> None:
     assert all(place.tiers == ALL for place in places)
 
 
-def test_what_was_in_use_when_the_news_came_is_written_after_its_use() -> None:
+def test_an_entry_that_was_in_use_when_the_news_came_is_written_after_its_use() -> None:
     book = a_book()
     place = saved(book, "a")
     book.pin(place)
@@ -92,7 +92,7 @@ def test_what_was_in_use_when_the_news_came_is_written_after_its_use() -> None:
     assert written_again(book) == []
 
 
-def test_what_was_filled_is_written_to_the_tiers_before_its_own_if_they_were_not_there() -> None:
+def test_a_fetched_entry_is_written_to_the_nearer_tiers_that_missed_it_once_they_are_back() -> None:
     book = a_book()
     for name, landing in (("promoted", Landing.TOOK), ("not promoted", Landing.FAILED)):
         place = book.reserve_fill(name, entry_length(name, SPEC), 1, certain=True)
@@ -124,7 +124,7 @@ def test_writing_again_takes_half_of_the_budget() -> None:
     assert written_again(book, 1) == [(places[4].identifier, 1 << DISK)]
 
 
-def test_what_was_never_written_goes_before_what_is_written_again() -> None:
+def test_first_writes_go_before_rewrites() -> None:
     book = a_book(4)  # of which one may be unwritten
     first, second = saved(book, "a"), saved(book, "b")
     book.tier_emptied(DISK)
@@ -142,7 +142,7 @@ def test_what_was_never_written_goes_before_what_is_written_again() -> None:
     assert again == {place.identifier for place in (first, second) if book.live(place.identifier) is place}
 
 
-def test_what_a_lost_store_process_had_to_write_again_is_owed_to_the_same_tiers() -> None:
+def test_rewrites_lost_with_a_store_process_are_due_again_for_the_same_tiers() -> None:
     book = a_book()
     place = saved(book, "a")
     book.tier_emptied(NEAR)
@@ -156,7 +156,7 @@ def test_what_a_lost_store_process_had_to_write_again_is_owed_to_the_same_tiers(
     assert book.snapshot()["pins"] == 0
 
 
-def test_what_leaves_the_arena_is_due_no_more() -> None:
+def test_an_entry_that_leaves_the_arena_is_no_longer_due() -> None:
     book = a_book(8)
     places = [saved(book, f"{number}") for number in range(6)]
     book.tier_emptied(DISK)

@@ -135,8 +135,8 @@ def test_two_requests_in_one_pass_share_a_load_and_a_save(serve: Serve) -> None:
 # ---- what vLLM's own cache may drop
 
 
-def test_having_an_item_back_costs_what_the_nearest_tier_that_has_it_takes(serve: Serve) -> None:
-    """An entry that is not sealed yet may get lost: it counts as one that nobody has."""
+def test_restoring_an_item_costs_a_read_of_the_nearest_tier_that_has_it(serve: Serve) -> None:
+    """An entry that is not sealed yet may still be lost: it does not count."""
     served = serve()
     served.cache.policy.encode_s = lambda items: 0.05  # type: ignore[method-assign]
 
@@ -157,28 +157,28 @@ def test_having_an_item_back_costs_what_the_nearest_tier_that_has_it_takes(serve
 
 
 @pytest.mark.parametrize("identifier", ["", "\ud800", "x" * 5000])
-def test_what_can_have_no_entry_costs_its_encode(serve: Serve, identifier: str) -> None:
+def test_restoring_an_item_that_can_have_no_entry_costs_its_encode(serve: Serve, identifier: str) -> None:
     served = serve()
     assert served.side.restore_s(identifier, "image", 100) == served.side.restore_s(Z, "image", 100)
 
 
-def test_what_is_never_loaded_costs_its_encode(serve: Serve) -> None:
+def test_restoring_an_item_that_is_never_loaded_costs_its_encode(serve: Serve) -> None:
     served = serve(consumer=False)
     served.store(X)
     assert served.side.restore_s(X, "image", 100) == served.side.restore_s(Z, "image", 100)
 
 
-def test_below_a_cache_that_has_given_up_there_is_nothing(serve: Serve) -> None:
+def test_restoring_an_item_costs_its_encode_once_the_cache_has_given_up(serve: Serve) -> None:
     served = serve()
     served.store(X)
-    served.cache.inert = "told so by the test"
+    served.cache.inert = "set by the test"
     assert served.side.restore_s(X, "image", 100) == served.side.restore_s(Z, "image", 100)
 
 
 # ---- promises
 
 
-def test_a_promise_that_finds_no_room_in_the_kv_cache_lasts_for_its_pass_alone(serve: Serve) -> None:
+def test_a_promise_that_finds_no_room_in_the_kv_cache_lasts_only_for_its_pass(serve: Serve) -> None:
     served = serve()
     served.store(X)
     waiting = request("waiting", X)
@@ -215,10 +215,10 @@ def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["in memory", "evicted each time"])
-def test_one_name_for_two_lengths_in_turn_costs_the_encodes_of_one_and_not_a_write(
+def test_a_name_used_for_two_lengths_in_turn_costs_the_encodes_of_one_and_no_writes(
     serve: Serve, tmp_path: Path, kept: bool
 ) -> None:
-    """Ten requests each. What was stored first stays as it is, and nobody waits for it in vain more than once."""
+    """Ten requests each. The entry that was stored first stays as it is, and nobody waits for it in vain twice."""
     served = serve(naming=Naming(persist_client_ids=True))
     for number in range(20):
         asking = request(f"request {number}", UUID, rows=(4, 9)[number % 2])
@@ -240,10 +240,10 @@ def test_one_name_for_two_lengths_in_turn_costs_the_encodes_of_one_and_not_a_wri
     served.vllm.evict(UUID)
 
 
-def test_a_request_of_metadata_for_another_length_fails_alone_and_takes_nothing_from_others(
+def test_a_metadata_only_request_for_another_length_fails_alone_and_takes_nothing_from_others(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """Anybody may send one, to a consumer that never writes."""
+    """Anybody may send one, also to a consumer that never writes."""
     serve().store(X)
     [path] = (tmp_path / "entries").rglob("*.safetensors")
     consumer = serve(producer=False, widths={})
@@ -299,7 +299,7 @@ def test_a_question_about_one_item_costs_no_look_at_the_others(serve: Serve) -> 
 # ---- vLLM's own encoder cache
 
 
-def test_what_vllm_holds_is_neither_fetched_nor_waited_for(serve: Serve) -> None:
+def test_an_item_that_vllm_holds_is_neither_fetched_nor_waited_for(serve: Serve) -> None:
     served = serve()
     first, second = request("first", X), request("second", X)
     served.schedule(first)
@@ -311,7 +311,7 @@ def test_what_vllm_holds_is_neither_fetched_nor_waited_for(serve: Serve) -> None
     assert (count(served, "fetches"), count(served, "deferred_passes")) == (0, 0)
 
 
-def test_a_question_about_what_vllm_held_means_that_it_has_emptied_its_cache(serve: Serve) -> None:
+def test_a_question_about_an_item_that_vllm_held_means_that_vllm_has_emptied_its_cache(serve: Serve) -> None:
     served = serve()
     first = request("first", X, Y)
     served.schedule(first)
@@ -322,13 +322,13 @@ def test_a_question_about_what_vllm_held_means_that_it_has_emptied_its_cache(ser
     served.step(again)
     forget(served, Y)
     other = request("other", Y)
-    assert served.schedule(other) == "load"  # fetched, though it was never told to be freed
+    assert served.schedule(other) == "load"  # fetched, though vLLM never reported it as freed
     finish(served, first, again, other)
     assert count(served, "mirror_resets") == 1
 
 
-def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve) -> None:
-    """vLLM makes room for one request, and the next in the same pass wants what had to go: told only at its end."""
+def test_an_item_evicted_and_asked_for_in_one_pass_is_no_sign_of_an_emptied_cache(serve: Serve) -> None:
+    """vLLM makes room for one request, and the next in the same pass wants what had to go: reported only at its end."""
     served = serve()
     first = request("first", X, Y)
     served.schedule(first)
@@ -344,8 +344,8 @@ def test_an_item_evicted_and_asked_for_in_one_pass_is_no_such_sign(serve: Serve)
     assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
 
 
-def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_such_sign_either(serve: Serve) -> None:
-    """Of such an item vLLM 0.32 says nothing at the end (`EncoderCacheManager.get_freed_mm_hashes`)."""
+def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_sign_of_an_emptied_cache(serve: Serve) -> None:
+    """vLLM 0.32 does not report such an item at the end (`EncoderCacheManager.get_freed_mm_hashes`)."""
     served = serve()
     first = request("first", X, Y)
     served.schedule(first)
@@ -386,8 +386,8 @@ def test_a_step_without_tokens_drops_reservations_and_keeps_loads(serve: Serve) 
 
 
 def test_a_load_goes_out_with_a_step_that_could_encode_the_item_in_its_place(serve: Serve) -> None:
-    """Its own request was preempted in the pass that promised it. vLLM takes the item for cached from then on: a load
-    that failed with nobody there to be encoded for would end the engine when the next request gathers it."""
+    """Its own request was preempted in the pass that promised it. vLLM takes the item for cached from then on: if
+    a load failed in a step without a request to encode for, the next request to gather it would end the engine."""
     served = serve()
     served.store(X)
     preempted, text, other = request("preempted", X), request("text"), request("other", Y, X)
@@ -427,7 +427,7 @@ def test_a_load_that_waits_is_given_up_when_vllm_empties_its_cache(serve: Serve)
     finish(served, preempted, held, again)
 
 
-def test_of_two_requests_for_an_item_the_one_that_carries_it_has_it_encoded_if_the_load_fails(serve: Serve) -> None:
+def test_if_a_shared_load_fails_the_item_is_encoded_for_the_request_that_carries_it(serve: Serve) -> None:
     served = serve()
     served.store(X)
     without, with_media = metadata_only("without", X), request("with", X)
@@ -440,9 +440,9 @@ def test_of_two_requests_for_an_item_the_one_that_carries_it_has_it_encoded_if_t
     finish(served, without, with_media)
 
 
-def test_what_vllm_has_taken_back_from_its_workers_is_not_promised(serve: Serve) -> None:
-    """0.33's V2 runner lets go of an item's pixels once it is computed. After a rollback, and an eviction, a load that
-    failed could not be made up for; an encode that vLLM schedules brings the pixels along."""
+def test_an_item_that_vllm_has_taken_back_from_its_workers_is_not_promised(serve: Serve) -> None:
+    """0.33's V2 runner lets go of an item's pixels once it is computed. After a rollback and an eviction, a failed
+    load could not be replaced by an encode; an encode that vLLM schedules brings the pixels along."""
 
     def updates(payload: Any) -> None:
         served.vllm._output.scheduled_new_reqs = []
@@ -465,7 +465,7 @@ def test_what_vllm_has_taken_back_from_its_workers_is_not_promised(serve: Serve)
     finish(served, asking)
 
 
-def test_a_load_put_off_that_vllm_no_longer_wants_is_dropped(serve: Serve) -> None:
+def test_a_postponed_load_that_vllm_no_longer_wants_is_dropped(serve: Serve) -> None:
     served = serve()
     served.store(X)
     stored = request("stored", X)
@@ -494,7 +494,7 @@ def test_an_encode_taken_back_by_a_preemption_leaves_no_place(serve: Serve) -> N
 # ---- saves
 
 
-def test_a_save_that_found_no_room_is_made_up_for_while_vllm_holds_the_item(serve: Serve) -> None:
+def test_a_save_that_found_no_room_is_done_later_while_vllm_holds_the_item(serve: Serve) -> None:
     served = serve(arena_bytes=2 * PLACE_BYTES)
     requests = [request(name, digest(name)) for name in ("a", "b", "late")]
     outputs = []
@@ -539,7 +539,7 @@ def test_a_save_that_found_no_room_is_forgotten_when_vllm_frees_the_item(serve: 
     assert (count(served, "unsaved"), count(served, "saves")) == (0, 1)
 
 
-def test_a_save_dropped_for_an_item_that_came_back_in_the_pass_of_its_eviction_is_made_up_for(serve: Serve) -> None:
+def test_a_save_dropped_for_an_item_that_came_back_in_the_pass_of_its_eviction_is_done_later(serve: Serve) -> None:
     served = serve(arena_bytes=PLACE_BYTES)
     one, two = request("one", X), request("two", Y)
     for each in (one, two):
@@ -560,7 +560,7 @@ def test_a_save_dropped_for_an_item_that_came_back_in_the_pass_of_its_eviction_i
     served.settle()
 
 
-def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve) -> None:
+def test_an_output_of_an_unexpected_form_is_not_saved_again_and_again(serve: Serve) -> None:
     served = serve()
     served.runner.encode = lambda identifier, rows: torch.ones(rows, 3)
     odd = request("odd", X)
@@ -589,7 +589,7 @@ def test_an_output_other_than_expected_is_not_saved_again_and_again(serve: Serve
     [{"modality": "prompt_embeds"}, {"identifier": counter_name("renderer0-mm-1-image-0")}],
     ids=["prompt_embeds", "counter"],
 )
-def test_an_item_whose_name_says_nothing_about_its_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
+def test_an_item_whose_name_does_not_identify_its_media_is_never_cached(serve: Serve, kind: dict[str, str]) -> None:
     served = serve()
     identifier = kind.pop("identifier", X)
     for name in ("first", "second"):
@@ -606,7 +606,7 @@ def test_an_item_whose_name_says_nothing_about_its_media_is_never_cached(serve: 
 
 def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
     serve(consumer=False).store(X)
-    consumer = serve(producer=False, widths={})  # nobody tells a consumer how wide the rows are
+    consumer = serve(producer=False, widths={})  # a consumer is not given the width of the rows
     asking = request("asking", X, Y)
     assert consumer.schedule(asking) == "load encode"
     finish(consumer, asking)
@@ -618,15 +618,15 @@ def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
 # ---- what a producer has announced
 
 
-def told(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
+def with_announcement(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
     asking = request(name, *identifiers, data=data)
     asking.ec_transfer_params = {identifier: {"namespace": namespace, "metadata": {}} for identifier in identifiers}
     return asking
 
 
-def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve: Serve) -> None:
+def test_a_consumer_waits_for_an_announced_entry_that_no_listing_has(serve: Serve) -> None:
     consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=PATIENCE_S)
-    asking, unannounced = told("asking", X), request("unannounced", Y)
+    asking, unannounced = with_announcement("asking", X), request("unannounced", Y)
     assert consumer.vllm.offer(asking) is None
     assert consumer.schedule(unannounced) == "encode"
     finish(consumer, unannounced)
@@ -645,14 +645,14 @@ def test_a_consumer_waits_for_what_a_producer_announced_and_no_listing_has(serve
 
 def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alone(serve: Serve, clock: Clock) -> None:
     consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=3.0)
-    asking = told("asking", X)
+    asking = with_announcement("asking", X)
     assert consumer.vllm.offer(asking) is None
     consumer.step()
     clock.now += 3.1
     assert consumer.vllm.offer(asking) == "encode"
     consumer.step(asking)
     finish(consumer, asking)
-    empty = told("empty", Y, data=None)
+    empty = with_announcement("empty", Y, data=None)
     offer(consumer, empty)
     assert not consumer.side.take_unavailable_requests()
     clock.now += 3.1
@@ -665,7 +665,7 @@ def test_an_announced_entry_that_never_comes_is_encoded_or_fails_its_request_alo
     [{X: {"namespace": "another"}}, {X: {"namespace": 7}}, {X: "tests"}, {X: {}}, ["tests"], {"nobody": {}}, "text"],
     ids=str,
 )
-def test_what_another_namespace_or_nobody_announced_is_not_waited_for(serve: Serve, params: Any) -> None:
+def test_an_entry_announced_by_another_namespace_or_by_nobody_is_not_waited_for(serve: Serve, params: Any) -> None:
     consumer = serve(producer=False, deadline_s=0.0, wait_for_producer_s=PATIENCE_S)
     asking = request("asking", X)
     asking.ec_transfer_params = params
@@ -701,7 +701,7 @@ def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alon
 def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
     serve: Serve, other: dict[str, Any]
 ) -> None:
-    """vLLM asks about the first in a pass whose window the second is not in, by a name that stands for both."""
+    """vLLM asks about the first in a pass whose window does not include the second, by a name that is that of both."""
     served = serve(window=20, widths={"image": WIDTH, "video": 2 * WIDTH})
     served.store(UUID)
     first = Feature(UUID, Position(0, 4), data=None)
@@ -715,7 +715,7 @@ def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
 
 
 def test_a_lease_is_worth_nothing_once_the_cache_is_inert(serve: Serve) -> None:
-    """A rank leaves the cache when one of its hooks fails. Its engine serves on, and nothing is promised any more."""
+    """A rank leaves the cache when one of its hooks fails. Its engine keeps serving, and nothing more is promised."""
     served = serve()
     served.store(X)
     waiting, other = metadata_only("waiting", X), request("other", X)
@@ -813,7 +813,7 @@ def test_a_request_waits_for_its_deadline_in_total_and_no_longer(serve: Serve, c
 
 
 def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
-    """Leases end at half the arena; what is over is encoded or loaded as it comes, and nobody waits for ever."""
+    """Leases stop at half the arena; items beyond that are encoded or loaded as they come; nobody waits for ever."""
     images = [digest(f"image {number}") for number in range(50)]
     writer = serve()
     writer.store(*images)
@@ -850,7 +850,7 @@ def test_first_requests_wait_for_the_ranks_and_then_no_longer(clock: Clock) -> N
         served.close()
 
 
-# ---- the cache gone
+# ---- the cache given up
 
 
 def test_without_its_rank_the_cache_is_inert_and_everything_is_encoded(serve: Serve) -> None:
@@ -870,7 +870,7 @@ def test_without_its_rank_the_cache_is_inert_and_everything_is_encoded(serve: Se
     assert (count(served, "leases"), count(served, "pins"), count(served, "places_reserved")) == (0, 0, 0)
 
 
-def test_what_was_promised_before_the_cache_became_inert_is_encoded_after_all(serve: Serve) -> None:
+def test_an_item_promised_before_the_cache_became_inert_is_encoded_after_all(serve: Serve) -> None:
     """vLLM counts on it, whatever becomes of the cache: the engine dies if the tensor never comes."""
     served = serve()
     served.store(X)

@@ -70,13 +70,13 @@ def test_a_signed_entry_is_an_entry_of_the_one_format_as_long_as_any_other() -> 
     assert len(metadata["signature"]) == 32
 
 
-def test_what_is_unsigned_or_signed_with_another_key_is_distinguished_from_damage() -> None:
+def test_an_entry_unsigned_or_signed_with_another_key_is_distinguished_from_damage() -> None:
     assert reason(sealed(None)) is Reason.SIGNATURE
     assert reason(sealed(THEIRS)) is Reason.SIGNATURE
     assert reason(SIGNED[:-1] + b"\x01") is Reason.DIGEST
 
 
-def test_whatever_bit_of_a_signed_entry_is_flipped_it_is_refused_even_with_a_digest_that_is_right() -> None:
+def test_a_signed_entry_with_any_bit_flipped_is_refused_even_if_its_digest_is_right() -> None:
     for position in range(len(SIGNED)):
         for bit in range(8):
             flipped = bytearray(SIGNED)
@@ -108,7 +108,7 @@ def test_a_signature_is_for_one_name_and_for_all_of_the_header(field: str) -> No
     assert reason(forged, OURS, asked) is Reason.SIGNATURE
 
 
-def test_nothing_claims_to_be_of_another_version_where_entries_are_signed() -> None:
+def test_where_entries_are_signed_nothing_passes_as_one_of_another_version() -> None:
     """It would keep its name for ever, and nobody could tell who wrote it."""
     other = SIGNED.replace(b"lmcache-ec/1", b"lmcache-ec/2")
     assert reason(other, None) is Reason.VERSION
@@ -137,7 +137,7 @@ def test_a_key_is_the_bytes_of_its_file_and_shows_nothing_but_its_id(tmp_path: P
     assert key.id not in key.secret.hex()
 
 
-def test_the_id_of_the_key_ends_a_namespace_once(tmp_path: Path) -> None:
+def test_a_namespace_ends_with_the_id_of_the_key_only_once(tmp_path: Path) -> None:
     key = read_key(key_file(tmp_path))
     named = check_namespace(key.namespace("model-0123456789abcdef"))
     assert named == f"model-0123456789abcdef-{key.id}" == key.namespace(named)
@@ -159,7 +159,7 @@ def test_the_id_of_the_key_ends_a_namespace_once(tmp_path: Path) -> None:
         (b"x" * 32, 0o620, "mode 0620"),
     ],
 )
-def test_a_key_that_cannot_be_one_is_an_error_with_its_path_a_remedy_and_none_of_its_bytes(
+def test_an_invalid_key_is_an_error_with_its_path_a_remedy_and_none_of_its_bytes(
     tmp_path: Path, content: bytes, mode: int, expected: str
 ) -> None:
     file = key_file(tmp_path, content, mode)
@@ -169,7 +169,7 @@ def test_a_key_that_cannot_be_one_is_an_error_with_its_path_a_remedy_and_none_of
     assert not content or content.decode() not in str(raised.value)
 
 
-def test_a_key_file_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_key_file_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, expected in (
         ("pipe", "no regular file|not a regular file"),
@@ -187,7 +187,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         EncoderCacheConfig(signing_key_file=file).signing_key()
 
 
-def test_without_the_package_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(ConfigError, match=r"pip install 'lmcache-ec\[signing\]'"):
         EncoderCacheConfig(signing_key_file=key_file(tmp_path)).signing_key()

@@ -88,12 +88,12 @@ def test_pairs_and_texts_are_judged_as_a_whole(judge: Judge, life: Life) -> None
     ],
     ids=["a token", "a logprob", "a logprob less", "too short", "nothing"],
 )
-def test_an_answer_that_is_nobodys_is_wrong(judge: Judge, life: Life, given: Answer) -> None:
+def test_an_answer_that_belongs_to_no_picture_is_wrong(judge: Judge, life: Life, given: Answer) -> None:
     judged = judge.answered(judge.asked(life, Ask("plain", (1,))), given)
     assert judged.verdict is Verdict.WRONG
 
 
-def test_what_batches_change_is_not_wrong(judge: Judge, life: Life) -> None:
+def test_a_difference_that_batching_makes_is_not_wrong(judge: Judge, life: Life) -> None:
     assert verdict(judge, life, Ask("plain", (1,)), Answer((1, 0, 0), (-1.000003, -2.0, -3.0))) is Verdict.RIGHT
 
 
@@ -109,7 +109,7 @@ def test_the_old_weights_are_wrong_after_a_change(judge: Judge, life: Life) -> N
 
 
 @pytest.mark.parametrize("weights", [0, 1])
-def test_a_request_amid_a_change_may_have_either_weights(judge: Judge, life: Life, weights: int) -> None:
+def test_a_request_during_a_change_may_have_either_weights(judge: Judge, life: Life, weights: int) -> None:
     before = judge.asked(life, Ask("plain", (1,)))
     judge.changing(life, 1)
     amid = judge.asked(life, Ask("plain", (1,)))

@@ -65,7 +65,7 @@ def broken(*_: object) -> torch.Tensor:
     raise RuntimeError("out of memory")
 
 
-def test_once_it_is_promised_no_copy_can_fail(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_an_item_is_promised_no_copy_can_fail(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     asking = bare("asking", X)
     served.stage(asking)
     for way in ("load", "load_plainly", "load_ahead"):
@@ -77,7 +77,7 @@ def test_once_it_is_promised_no_copy_can_fail(served: Served, monkeypatch: pytes
     finish(served, asking)
 
 
-def test_a_device_that_cannot_load_it_fails_that_request_and_no_other(
+def test_a_device_that_cannot_load_an_item_fails_its_request_and_no_other(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_answer_fails_the_request_at_its_deadline(
     served.close()
 
 
-def test_what_is_staged_for_a_request_that_leaves_is_let_go_of(served: Served) -> None:
+def test_an_item_staged_for_a_request_that_leaves_is_released(served: Served) -> None:
     asking = bare("asking", X, Y)
     served.stage(asking)
     assert len(copier(served)._staged) == served.side.snapshot()["staged"] == 2
@@ -128,7 +128,7 @@ def test_what_is_staged_for_a_request_that_leaves_is_let_go_of(served: Served) -
     wait_until("the rank has let go of it", lambda: not copier(served)._staged, PATIENCE_S)
 
 
-def test_what_a_load_has_taken_is_let_go_of_if_no_step_carries_it_out(served: Served) -> None:
+def test_an_item_taken_by_a_load_is_released_if_no_step_carries_it_out(served: Served) -> None:
     asking = bare("asking", X)
     served.stage(asking)
     assert served.vllm.offer(asking) == "load"
@@ -140,7 +140,7 @@ def test_what_a_load_has_taken_is_let_go_of_if_no_step_carries_it_out(served: Se
     wait_until("the rank has let go of it", lambda: not copier(served)._staged, PATIENCE_S)
 
 
-def test_requests_for_one_item_share_what_is_staged(served: Served) -> None:
+def test_requests_for_one_item_share_the_staged_copy(served: Served) -> None:
     first, second = bare("first", X), bare("second", X)
     served.stage(first)
     served.stage(second)
@@ -153,7 +153,7 @@ def test_requests_for_one_item_share_what_is_staged(served: Served) -> None:
     finish(served, second)
 
 
-def test_where_no_more_may_be_staged_a_request_waits_and_is_then_loaded_within_its_step(
+def test_beyond_the_limit_of_staging_a_request_waits_and_is_then_loaded_within_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(staging, "STAGED_BYTES", 1)
@@ -196,7 +196,7 @@ class FullLink:
 PLACE: Any = SimpleNamespace(id=7, offset=8192, identifier=X, spec=TensorSpec(4, 8, "F32"))
 
 
-def test_it_is_ready_once_every_rank_has_it_and_fails_if_one_cannot() -> None:
+def test_an_item_is_ready_once_every_rank_has_staged_it_and_fails_if_one_cannot() -> None:
     links: Any = [FullLink(9), FullLink(9)]
     over = Staging(links, Complaints(SILENT))
     assert over.ask(PLACE, "one") is Readiness.PENDING
@@ -217,7 +217,7 @@ def test_it_is_ready_once_every_rank_has_it_and_fails_if_one_cannot() -> None:
     assert [type(message) for message in links[0].taken] == [Stage, Stage, Unstage]
 
 
-def test_what_finds_a_link_full_is_sent_in_its_order_later() -> None:
+def test_messages_that_find_a_link_full_are_sent_later_in_order() -> None:
     links: Any = [FullLink(9), FullLink(1)]
     over = Staging(links, Complaints(SILENT))
     for name in ("one", "two"):

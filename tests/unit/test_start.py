@@ -40,7 +40,7 @@ def manager(**config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "expected"),
     [
         (
             connector("ECLMCacheConnecter"),
@@ -56,8 +56,8 @@ def manager(**config: Any) -> dict[str, Any]:
     ],
     ids=["a connector's letter", "its case", "a key", "a manager's policy", "its key"],
 )
-def test_what_cannot_be_meant_ends_the_start_in_the_first_process(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_mistake_ends_the_start_in_the_first_process(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
         begun(**changes)
 
 
@@ -74,7 +74,7 @@ def test_what_cannot_be_meant_ends_the_start_in_the_first_process(changes: dict[
     ],
     ids=["none", "ours", "vllm's", "another's", "unknown", "a policy", "none of it"],
 )
-def test_what_may_be_meant_does_not(changes: dict[str, Any]) -> None:
+def test_a_setting_that_may_be_meant_does_not_end_the_start(changes: dict[str, Any]) -> None:
     begun(**changes)
 
 
@@ -110,13 +110,13 @@ def test_a_tier_that_refuses_ends_the_start_while_another_one_still_does_not_ans
             begun(**cached())
 
 
-def test_a_folder_that_cannot_be_used_does_too(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_ends_the_start_in_the_first_process(tmp_path: Path) -> None:
     (tmp_path / ".epoch").write_text("last Tuesday\n")
     with pytest.raises(ConfigError, match=r"local_disk: .*\.epoch"):
         begun(**cached(local_disk=str(tmp_path)))
 
 
-def test_what_interpreters_print_as_they_start_ends_no_start_and_hides_no_reason(
+def test_output_of_starting_interpreters_neither_ends_the_start_nor_hides_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     talkative, disk = tmp_path / "talkative", tmp_path / "disk"
@@ -133,7 +133,7 @@ def test_what_interpreters_print_as_they_start_ends_no_start_and_hides_no_reason
 @pytest.mark.parametrize(
     "parallel", [{"data_parallel_size": 2, "data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1"}, {}]
 )
-def test_a_store_that_cannot_be_reached_does_not_nor_one_of_another_host(
+def test_neither_an_unreachable_store_nor_one_of_another_host_ends_the_start(
     parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A front end without an engine may have no credentials, and nothing of the disk."""

@@ -223,8 +223,8 @@ def test_a_new_output_is_saved_and_a_loaded_one_is_not_saved_again(served: Serve
     assert (counts["saves"], counts["loads_cpu"], counts["loads_failed"]) == (2, 1, 0)
 
 
-def test_a_load_that_fails_is_encoded_in_the_same_step_beside_the_others(served: Served) -> None:
-    """The request loads two and encodes one; the rank is told of a place outside its arena for one of the loads."""
+def test_an_item_whose_load_fails_is_encoded_in_the_same_step_beside_the_others(served: Served) -> None:
+    """The request loads two and encodes one; the rank is sent a place outside its arena for one of the loads."""
     served.store(X, Y)
     asking = request("asking", X, Y, Z)
     assert served.vllm.offer(asking) == "load load encode"
@@ -270,7 +270,7 @@ def test_an_encoder_that_raises_leaves_no_place_behind(served: Served) -> None:
     assert counts["saves"] == (1 if isinstance(served.runner, V1Runner) else 0)  # V1 saves as it goes
 
 
-def test_a_save_dropped_once_is_made_up_for_from_the_runners_cache(
+def test_a_save_dropped_once_is_done_later_from_the_runners_cache(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, book = request("held", X), served.cache.book
@@ -285,8 +285,8 @@ def test_a_save_dropped_once_is_made_up_for_from_the_runners_cache(
 
 
 def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(served: Served) -> None:
-    """Its scheduler side promised it in a step that was under way: there is nothing to encode in its place, and what is
-    missing when it is gathered ends the engine."""
+    """Its scheduler side promised it in a step that was under way: there is nothing to encode in its place, and an
+    item that is missing when it is gathered ends the engine."""
     served.store(X)
     asking = request("asking", X, data=None)
     served.stage(asking)
@@ -304,7 +304,7 @@ def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(serv
     wait_until("the scheduler side sees the link end", inert)
 
 
-def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(served: Served) -> None:
+def test_an_item_without_media_is_loaded_even_if_its_scheduler_side_has_given_up(served: Served) -> None:
     served.store(X)
     asking, side = request("asking", X, data=None), served.side
     served.stage(asking)
@@ -319,7 +319,7 @@ def test_an_item_without_media_is_loaded_though_its_scheduler_side_has_given_up(
 
 
 def test_after_a_rollback_an_item_whose_payload_vllm_took_back_is_encoded(served: Served) -> None:
-    """0.33's V2 runner: were it promised, and could not be loaded, nobody could encode it."""
+    """With 0.33's V2 runner: if it were promised and could not be loaded, nobody could encode it."""
     if not isinstance(served.runner, V2Runner):
         pytest.skip("the V1 runner keeps payloads")
     served.store(X)

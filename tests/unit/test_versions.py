@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between versions of vLLM; and the table of versions says what was found, and no more."""
+"""What differs between versions of vLLM; and the table of versions shows what was found, and no more."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,22 +31,24 @@ def test_every_supported_version_has_a_row() -> None:
     assert all(supported(row.vllm) for row in versions.known())
 
 
-def test_a_run_in_which_nothing_passed_is_no_success() -> None:
+def test_a_run_in_which_nothing_passed_is_not_a_success() -> None:
     skipped = ElementTree.fromstring("<s><testcase name='a'><skipped/></testcase></s>")
     assert versions.summed(skipped, 1.0) == ("not run: 0 passed, 1 skipped in 1 s", ())
 
 
-def test_what_failed_is_named() -> None:
+def test_failed_tests_are_named() -> None:
     mixed = "<s><testcase name='a'><failure/></testcase><testcase name='b'/><testcase name='c'><error/></testcase></s>"
     assert versions.summed(ElementTree.fromstring(mixed), 2.0) == ("1 passed, 2 failed in 2 s", ("a", "c"))
 
 
-def test_what_fails_twice_is_one_test() -> None:
+def test_a_test_that_fails_twice_counts_once() -> None:
     twice = "<s><testcase name='a'><failure/></testcase><testcase name='a'><error/></testcase></s>"
     assert versions.summed(ElementTree.fromstring(twice), 2.0) == ("0 passed, 1 failed in 2 s", ("a",))
 
 
-def test_what_failed_may_run_again_and_the_row_says_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failed_tests_may_run_again_and_the_row_shows_both_results(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     first = versions.Row("0.31.0", versions.ALL, "1 passed, 2 failed in 2 s", failed=("a[one]", "a[two]", "b"))
 
     def run(row: versions.Row, folder: Path, index: object, tests: Sequence[str]) -> versions.Row:

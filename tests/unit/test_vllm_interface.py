@@ -118,7 +118,7 @@ def imported() -> Iterator[tuple[str, str]]:
                 yield from ((node.module or "", each.name) for each in node.names)
 
 
-def test_every_name_that_the_adapter_imports_is_there(sources: Sources) -> None:
+def test_every_name_that_the_adapter_imports_exists(sources: Sources) -> None:
     wanted = set(imported())
     assert len(wanted) > 20
     missing = set()
@@ -159,14 +159,14 @@ def test_every_hook_is_ours_or_known_and_takes_what_vllm_passes(sources: Sources
         assert ours[name] == theirs[name], name
 
 
-def test_what_is_wrapped_takes_what_it_took(sources: Sources) -> None:
+def test_wrapped_functions_take_the_same_arguments_as_before(sources: Sources) -> None:
     for (module, owner), wanted in WRAPPED.items():
         found = methods(sources.folder, module, owner)
         assert {name: found.get(name) for name in wanted} == wanted
     assert "create_engine_config" in methods(sources.folder, "vllm.engine.arg_utils", "EngineArgs")
 
 
-def test_our_encoder_cache_manager_takes_what_vllms_takes(sources: Sources) -> None:
+def test_our_encoder_cache_manager_takes_the_same_arguments_as_vllms(sources: Sources) -> None:
     """A method that a new version brings is looked at: it may use an entry, or evict one."""
     theirs = methods(sources.folder, MANAGER, "EncoderCacheManager")
     ours = methods(ROOT, "lmcache_ec.adapters.vllm.encoder_cache_manager", "TierAwareEncoderCacheManager")

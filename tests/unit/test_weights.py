@@ -148,7 +148,7 @@ class Engine:
         return self.runner.encoded[before:]
 
     def forget(self) -> None:
-        """vLLM's caches are reset, on both sides, and nobody is told."""
+        """vLLM's caches are reset, on both sides, and nobody is notified."""
         self.served.vllm.cached.clear()
         self.runner.cache.clear()
 
@@ -221,7 +221,7 @@ def test_calls_that_leave_the_weights_as_they_are_change_nothing(train: Train) -
     assert engine.served.side.snapshot()["weight_changes"] == 0
 
 
-def test_back_at_the_weights_of_the_start_their_entries_are_found(train: Train) -> None:
+def test_the_entries_of_the_starting_weights_are_found_once_these_are_back(train: Train) -> None:
     engine = train()
     assert engine.ask(A) == [A]
     engine.change(2)
@@ -234,8 +234,8 @@ def test_back_at_the_weights_of_the_start_their_entries_are_found(train: Train) 
     assert engine.entries() == {"tests": {A: 1, C: 1}}
 
 
-def test_what_is_promised_when_the_weights_change_is_encoded(train: Train) -> None:
-    """The step that loads runs after the call, which vLLM did not wait for: only the worker knows."""
+def test_an_item_promised_when_the_weights_change_is_encoded(train: Train) -> None:
+    """The step that loads runs after the call, which vLLM did not wait for: only the worker knows of the change."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -249,8 +249,8 @@ def test_what_is_promised_when_the_weights_change_is_encoded(train: Train) -> No
 
 @pytest.mark.parametrize("data", ["pixels", None], ids=["media", "metadata alone"])
 def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any, train: Train) -> None:
-    """vLLM has given the item room in a pass that scheduled nothing, and takes it for loaded: something has to come in
-    the next step of a request that has the item. One that carries nothing to encode fails: another may be next."""
+    """vLLM has given the item room in a pass that scheduled nothing, and counts it as loaded: something has to come in
+    the next step of a request that has the item. One that carries nothing to encode fails; another may encode it."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -272,8 +272,8 @@ def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any
     assert engine.finish() == {}
 
 
-def test_what_a_request_waits_with_when_the_weights_change_is_not_used(train: Train) -> None:
-    """It was there, and the KV cache had no room for the request."""
+def test_an_entry_leased_by_a_waiting_request_when_the_weights_change_is_not_used(train: Train) -> None:
+    """The entry was there, but the KV cache had no room for the request."""
     engine = train()
     engine.ask(A)
     engine.evict(A)
@@ -290,8 +290,8 @@ def test_what_a_request_waits_with_when_the_weights_change_is_not_used(train: Tr
     assert engine.finish() == {}
 
 
-def test_what_is_promised_and_carries_nothing_to_encode_is_loaded_all_the_same(train: Train) -> None:
-    """vLLM would die of an item that never comes. The next request of this kind fails, before it is scheduled."""
+def test_a_promised_item_that_carries_nothing_to_encode_is_loaded_all_the_same(train: Train) -> None:
+    """vLLM would die of an item that never comes. The next such request fails before it is scheduled."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -325,8 +325,8 @@ def test_a_save_under_way_is_finished_under_the_old_name(train: Train) -> None:
     assert engine.served.cache.book.live(A) is None
 
 
-def test_a_late_answer_about_an_old_entry_is_no_entry_of_the_new_weights(train: Train) -> None:
-    """A fill is on its way from the disk when the weights change: what it brings is nobody's."""
+def test_a_late_answer_about_an_old_entry_does_not_count_for_the_new_weights(train: Train) -> None:
+    """A fill is on its way from the disk when the weights change: its data is discarded."""
     engine = train(persist=True)
     engine.ask(A)
     engine.evict(A)
@@ -348,7 +348,7 @@ def test_a_late_answer_about_an_old_entry_is_no_entry_of_the_new_weights(train: 
     assert engine.entries()["tests"] == {A: 1}
 
 
-def test_what_was_owed_for_the_old_weights_is_not_saved_for_the_new(train: Train) -> None:
+def test_a_save_pending_for_the_old_weights_is_not_done_for_the_new(train: Train) -> None:
     """A save found no room; vLLM still holds the tensor, and room is there after the change."""
     engine = train()
     engine.ask(A)
@@ -378,7 +378,7 @@ def test_while_weights_are_in_doubt_nothing_is_promised_and_nothing_is_lost(trai
 
 
 def test_a_step_looks_at_weights_that_stay_in_doubt(train: Train) -> None:
-    """`load_weights` of the model itself is no call; trainers that share the process use it, a tensor at a time."""
+    """The model's own `load_weights` is not such a call; trainers that share the process use it, tensor by tensor."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -398,7 +398,7 @@ def test_a_step_looks_at_weights_that_stay_in_doubt(train: Train) -> None:
     assert engine.ask(A) == []
 
 
-def test_a_writer_past_all_calls_is_seen_in_the_next_step_that_copies(train: Train) -> None:
+def test_a_weight_write_that_bypasses_all_calls_is_noticed_in_the_next_step_that_copies(train: Train) -> None:
     engine = train(persist=True, weights_check_s=0.0001)
     engine.ask(A)
     engine.forget()

@@ -11,7 +11,7 @@ from lmcache_ec.weights import Held, Home, Weights
 START = ("a0", "b0")
 
 
-def told(*digests: str, calls: int = 0, weights: Weights | None = None, persist: Any = False) -> Weights:
+def reported(*digests: str, calls: int = 0, weights: Weights | None = None, persist: Any = False) -> Weights:
     """Reports of all ranks, of these weights after those of the start."""
     if weights is None:
         weights = Weights(len(digests), "model-0123456789abcdef", persist)
@@ -50,18 +50,18 @@ def test_weights_are_known_once_all_ranks_have_reported_them_after_the_same_call
 
 
 def test_one_rank_that_changed_is_a_change() -> None:
-    assert home(told("a0", "b1", calls=1)) != home(told(*START))
+    assert home(reported("a0", "b1", calls=1)) != home(reported(*START))
 
 
 def test_swapped_ranks_are_other_weights() -> None:
-    assert home(told("b0", "a0", persist=True)) != home(told("a0", "b0", persist=True))
+    assert home(reported("b0", "a0", persist=True)) != home(reported("a0", "b0", persist=True))
 
 
 @pytest.mark.parametrize("persist", [False, True, "by_version"])
-def test_the_namespace_of_the_start_is_for_the_weights_of_the_start_alone(persist: Any) -> None:
-    start = home(told(*START, calls=7, persist=persist))
+def test_the_starting_namespace_is_only_for_the_starting_weights(persist: Any) -> None:
+    start = home(reported(*START, calls=7, persist=persist))
     assert start == Home("model-0123456789abcdef", True)
-    changed = home(told("a1", "b1", calls=8, persist=persist))
+    changed = home(reported("a1", "b1", calls=8, persist=persist))
     assert changed.namespace != start.namespace
     assert changed.persists is (persist is True)
     assert check_namespace(changed.namespace).startswith("model-0123456789abcdef-")
@@ -69,24 +69,24 @@ def test_the_namespace_of_the_start_is_for_the_weights_of_the_start_alone(persis
 
 @pytest.mark.parametrize("persist", [False, True])
 def test_an_epoch_changes_the_namespace_of_all_weights_and_none_of_what_is_known_of_them(persist: Any) -> None:
-    weights, before = told("a1", "b1", calls=1, persist=persist), told("a1", "b1", calls=1, persist=persist)
+    weights, before = reported("a1", "b1", calls=1, persist=persist), reported("a1", "b1", calls=1, persist=persist)
     weights.moved = False
     weights.begin_epoch(3, "model-0123456789abcdef-e3")
     assert weights.moved
     assert weights.held == before.held
     assert (home(weights).persists, home(weights).epoch) == (persist, 3)
     assert home(weights).namespace != home(before).namespace
-    weights = told(*START, calls=2, weights=weights)
+    weights = reported(*START, calls=2, weights=weights)
     assert home(weights) == weights.home_of_start == Home("model-0123456789abcdef-e3", True, 3)
 
 
 def test_replicas_of_one_layout_meet_in_the_namespace_of_a_digest() -> None:
-    one, other = told("a1", "b1", calls=1, persist=True), told("a1", "b1", calls=20, persist=True)
+    one, other = reported("a1", "b1", calls=1, persist=True), reported("a1", "b1", calls=20, persist=True)
     assert home(one) == home(other)
 
 
 def test_replicas_of_any_layout_meet_in_the_namespace_of_a_version() -> None:
-    two, one = told("a1", "b1", persist="by_version"), told("c1", persist="by_version")
+    two, one = reported("a1", "b1", persist="by_version"), reported("c1", persist="by_version")
     assert two.set_version("step-5") == one.set_version("step-5") == ""
     assert home(two) == home(one)
     assert home(two).persists
@@ -95,27 +95,27 @@ def test_replicas_of_any_layout_meet_in_the_namespace_of_a_version() -> None:
 
 
 def test_a_version_is_that_of_the_weights_for_which_it_was_set() -> None:
-    weights = told("a1", "b1", persist="by_version")
+    weights = reported("a1", "b1", persist="by_version")
     assert weights.set_version("step-5") == ""
     five = home(weights)
-    told("a2", "b2", calls=2, weights=weights)
+    reported("a2", "b2", calls=2, weights=weights)
     assert not home(weights).persists
-    told("a1", "b1", calls=3, weights=weights)
+    reported("a1", "b1", calls=3, weights=weights)
     assert home(weights) == five
 
 
 def test_a_version_that_names_other_weights_than_before_is_refused() -> None:
-    weights = told("a1", "b1", persist="by_version")
+    weights = reported("a1", "b1", persist="by_version")
     assert weights.set_version("step-5") == ""
-    told("a2", "b2", calls=2, weights=weights)
+    reported("a2", "b2", calls=2, weights=weights)
     assert "step-5" in weights.set_version("step-5")
     assert not home(weights).persists
 
 
 def test_a_version_that_is_set_while_the_weights_are_in_doubt_names_nothing() -> None:
-    weights = told("a1", "", calls=1, persist="by_version")
+    weights = reported("a1", "", calls=1, persist="by_version")
     assert "after the update" in weights.set_version("step-5")
-    told("a1", "b1", calls=1, weights=weights)
+    reported("a1", "b1", calls=1, weights=weights)
     assert not home(weights).persists
 
 

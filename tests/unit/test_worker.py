@@ -116,7 +116,7 @@ def test_a_load_that_is_not_staged_after_all_is_copied_as_any_other(rig: Rig) ->
     assert rig.end.report() == Report(1, [(PLACE, COPIED, 0)])
 
 
-def test_what_is_staged_for_outdated_weights_is_let_go_of_where_the_item_is_encoded(rig: Rig) -> None:
+def test_a_copy_staged_for_outdated_weights_is_released_where_the_item_is_encoded(rig: Rig) -> None:
     worker, meta = rig.workers[0], loads(load_of("x", 4096, staged=1))
     assert worker._copier.stage(rig.end.memory, Stage(1, 0, 4, WIDTH, "F32")) == ""
     worker.bind(meta)
@@ -137,8 +137,8 @@ BAD_LOADS = {
 
 
 @pytest.mark.parametrize("load", BAD_LOADS.values(), ids=BAD_LOADS.keys())
-def test_what_cannot_be_loaded_is_reported_and_encoded_after_all(rig: Rig, load: Load) -> None:
-    """The item goes into the very dictionary that the encoder reads, beside what that holds already."""
+def test_an_item_that_cannot_be_loaded_is_reported_and_encoded_after_all(rig: Rig, load: Load) -> None:
+    """The item is added to the very dictionary that the encoder reads, beside what it already holds."""
     encodes = {"request": [1], "other": [0]}
     cache: dict[str, torch.Tensor] = {}
     step(rig.workers[0], loads(load, load_of("x", 0, ("other", 0)), encodes=encodes), cache)
@@ -170,7 +170,7 @@ def test_before_it_is_attached_a_rank_loads_nothing_and_vllm_encodes() -> None:
     worker.shutdown()
 
 
-def test_a_full_encoder_cache_fails_the_load_alone(rig: Rig) -> None:
+def test_a_full_encoder_cache_fails_only_the_load_that_finds_no_room(rig: Rig) -> None:
     rig.fill(0, "x", embedding("x"))
     rig.fill(8192, "y", embedding("y"))
     meta, cache = loads(load_of("x"), load_of("y", 8192, ("request", 1))), PreallocatedCache(4, WIDTH)
@@ -292,7 +292,7 @@ UNEXPECTED = {
 
 
 @pytest.mark.parametrize("tensor", UNEXPECTED.values(), ids=UNEXPECTED.keys())
-def test_an_output_other_than_expected_is_not_handed_over(rig: Rig, tensor: torch.Tensor) -> None:
+def test_an_output_of_an_unexpected_form_is_not_handed_over(rig: Rig, tensor: torch.Tensor) -> None:
     step(rig.workers[0], saves(save_of("x")), {}, {"x": tensor})
     assert rig.end.report() == Report(1, [(PLACE, FAILED, 0)])
     assert rig.end.silent()
@@ -307,7 +307,7 @@ def test_a_place_outside_the_arena_is_not_written(rig: Rig, offset: int) -> None
 
 
 def test_an_output_without_an_order_and_one_that_never_came_are_not_named(rig: Rig) -> None:
-    """What a report covers and does not name is void: so no place is lost when the encoder fails."""
+    """A place that a report covers and does not name is void, so none is lost when the encoder fails."""
     step(rig.workers[0], saves(save_of("ordered")), {}, {"not ordered": embedding("x")})
     assert rig.end.report() == Report(1, [])
     assert rig.end.silent()
@@ -326,20 +326,20 @@ def test_only_the_first_rank_saves() -> None:
 
 
 def test_an_earlier_output_is_saved_while_it_is_still_there(rig: Rig) -> None:
-    kept, gone = save_of("kept"), save_of("gone", 8192, place=PLACE + 1)
-    step(rig.workers[0], StepMetadata("arena", 1, retries=[kept, gone]), {"kept": embedding("kept")})
+    kept, freed = save_of("kept"), save_of("freed", 8192, place=PLACE + 1)
+    step(rig.workers[0], StepMetadata("arena", 1, retries=[kept, freed]), {"kept": embedding("kept")})
     assert rig.end.report() == Report(1, [(PLACE + 1, FAILED, 0), (PLACE, COPIED, STORE)])
     assert torch.equal(rig.payload(kept), embedding("kept"))
 
 
-def test_what_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) -> None:
-    """Nobody else would ever free the place. Unlike FAILED, ABSENT says nothing against the tensor."""
+def test_a_save_that_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) -> None:
+    """Nobody else would ever free the place. Unlike FAILED, ABSENT is no fault of the tensor."""
     rig.end.store.close()
     step(rig.workers[0], saves(save_of("x")), {}, {"x": embedding("x")})
     assert rig.end.report() == Report(1, [(PLACE, ABSENT, 0)])
 
 
-def test_a_link_that_is_replaced_at_the_moment_in_which_a_producer_turns_to_it_is_one_that_has_ended(rig: Rig) -> None:
+def test_a_link_that_is_replaced_just_as_a_producer_turns_to_it_counts_as_ended(rig: Rig) -> None:
     """The rank's thread closes it when the next store process is introduced."""
     rank = rig.workers[0]._rank
     assert rank is not None
@@ -367,10 +367,8 @@ def closed(end: SchedulerEnd) -> bool:
         return True
 
 
-def test_a_copy_that_fails_of_an_item_with_nothing_to_encode_is_made_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM ends the engine over an item that never comes. One that can be encoded is."""
+def test_a_failed_copy_of_an_item_with_nothing_to_encode_is_repeated(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ends the engine over an item that never comes. An item that can be encoded is encoded instead."""
 
     def broken(source: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no room on the stream")
@@ -407,8 +405,8 @@ def test_a_rank_that_has_left_gives_its_memory_back_after_a_while() -> None:
     rank.close()
 
 
-def test_a_load_of_no_arena_is_an_encode_even_while_the_link_ends(rig: Rig) -> None:
-    """The rank's own arena has no name either for a moment then, and is still mapped."""
+def test_a_load_that_names_no_arena_becomes_an_encode_even_while_the_link_ends(rig: Rig) -> None:
+    """For a moment the rank's own arena has no name either, although it is still mapped."""
     worker, cache = rig.workers[0], dict[str, torch.Tensor]()
     assert worker._rank is not None
     worker._rank.arena_id = ""
@@ -436,8 +434,8 @@ class Weights:
 
 
 @pytest.mark.parametrize("other_rank", [False, True], ids=["on this rank", "on another rank"])
-def test_a_step_made_up_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
-    """Looking finds them on any rank: if only that one knew, the saving rank would keep an output of both."""
+def test_a_step_planned_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
+    """Any rank may notice it: if only that one knew, the saving rank would keep an output of both weights."""
     rig = Rig(agree=(lambda votes: [True for _ in votes]) if other_rank else list)
     try:
         worker, encodes = rig.workers[0], dict[str, list[int]]()
@@ -456,7 +454,7 @@ def test_a_step_made_up_for_other_weights_copies_nothing_and_encodes_what_it_can
         rig.close()
 
 
-def test_a_step_made_up_for_these_weights_copies_without_a_look(rig: Rig) -> None:
+def test_a_step_planned_for_these_weights_copies_without_a_look_at_them(rig: Rig) -> None:
     weights: Any = Weights(right=True)
     rig.workers[0].weights = weights
     rig.fill(0, "x", embedding("x"))

@@ -34,7 +34,7 @@ OTHERS = {
 
 
 def test_every_method_of_this_vllms_workers_is_known() -> None:
-    """A new one counts as one that may change weights, until somebody has looked."""
+    """A new one counts as one that may change weights until somebody has checked it."""
     kinds = (CPUWorker, WorkerBase, WorkerWrapperBase)
     methods = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
     methods |= {name for name, _ in inspect.getmembers(CPUWorker) if not name.startswith("_")}
@@ -42,7 +42,7 @@ def test_every_method_of_this_vllms_workers_is_known() -> None:
     assert not CHANGING & UNCHANGING
 
 
-def test_a_function_or_a_method_that_nobody_knows_may_change_weights() -> None:
+def test_an_unknown_function_or_method_is_assumed_to_change_weights() -> None:
     methods: list[Method] = [*CHANGING, "a_trainers_own", b"pickled", len, print]
     for method in methods:
         assert may_change_weights(method)
@@ -51,7 +51,7 @@ def test_a_function_or_a_method_that_nobody_knows_may_change_weights() -> None:
 
 
 def test_whatever_vllm_has_workers_do_goes_through_collective_rpc() -> None:
-    """Only executors reach workers by another way, and only to make them; a new way in would go unseen."""
+    """Only executors reach workers in another way, and only to create them; any other way would go unnoticed."""
     folder = Path(vllm.__file__).parent / "v1"
     reaches = re.compile(r"driver_worker\.(\w+)\(|rpc_broadcast_mq\.enqueue\(")
     found = {

@@ -5,7 +5,7 @@ Files in that folder are the faults, looked for at each copy:
 
 hold         saves and the reports behind them wait for its end on a thread, in order, while the engine goes on: what a
              device's copy stream does, on a machine without one
-fail-<rank>  the next load of this rank raises; the file is gone then
+fail-<rank>  the next load of this rank raises; the file is removed then
 """
 
 import os

@@ -55,7 +55,7 @@ class Proxy:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return True
         except urllib.error.HTTPError:
-            return True  # it answers, whatever it says of the servers
+            return True  # it answers, whatever it reports of the servers
         except OSError:
             return False
 

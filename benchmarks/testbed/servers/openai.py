@@ -224,7 +224,7 @@ def image_part(picture: int | str, uuid: str | None = None) -> Json:
 
 
 def chat(*pictures: Json, text: str = "hello", max_tokens: int = 8, **body: Any) -> Json:
-    """A chat request whose answer is greedy and tells tokens and logprobs."""
+    """A chat request whose answer is greedy and has tokens and logprobs."""
     return {
         "messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}],
         "max_tokens": max_tokens,
@@ -237,7 +237,7 @@ def chat(*pictures: Json, text: str = "hello", max_tokens: int = 8, **body: Any)
 
 
 def ask(url: str, *pictures: Json, **body: Any) -> Output:
-    """What the server, or the proxy, at `url` says to a chat. Raises `Refused`."""
+    """What the server, or the proxy, at `url` answers to a chat. Raises `Refused`."""
     request = chat(*pictures, **body)
     answer = post(f"{url}/v1/chat/completions", request)
     if not request.get("stream"):

@@ -193,7 +193,7 @@ def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence
         for number in range(2):
             sentinels.append(SentinelProcess(folder / f"sentinel-{number}", master))
             stack.callback(sentinels[-1].kill)
-            # It looks after its master every 10 s, and for other Sentinels every 2 s, unless told otherwise.
+            # It looks after its master every 10 s, and for other Sentinels every 2 s, unless configured otherwise.
             quick = ("info-period", 200, "publish-period", 200, "ping-period", 100, "ask-period", 100)
             sentinels[-1].client().execute_command("SENTINEL", "DEBUG", *quick)
 

@@ -84,7 +84,7 @@ class Seaweed:
             self._process.kill()
             self._process.wait()
             self._process = None
-        for left in Path("/tmp").glob("seaweedfs-*-*.sock"):  # where it puts them whatever it is told
+        for left in Path("/tmp").glob("seaweedfs-*-*.sock"):  # where it puts them whatever its options
             if left.stem.rpartition("-")[2] in map(str, self._ports.values()):
                 left.unlink(missing_ok=True)
 
@@ -140,7 +140,7 @@ class Seaweed:
 
 @contextmanager
 def seaweed(folder: Path, tls_files: tuple[Path, Path] | None = None) -> Iterator[Seaweed]:
-    """A server that runs, and is gone afterwards."""
+    """A server that runs, and has ended afterwards."""
     server = Seaweed(folder, tls_files=tls_files)
     try:
         server.start()
