@@ -48,7 +48,7 @@ UNKNOWN_SHARD = b"\xff" * 8 * _SMALLEST_SHARD
 _BITS_A_KEY = 12.5
 """At least, after a listing."""
 _FULL_AT = 10
-"""Bits per key at which a filter doubles: by a tenth it errs then."""
+"""Bits per key at which a filter doubles: by then 1.2 % of other keys appear to be present."""
 
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIII")  # magic, version, number of tiers, checksum of their names
