@@ -220,6 +220,7 @@ class Store:
             self._journal,
             namespace,
             wake=self._rouse,
+            job_ended=self._job_ended,
             back=lambda number: self._post(Back(number)),
             signing=start.signing,
         )
@@ -337,6 +338,13 @@ class Store:
     def _rouse(self) -> None:
         os.eventfd_write(self._wake, 1)
 
+    def _job_ended(self) -> None:
+        """The main thread waits for jobs only after the engine has closed its link: then it checks `_jobs` again. It
+        has noted the closed link before it looks at the number, and the number is lower before this looks at the link.
+        """
+        if self._link not in self._links:
+            self._rouse()
+
     def _populate(self, order: Populate) -> None:
         """Allocate the pages that a device is about to register. Runs on its own thread."""
         try:
@@ -369,7 +377,7 @@ class Store:
         finally:
             with self._lock:
                 self._seals -= 1
-            self._rouse()
+            self._job_ended()
 
     def _write(self, write: Write, flush: bool = False) -> None:
         """Write a place through. It keeps its entry until `Written`; with `flush` a rank waits for all tiers."""

@@ -114,11 +114,11 @@ class SchedulerSide:
 
     def _look_up_early(self, request: Request) -> None:
         now = time.monotonic()
+        if not self._intake.may_come(request, now):
+            return
         self.cache.listen(now)
         self._look_ups.begin(now)
         if self.cache.weights.moved:  # left to the next pass
-            return
-        if not self._intake.may_come(request, now):
             return
         items = self._intake.peek(request)
         for item in items:
@@ -306,7 +306,7 @@ class SchedulerSide:
         self._asked = None
         self._drained = self._questioned = False
         self.cache.hand_changes()
-        self.cache.hand_ledger(self._ledger, later=bool(meta.step))
+        self.cache.hand_ledger(self._ledger, later=bool(scheduler_output.total_num_scheduled_tokens))
         if self.cache.accesses is not None:
             self.cache.accesses.hand_over()
         self._loads.sent(meta)  # `give_up` needs them if anything before this raises

@@ -125,7 +125,11 @@ class DiskTier(Tier):
     def stored_bytes(self) -> int | None:
         """What the folder holds plus writes in progress, of all engines; None if it was never counted."""
         with self._reporting("read the account of", "the folder"):
-            account = self._account.read()
+            try:
+                root = self._kept.current()
+            except FileNotFoundError:
+                return None
+            account = self._account.read(root.fd)
         return None if account is None else account.total
 
     def get_into(self, key: EntryName, buffer: memoryview) -> int | None:

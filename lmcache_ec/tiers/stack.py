@@ -90,7 +90,8 @@ class Wanted:
 class Stack:
     """Tiers in order. Any thread may call it; I/O runs on the lanes' threads, or in the caller's where stated.
 
-    `wake` and `back` (a tier answers again) are called from any thread.
+    `wake` (`due_at` may have changed), `job_ended` (a write; `wake` if it is not given) and `back` (a tier answers
+    again) are called from any thread.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Stack:
         namespace: str = "",
         *,
         wake: Callable[[], None] = _ignore,
+        job_ended: Callable[[], None] | None = None,
         back: Callable[[int], None] = _ignore,
         copied_bytes: int = _COPIED_BYTES,
         signing: SigningKey | None = None,
@@ -118,7 +120,7 @@ class Stack:
                 lane.leave_alone()
         self.signing = signing
         """The key that signs every entry, if they are signed."""
-        self.writes = WriteThrough(self.lanes, journal, wake, back, copied_bytes, signing)
+        self.writes = WriteThrough(self.lanes, journal, job_ended or wake, back, copied_bytes, signing)
         self._journal = journal
         self._wake = wake
         self._back = back

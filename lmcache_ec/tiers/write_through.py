@@ -91,15 +91,15 @@ class Put:
 class WriteThrough:
     """The writes of one stack of tiers. Any thread may call it; tiers are written on their own threads.
 
-    `wake` is called whenever `jobs` has decreased, `back` with the number of a tier that takes writes again. `_lock`
-    guards the numbers, and is never held across I/O.
+    `job_ended` is called whenever `jobs` has decreased, `back` with the number of a tier that takes writes again.
+    `_lock` guards the numbers, and is never held across I/O.
     """
 
     def __init__(
         self,
         lanes: Sequence[Lane],
         journal: Journal,
-        wake: Callable[[], None],
+        job_ended: Callable[[], None],
         back: Callable[[int], None],
         copied_bytes: int,
         signing: SigningKey | None = None,
@@ -110,7 +110,7 @@ class WriteThrough:
         """Tier -> bytes that all namespaces take in it, where that is known."""
         self._lanes = lanes
         self._journal = journal
-        self._wake = wake
+        self._job_ended = job_ended
         self._back = back
         self._copies = _Budget(copied_bytes)
         self._signing = signing
@@ -339,7 +339,7 @@ class WriteThrough:
                 self._journal.report("job", f"{type(error).__name__}: {error}")
             finally:
                 self._add_job(-1)
-                self._wake()
+                self._job_ended()
 
         self._add_job(1)
         if lane.enqueue(length, run):
