@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a small entry goes on disk, step by step: `python -m benchmarks.bench.pieces`.
+"""Where a put or get of a small entry on disk spends its time, step by step: `python -m benchmarks.bench.pieces`.
 
-The tier's own functions are timed as it calls them, within puts and gets that are as cold as in `make bench`: between
-two of them other processes' work would have run, here noise is written. Beside them what is left of the whole (the
-tier's own Python), the least (see `least.py`) and the floor, which are not divided.
+The tier's own functions are timed as it calls them, within puts and gets that are as cold as in `make bench`: there
+other processes run between two of them, here noise is written instead. Also shown: the remainder of the total (the
+tier's own Python), the least (see `least.py`) and the floor, neither of which is broken down.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _WARM_UP = 5
 
 
 class Step(NamedTuple):
-    """A function that a put or a get calls once, and what it is for. `owner` is where the caller finds it."""
+    """A function that a put or a get calls once, and its purpose. `owner` is where the caller looks it up."""
 
     what: str
     owner: Any
@@ -85,7 +85,7 @@ def _watched(steps: Sequence[Step], taken: dict[str, float]) -> Iterator[None]:
 
 
 class Pieces:
-    """Puts and gets of one size in a tier of its own. One process, one thread."""
+    """Puts and gets of one size in a separate tier. One process, one thread."""
 
     def __init__(self, folder: Path, megabytes: float) -> None:
         self._tier = disk.DiskTier(folder / "tier", 1 << 40)
@@ -101,7 +101,7 @@ class Pieces:
         self.steps: dict[tuple[str, str], list[float]] = {}
 
     def measure(self) -> None:
-        """One put and one get of each party, and of ours once more, divided."""
+        """One put and one get of each party, and another pair of ours broken down into steps."""
         self._number += 1
         key = EncoderCacheKey("bench", f"{self._number:064x}")
         entry.seal(self._place, key, self._spec, "bench")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the servers' workers can do besides: take other weights in place, as a trainer has them do."""
+"""An extension of the servers' workers: they take other weights in place, as for a trainer."""
 
 from __future__ import annotations
 
