@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neighbours on a folder announce: nothing is lost that a follower could read, and no log does any harm."""
+"""Announcements of neighbours on a folder: a follower loses nothing that it could read, and no log does any harm."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ def writer(folder: Path) -> FolderNews:
 
 @pytest.fixture
 def follower(folder: Path) -> FolderNews:
-    """One that has begun: before anything was announced."""
+    """A follower that began before anything was announced."""
     follower = FolderNews(folder)
     assert follower.hear("ns") == []
     return follower
@@ -61,7 +61,7 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def record(*numbers: int, namespace: str = "ns") -> bytes:
-    """The log of a writer that announced these."""
+    """The log of a writer that announced these entries."""
     with tempfile.TemporaryDirectory() as elsewhere:
         news = FolderNews(Path(elsewhere))
         for number in numbers:
@@ -149,7 +149,7 @@ def test_more_news_than_is_read_at_once_is_read_over_several_calls(
 
 
 def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follower: FolderNews) -> None:
-    """If it was not torn, but seen in the middle of an append, it is read once it is whole."""
+    """If it was not torn but only read in the middle of an append, it is read again once it is complete."""
     folder.mkdir()
     for torn in range(RECORD_BYTES):
         log, whole = folder / f"{torn:024}", record(2 * torn, 2 * torn + 1)

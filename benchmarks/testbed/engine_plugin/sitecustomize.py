@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that hangs, for store processes with this folder on their PYTHONPATH: the sweep of a namespace blocks while its
-`.tmp` has a file `stuck` (see `benchmarks.testbed.core.stuck`), and until it is removed nothing is written there.
+"""A disk that hangs, for store processes with this folder on their PYTHONPATH: the sweep of a namespace blocks while
+its `.tmp` has a file `stuck` (see `benchmarks.testbed.core.stuck`); until the file is removed nothing is written there.
 
 No real file could cause this, because the tier opens nothing that can block.
 """
