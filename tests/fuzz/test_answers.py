@@ -168,7 +168,7 @@ def folder_tier() -> Iterator[tuple[Path, LMCacheRemoteTier]]:
 
 
 class Bucket(ThreadingHTTPServer):
-    """Answers every request with `status`, `body` and `headers`; until a test changes them, that there is no such key."""
+    """Answers every request with `status`, `body` and `headers`; by default, that there is no such key."""
 
     daemon_threads = True
 

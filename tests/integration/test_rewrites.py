@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries that a tier lost but memory still holds are written to it again, except those that the tier itself evicted."""
+"""Entries that a tier lost but memory still holds are written to it again, except those that the tier evicted."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """One tier's store: how an engine is configured with it, how a test opens it, and how it is emptied from outside."""
+    """One tier's store: how an engine is configured with it, how a test opens it, how it is emptied from outside."""
 
     name: str
     remotes: list[str]

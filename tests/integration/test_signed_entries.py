@@ -83,7 +83,7 @@ def test_a_consumer_neither_believes_a_forgery_nor_deletes_it(
 
 
 def test_a_producer_announces_only_what_it_has_verified(folder: Path, key_file: Path) -> None:
-    """Without that it would only see the existence and length of an entry: a forger could make consumers wait in vain."""
+    """Otherwise it only sees an entry's existence and length: a forger could make all consumers wait in vain."""
     namespace = read_key(key_file).namespace(NAMESPACE)
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])

@@ -78,8 +78,7 @@ def noticed(bench: Bench, losses: int) -> bool:
     recovery="all is written",
 )
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
-    """The arena is small, so its places are reused: none before the store's answer, and every file holds its own bytes.
-    """
+    """The arena is small, so places are reused: none before the store's answer, and each file holds its own bytes."""
     saves = names("held", 50)
     with Bench(tmp_path, arena_bytes=60 * 8192, store_timeout_s=60) as bench:
         bench.encode(names("before", 20))

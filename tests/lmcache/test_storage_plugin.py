@@ -430,8 +430,7 @@ def test_invalid_settings_are_named_in_the_log(
 def test_lmcaches_encoder_cache_benefits_from_the_plugin_once_its_get_asks_all_backends(
     one: StorageProcess, other: StorageProcess, config: Config, s3: Seaweed
 ) -> None:
-    """LMCache 0.5.6 only asks the first backend, since a list of None is truthy: no tier below its CPU memory is read.
-    """
+    """LMCache 0.5.6 only asks the first backend, since a list of None is truthy: only its CPU memory is read."""
     shared = config(None, s3_url(s3))
     one("encoder", config=shared, mended=False)
     assert one("encoder_put", picture="a cat", rows=257, width=96)

@@ -39,7 +39,7 @@ class Counted:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls, in order; for the news only the record itself is left out."""
+    """The calls, in order, including those for the news, except the write of the record itself."""
     if not disk_folder._kernel_resolves():
         pytest.skip("without openat2 each folder on a path is opened in turn")
     made = list[str]()
