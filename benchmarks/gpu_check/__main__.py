@@ -2,7 +2,7 @@
 """`make gpu-check`: the worker seam on a real GPU. Correctness first, then speed; then, with --model, a vLLM engine.
 
 Prints a table and, as the last line, one JSON object with the same content (also to --json FILE). The exit status is 0
-if every byte, and every token of an engine, was right, whatever the figures; 1 if not; 2 if there is no device.
+if every byte, and every token of an engine, was right, whatever the figures; 1 if not; 2 if it cannot run the checks.
 """
 
 from __future__ import annotations

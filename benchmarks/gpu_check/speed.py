@@ -169,7 +169,7 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-# ---- beside a model
+# ---- while a model runs
 
 
 @dataclass

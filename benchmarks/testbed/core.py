@@ -152,12 +152,12 @@ class Scheduler:
     # ---- steps
 
     def save(self, identifiers: Iterable[str], rows: int = ROWS, persist: bool = True) -> Step:
-        """A step that encodes; those without a place are encoded all the same, and not saved."""
+        """A step that encodes; those without a place are encoded but not saved."""
         reserved = [self.cache.book.reserve_save(identifier, spec(rows), persist) for identifier in identifiers]
         return self._step([place for place in reserved if place is not None], [])
 
     def load(self, identifiers: Iterable[str]) -> Step:
-        """A step that loads what is live; all of `identifiers` have to be."""
+        """A step that loads `identifiers`, which all have to be live."""
         places = []
         for identifier in identifiers:
             place = self.cache.book.live(identifier)
@@ -446,7 +446,7 @@ def store_processes(arena: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            begins = b"lmcache_ec.store" in (folder / "cmdline").read_bytes()  # has no name of its own yet
+            begins = b"lmcache_ec.store" in (folder / "cmdline").read_bytes()  # not renamed yet
             serves = (folder / "comm").read_text() == f"{PROCESS_NAME}\n"
         except OSError:
             continue

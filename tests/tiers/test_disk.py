@@ -245,7 +245,7 @@ def test_a_list_notices_what_neighbours_wrote_and_deleted(tmp_path: Path) -> Non
     use_at(tmp_path, "old", 1_000_000)
     neighbour.delete(key("new"))
     assert [found.digest for found in tier.list("ns")] == [key("old").digest]
-    tier.put(key("c"), value("c", 600))  # `new` takes no room any more, so that `old` may stay
+    tier.put(key("c"), value("c", 600))  # `new` no longer takes room, so that `old` may stay
     assert tier.contains(key("old")) == 400
     tier.put(key("d"), value("d", 100))
     assert tier.contains(key("old")) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signed entries over real stores to which a forger without the key writes: forgeries are not trusted and do no harm."""
+"""Signed entries over real stores to which a forger without the key writes: forgeries are not trusted, and harmless."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

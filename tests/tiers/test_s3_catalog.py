@@ -508,7 +508,7 @@ def test_damaged_shards_cause_look_ups_and_the_next_listing_repairs_them(filled:
         else:
             client.put_object(Bucket=s3.bucket, Key=name, Body=bad)
     for replica in (Replica(filled, signing=KEY), follower):
-        replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # nobody repairs it
+        replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # it is not repaired
         replica.refresh()
         assert replica.lacks(*STORED) == []
         for number, how in enumerate(HOWS):

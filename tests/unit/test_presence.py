@@ -406,7 +406,7 @@ def test_ten_million_keys_take_16_mib_with_false_positives_under_one_percent() -
     writer.close()
 
 
-# ---- flags, and what is no filter
+# ---- flags, and memory that is not a filter
 
 
 def test_flags_are_a_tiers_own_and_seen_by_the_reader(writer: PresenceWriter) -> None:

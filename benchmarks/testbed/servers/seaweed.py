@@ -36,7 +36,7 @@ class Seaweed:
     folder: Path
     bucket: str = "encoder-cache"
     domain: str = "s3.test"  # a bucket is also reachable by host name, <bucket>.<domain>
-    tls_files: tuple[Path, Path] | None = None  # certificate and key (PEM): TLS as well, on a port of its own
+    tls_files: tuple[Path, Path] | None = None  # certificate and key (PEM): TLS as well, on a separate port
     access_key_id: str = field(default_factory=lambda: f"AK{secrets.token_hex(9).upper()}")
     secret_access_key: str = field(default_factory=lambda: secrets.token_urlsafe(30), repr=False)
     _ports: dict[str, int] = field(default_factory=dict)
