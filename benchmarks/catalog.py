@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalog of an S3 remote: what it costs beside plain listings, on a real server and by simulation.
+"""The catalog of an S3 remote: its cost compared with plain listings, on a real server and by simulation.
 
     python -m benchmarks.catalog [--entries 1000000] [--folder /tmp]    on SeaweedFS
     python -m benchmarks.catalog --simulate [--entries 100000000] [--replicas 100]
 
-Run by hand: to put a million objects takes several minutes and 2 GiB in `--folder`, removed afterwards. Requests and
-bytes are counted on the way between tier and server. The simulation builds one real shard of the size asked for, lays
-it 256 times into a real filter, and then plays a day of refreshes, writes and full listings in simulated time.
+Run by hand: putting a million objects takes several minutes and 2 GiB in `--folder`, removed afterwards. Requests and
+bytes are counted between tier and server. The simulation builds one real shard of the requested size, lays it 256 times
+into a real filter, and then plays a day of refreshes, writes and full listings in simulated time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STRANGERS = 20_000
 _WRITERS = 32
 _REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1\.1\r\n")
 _PRICES = {"LIST": 0.005 / 1000, "PUT": 0.005 / 1000, "GET": 0.0004 / 1000, "HEAD": 0.0004 / 1000}
-"""Dollars a request, S3 Standard in us-east-1; DELETE costs nothing, nor do bytes within the region."""
+"""Dollars per request, S3 Standard in us-east-1; DELETE requests and bytes within the region are free."""
 
 
 def key(number: object) -> EncoderCacheKey:
@@ -51,7 +51,7 @@ def key(number: object) -> EncoderCacheKey:
 
 
 class Meter:
-    """Stands between tier and server, on threads of its own, and counts requests and bytes of answers."""
+    """A proxy between tier and server, on its own threads, that counts requests and response bytes."""
 
     def __init__(self, port: int) -> None:
         self.requests: Counter[str] = Counter()
@@ -88,7 +88,7 @@ class Meter:
 
 
 class Replica:
-    """A tier and its lane, that are refreshed by hand."""
+    """A tier and its lane, refreshed explicitly."""
 
     def __init__(self, server: Seaweed, meter: Meter, *, catalog: bool) -> None:
         url = f"s3://{server.bucket}/bench?endpoint=http://127.0.0.1:{meter.port}"
@@ -108,7 +108,7 @@ class Replica:
         self.tier.put(key(name), memoryview(b"x"))
 
     def first_hit(self) -> None:
-        """As the first request of a replica: is it worth asking, and is it there?"""
+        """The first look-up of a replica: is the store worth asking, and does it hold the entry?"""
         digest = key(0).digest
         assert self.lane.asks(digest)
         assert self.tier.get_into(key(0), memoryview(bytearray(1))) == 1
@@ -191,7 +191,7 @@ def report_on(replica: Replica, entries: int) -> None:
 
 
 def one_shard(entries: int) -> int:
-    """The bytes of a shard, and what it takes to build and to lay it."""
+    """Returns the bytes of a shard; prints how long building and laying it takes."""
     count = entries // SHARDS
     keys = b"".join(hashlib.sha256(b"%d" % number).digest()[:KEY_BYTES] for number in range(count))
     began = time.perf_counter()
@@ -212,8 +212,8 @@ def one_shard(entries: int) -> int:
 
 
 def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate: float, seed: int) -> None:
-    """Each replica refreshes every `refresh_s` from a moment of its own, and stores `rate` entries an hour. Twice an
-    hour one dies, at a moment of its own, with what it has not announced; so does half of the compactors."""
+    """Each replica refreshes every `refresh_s` with its own random offset, and stores `rate` entries per hour. Twice an
+    hour one dies at a random moment, losing what it has not announced; so do half of the compactors."""
     chance, day, compact_s, listing_s = random.Random(seed), 86_400.0, 3600.0, 600.0
     requests: Counter[str] = Counter()
     moved, ages = 0.0, []
@@ -229,7 +229,7 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
     for now, replica in due:
         if listed_at <= now - compact_s:
             requests["LIST"] += entries // 1000 + SHARDS
-            if chance.random() < 0.5:  # it dies somewhere; the next one begins when its lease is stale
+            if chance.random() < 0.5:  # it dies half-way; the next one begins once its lease is stale
                 listed_at = now - compact_s + 2 * refresh_s
                 requests["PUT"] += SHARDS // 2
             else:
@@ -250,7 +250,7 @@ def a_day(entries: int, replicas: int, refresh_s: float, shard_bytes: int, rate:
         deltas.append(now)
         seen[replica] = now
         written = now - chance.uniform(0, refresh_s)
-        ages += [now + chance.uniform(0, refresh_s) - written]  # when another one refreshes
+        ages += [now + chance.uniform(0, refresh_s) - written]  # when another replica refreshes
     ages.sort()
     hours = day / 3600
     dollars = sum(_PRICES.get(kind, 0.0) * number for kind, number in requests.items()) / hours

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of the dashboard in configs/, of what a Prometheus has: for the documentation, where no Grafana runs.
+"""A picture of the dashboard in configs/, drawn from Prometheus data: for the documentation, without a Grafana.
 
     python -m benchmarks.dashboard [--minutes 4] [--picture docs/dashboard.svg]
 
-starts an engine with a small arena, a disk and a Redis, and sends it requests of four users at once, whose pictures
-come back by Zipf's law out of 200. Halfway the engine is killed and starts again; later Redis is unreachable for a
-while.
+starts an engine with a small arena, a disk and a Redis, and sends it requests of four concurrent users, who draw from
+200 pictures by Zipf's law. Half-way the engine is killed and started again; later Redis is unreachable for a while.
 """
 
 import argparse
@@ -45,16 +44,16 @@ _ROOM_FOR_LEGEND = 1.45
 _PICTURES = 200
 _USERS = 4
 _FORGET_S = 5.0
-"""vLLM's own cache is emptied so often: it holds all that the small model's users ask for."""
+"""Interval at which vLLM's own cache is emptied: it would hold everything that the small model's users ask for."""
 
 
 def without_variables(query: str, window: str = "1m") -> str:
-    """A panel's query as Grafana asks it: of all models and engines, rates over `window`."""
+    """A panel's query as Grafana sends it: for all models and engines, rates over `window`."""
     return query.replace("$__rate_interval", window).replace("$model_name", ".*").replace("$engine", ".*")
 
 
 def draw(prometheus: Prometheus, seconds: float, path: Path) -> None:
-    """Every panel, of the last `seconds`."""
+    """Draw every panel for the last `seconds`."""
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lmcache-ec", "font.size": 7})
     rows = -(-len(PANELS) // _COLUMNS)
     figure, axes = pyplot.subplots(rows, _COLUMNS, figsize=(4.0 * _COLUMNS, 2.0 * rows), layout="constrained")
@@ -88,7 +87,7 @@ def _panel(prometheus: Prometheus, panel: dict[str, Any], seconds: float, at: Ax
 
 @contextmanager
 def users(server: OpenAIServer) -> Iterator[None]:
-    """Ask for one picture after the other, as `_USERS` do at once, until the end of the block."""
+    """Ask for one picture after another, as `_USERS` concurrent users, until the end of the block."""
     ended = threading.Event()
 
     def user(number: int) -> None:

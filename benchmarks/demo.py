@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job on real photographs: each is encoded once, and an engine that starts after a SIGKILL encodes none.
 
-`make demo` runs it, by default with a vision tower of ViT-B's size on all cores, so that the figures show what an
-encode costs. The same prompts four times, each engine in vLLM's default layout (front end, EngineCore, worker):
+`make demo` runs it, by default with a vision tower of ViT-B's size on all cores, so that the figures show the cost of
+an encode. The same prompts run four times, with each engine in vLLM's default layout (front end, EngineCore, worker):
 
 off      no cache
 cold     a new engine with an empty cache: shared memory, and a folder on disk
 repeat   the same engine, after its own encoder cache was emptied; then its processes are killed
-restart  a new engine over the folder that is left
+restart  a new engine over the remaining folder
 
 Encodes are counted by a vLLM plugin outside the package (benchmarks/testbed/engine_plugin), loads by the cache. The
-time to the first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one
-JSON object; the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without
-the cache, and 2 if there was nothing to run or an engine did not run.
+time to first token is vLLM's own figure, from arrival, for one request at a time. The last line of output is one JSON
+object; the exit status is 1 if the restarted engine encoded anything or if an output differed from the one without the
+cache, and 2 if there was nothing to run or an engine did not run.
 """
 
 import argparse
@@ -47,13 +47,13 @@ PHOTOGRAPHS = (
 )
 DEFAULT = "gemma3_vit_b"
 COSTLY = {DEFAULT, "gemma3_so400m", "gemma3_so400m_lm"}
-"""Models of the testbed that profit from several threads; the tiny ones lose by them."""
+"""Models of the testbed that benefit from several threads; the tiny ones are slower with them."""
 SOUND_ONLY = {"qwen2audio", "whisper"}
 CONFIGURATIONS = ("config.json", "params.json")
-"""Of a checkpoint as Hugging Face's libraries write it, and as Mistral does."""
+"""Configuration file of a checkpoint as Hugging Face's libraries write it, and as Mistral does."""
 
 SETTLE_S = 10.0
-"""Longest wait for writes that go on behind the last answer."""
+"""Longest wait for writes that continue after the last answer."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Phase:
     """By tier."""
     ttft_ms_median: float
     ttft_ms: list[float]
-    """Of each photograph."""
+    """One value per photograph."""
     outputs_equal: bool
     tokens_equal: bool
-    """On a GPU more cannot be asked: there the last bits of a logit depend on what else is in the batch."""
+    """All that can be required on a GPU, where the last bits of a logit depend on the rest of the batch."""
     bytes_stored: int
 
 
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def what_is_wrong(model: str) -> str | None:
-    """Why `model` cannot be shown, in one line; None if nothing speaks against it."""
+    """Why the demo cannot run `model`, in one line; None if it can."""
     names = ", ".join(sorted(MODELS.keys() - SOUND_ONLY))
     accepted = f"accepted are {names}, or the folder of a checkpoint"
     if model in SOUND_ONLY:
@@ -129,9 +129,9 @@ def run(model: str, **start_arguments: Any) -> dict[str, Phase]:
 
 
 def start(model: str, *, cached: bool, environment: Mapping[str, str] | None = None, **arguments: Any) -> EngineProcess:
-    """An engine for one photograph a request. A checkpoint of the user's gets vLLM's settings for type and memory.
+    """An engine for one photograph per request. A user's own checkpoint gets vLLM's settings for dtype and memory.
 
-    `arguments` are vLLM's, `environment` is the engine's, both beside what they are here.
+    `arguments` for vLLM and `environment` of the engine are added to those set here.
     """
     own: dict[str, Any] = {"dtype": "auto", "kv_cache_memory_bytes": None, "skip_mm_profiling": False}
     connector = {
@@ -149,12 +149,12 @@ def start(model: str, *, cached: bool, environment: Mapping[str, str] | None = N
         limit_mm_per_prompt={"image": 1},
         **{**({} if model in MODELS else own), **arguments},
     )
-    engine.do(Call("benchmarks.demo:serve_one", {}))  # what only the first request pays is no phase's cost
+    engine.do(Call("benchmarks.demo:serve_one", {}))  # costs of the first request only belong to no phase
     return engine
 
 
 def threads(model: str) -> dict[str, str]:
-    """Environment of an engine: all cores that this process may use, for a model that profits from them."""
+    """Environment of an engine: all cores that this process may use, for a model that benefits from them."""
     tiny = model in MODELS.keys() - COSTLY
     return {} if tiny else {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
 
@@ -180,7 +180,7 @@ def measure(engine: EngineProcess, reference: list[Output]) -> tuple[list[Output
 
 
 def loads_of(engine: EngineProcess) -> dict[str, int]:
-    """Loads by tier so far, of this engine and no other on this host; nothing where it has no cache."""
+    """Loads by tier so far, of this engine only; empty if it has no cache."""
     command = [str(Path(sys.executable).with_name("lmcache-ec")), "status", "--json"]
     engines = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     own = set(engine.processes().values())
@@ -189,7 +189,7 @@ def loads_of(engine: EngineProcess) -> dict[str, int]:
 
 
 def settled_bytes() -> int:
-    """Bytes of the entries on disk, once two looks in a row agree."""
+    """Bytes of the entries on disk, once two consecutive readings agree."""
     last, deadline = -1, time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
         now = sum(file.stat().st_size for file in ENTRIES.rglob("*.safetensors"))
@@ -230,7 +230,7 @@ def photographs() -> list[Path]:
 
 
 def show(model: str, phases: dict[str, Phase]) -> None:
-    """Photographs down, phases across: what a user waited for each, and below it what was done for it."""
+    """A table with a row per photograph and a column per phase: waiting times, and below them encodes and loads."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each order of eviction makes of vLLM's own cache, over traces: encodes, loads, encoder seconds.
+"""How each eviction order of vLLM's own cache performs on traces: encodes, loads, encoder seconds.
 
     python -m benchmarks.gpu_tier [--requests 100000] [--gpu-gib 0.05] [--cpu-gib 2]
 
-The managers are the real ones, vLLM's and ours; LocalCPU below them is that of `lmcache-ec plan`, and below that there
-is nothing. A request holds its item until one to three later ones have asked: prefill is over soon.
+The managers are the real ones, vLLM's and ours; LocalCPU below them is that of `lmcache-ec plan`, with no tier below
+it. A request holds its item until one to three later ones have asked, since prefill is short.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _TRACES = ("zipf", "scan", "conversations", "conversations:gap_s=2,turns=4,pictu
 
 
 class LocalCpu:
-    """LocalCPU, as one engine's manager sees it, and what it knows of encodes."""
+    """LocalCPU, as one engine's manager sees it, with its knowledge of encodes."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self.known: dict[str, tuple[int, int, float]] = {}
-        """Name -> its number in the trace, bytes and seconds of encode."""
+        """Name -> number in the trace, bytes, seconds of encode."""
 
     def restore_s(self, identifier: str, modality: str, rows: int) -> float:
         number, size, encode_s = self.known[identifier]
@@ -77,7 +77,7 @@ def replay(trace: Synthetic, manager: str, cpu: str, gpu_bytes: float, cpu_bytes
         below.known[name] = number, size, encode_s
         one = _request(out.requests, name, max(1, size // _ROW_BYTES))
         if not gpu.check_and_update_cache(one, 0):
-            while not gpu.can_allocate(one, 0, 10**9, 0):  # it waits for a request that runs
+            while not gpu.can_allocate(one, 0, 10**9, 0):  # it waits for a running request
                 if not running:
                     raise ValueError(f"an item of {size} bytes is larger than vLLM's cache")
                 gpu.free(heappop(running)[2])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `load_policy: auto` chooses, and what a request pays for it, over stores and encoders of any speed.
+"""What `load_policy: auto` chooses, and what that costs a request, over stores and encoders of various speeds.
 
-A real scheduler side, worker side and store process over a Redis behind a relay that passes on late; the encoder is a
+A real scheduler side, worker side and store process over a Redis behind a relay that adds a delay; the encoder is a
 sleep. For each pair of times an engine serves stored images, one request at a time: first enough of them to learn, then
 those that count. The table shows how long the model waited for an image's output, with the policy and with each of its
-two alternatives, and which of the two it chose how often. Exit status 1 if it took more than 1.1 times the better one.
+two alternatives, and how often it chose each. Exit status 1 if it took more than 1.1 times the better alternative.
 
     python -m benchmarks.loads
 """
@@ -26,7 +26,7 @@ TIERS_S = (0.005, 0.05, 0.5)
 ENCODES_S = (0.002, 0.02, 0.2)
 LEARNS, COUNTS = 40, 20
 PASS_S = 0.001
-"""What vLLM sleeps in a pass that schedules nothing."""
+"""How long vLLM sleeps in a pass that schedules nothing."""
 
 STORED = [digest(f"stored {number}") for number in range(LEARNS + COUNTS)]
 BAR = 1.1
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def row(between: Relay, tier_s: float, encode_s: float) -> float:
-    """Print one; returns how many times as long as with the better alternative it took. The three take turns."""
+    """Print a row; returns the policy's time as a multiple of the better alternative's. The three take turns."""
     auto, _, encodes = engines = [start(between, policy, encode_s) for policy in ("auto", "always", "always")]
     encodes.cache.fetch = lambda *_, **__: False  # type: ignore[method-assign]
     became: list[list[tuple[str, float]]] = [[], [], []]
@@ -85,7 +85,7 @@ def encoder(seconds: float) -> Callable[[str, int], torch.Tensor]:
 
 
 def ask(served: Served, identifiers: Sequence[str]) -> list[tuple[str, float]]:
-    """One request after another, each in an engine that does nothing else: what became of its image, and seconds from
+    """One request after another, in an otherwise idle engine: whether its image was loaded or encoded, and seconds from
     its arrival until the model had it."""
     became = []
     for identifier in identifiers:

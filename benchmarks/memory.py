@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cache costs an engine in memory once it has started: each process's own, without a connector, with one that
-does nothing, and with the cache.
+"""Memory of each process of a started engine: without a connector, with one that does nothing, and with the cache.
 
-`python -m benchmarks.memory [MODEL] [--engines N]`. A tiny model on a CPU, in vLLM's default layout. Given is the
-proportional set size (PSS), in which a page that several processes map counts once; the arena is among it, as far as it
-is resident. Of several engines of each kind, started in turn, it is the median of each process, and the quartiles.
+`python -m benchmarks.memory [MODEL] [--engines N]`. A tiny model on a CPU, in vLLM's default layout. The figures are
+proportional set sizes (PSS), in which a page mapped by several processes counts once; they include the arena as far as
+it is resident. With several engines of each kind, started in turn, each process has its median and quartiles.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ def ways(folder: Path) -> dict[str, dict[str, Any] | None]:
 
 
 def _spread(runs: list[dict[str, float]], name: str) -> float | list[float]:
-    """The median, and in front and behind it the quartiles where there are several."""
+    """The only value or, of several, the quartiles with the median between them."""
     values = [run[name] for run in runs]
     return values[0] if len(values) == 1 else [round(value, 1) for value in statistics.quantiles(values)]
 
 
 def measure(model: str, folder: Path, connector: dict[str, Any] | None) -> dict[str, float]:
-    """MiB of each process of an engine that has served nothing yet, by its title."""
+    """MiB of each process, by title, of an engine that has served nothing yet."""
     with EngineProcess(model, Layout.MULTI_PROCESS, folder=folder, connector=connector) as engine:
         processes = engine.processes()
         own = set(processes.values())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LocalDisk with a million entries: does anything become slow, and what does it cost?
+"""LocalDisk with a million entries: does anything become slow, and what is the cost?
 
     python -m benchmarks.million [--entries 1000000] [--folder /tmp]
 
-Run by hand (some minutes, 4 GiB and a million inodes in `--folder`; removed afterwards). Entries are put by a tier, 100
-bytes each; then new processes open the folder, each for one question. The page cache is as the puts have left it.
+Run by hand (some minutes, 4 GiB and a million inodes in `--folder`; removed afterwards). A tier puts the entries, 100
+bytes each; then new processes open the folder, each for one measurement. The page cache is as the puts left it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def resident_mib() -> float:
-    """The most that this process has had resident."""
+    """Peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -53,7 +53,7 @@ def look_up(root: Path, entries: int) -> None:
 
 
 def write(root: Path, entries: int) -> None:
-    """The folder is full: what is evicted is found in a sample at first, and by the survey later."""
+    """The folder is full: victims are first found by sampling, later by the survey."""
     tier, data, before = DiskTier(root, entries * LENGTH), memoryview(bytes(LENGTH)), resident_mib()
     first = seconds(lambda: tier.put(key(entries), data))
     others = seconds(lambda: [tier.put(key(entries + number), data) for number in range(1, 101)]) / 100

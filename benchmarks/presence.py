@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The presence filter with ten million keys: what a listing costs, what it takes, how often it errs, how quick it is.
+"""The presence filter with ten million keys: cost of a listing, memory, error rate and speed.
 
     python -m benchmarks.presence [--keys 10000000]
 
-Half a minute for ten million. The keys come from a generator, not from a tier, whose own share of a listing is larger.
-The first listing does not know the count; the second does, and forgets a tenth of the keys, which were deleted.
+Takes half a minute for ten million. The keys come from a generator; a tier's own share of a listing is larger.
+The first listing does not know the count; the second does, and drops a tenth of the keys, which were deleted.
 """
 
 import argparse
@@ -21,7 +21,7 @@ _ASKED = 500_000
 
 
 def digests(seed: int, count: int) -> Iterator[bytes]:
-    """The same for each seed, and cheap."""
+    """Cheap digests, the same for each seed."""
     chance = random.Random(seed)
     for begin in range(0, count, _CHUNK):
         chunk = chance.randbytes(32 * _CHUNK)
@@ -50,7 +50,7 @@ def listing(writer: PresenceWriter, what: str, count: int) -> None:
 
 
 def look_up(reader: PresenceFilter, seed: int, count: int) -> tuple[float, float]:
-    """Seconds a look, and the share of answers that are maybe. Keys from all over the memory."""
+    """Seconds per look-up, and the share of "maybe" answers. The keys are spread over the whole memory."""
     keys = list(digests(seed, count))
     began = time.perf_counter()
     maybe = sum(map(reader.may_contain, keys))

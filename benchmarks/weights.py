@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to look at an encoder's weights, and to watch for calls that may change them.
+"""The cost of digesting an encoder's weights, and of watching for calls that may change them.
 
     python -m benchmarks.weights [--rounds 5] [--device cuda]
 
 Run by hand (a minute, 2 GiB). The tensors are those of a SigLIP-so400m tower in BF16: 0.86 GB in 437 tensors. On a
-device each round ends when its digest is on the host. What a device is computed to take follows from the bytes that its
-memory moves (see adapters/vllm/tensor_digest.py).
+device each round ends when its digest is on the host. The computed device time follows from the bytes that its memory
+moves (see adapters/vllm/tensor_digest.py).
 """
 
 import argparse
@@ -69,7 +69,7 @@ def computed() -> None:
 
 
 def calls(rounds: int) -> None:
-    """What passing by costs a step: `execute_model` is a call to the workers like any other."""
+    """The cost of the watch per step: `execute_model` is a call to the workers like any other."""
 
     class Executor:
         def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> None:
@@ -91,7 +91,7 @@ def calls(rounds: int) -> None:
 
 
 def forgetting(rounds: int, entries: int = 4000) -> None:
-    """2 GiB of entries of 0.5 MB are about 4000."""
+    """The default of 4000 entries is about 2 GiB at 0.5 MB each."""
     spec = TensorSpec(1, 256, "BF16")
 
     def filled() -> Book:

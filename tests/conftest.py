@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test can rely on: the environment of an in-process engine is set before anything imports vLLM."""
+"""Set-up for all tests: the environment of an in-process engine is set before anything imports vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 apply_environment()
 take_few()
-gc.disable()  # while vLLM, torch and the tests are imported, nothing becomes garbage that would be worth the search
+gc.disable()  # importing vLLM, torch and the tests creates no garbage worth collecting
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,15 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: the collector need not look through it each time."""
+    """Imported objects stay: the collector need not traverse them each time."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # what stays at the end of the interpreter counts as a leak
+    atexit.register(gc.unfreeze)  # objects still frozen at interpreter exit count as leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
 def how_store_processes_begin() -> Iterator[Callable[..., Starter]]:
-    """They are forked. The value is how they would begin."""
+    """In tests store processes are forked. The value is the real starter."""
     begin, warm = store_process.begin, warm_store.WarmStore()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store_process, "begin", warm.begin)
@@ -56,7 +56,7 @@ def how_store_processes_begin() -> Iterator[Callable[..., Starter]]:
 
 @pytest.fixture
 def new_interpreters(how_store_processes_begin: Callable[..., Starter], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store processes begin as those of users do."""
+    """Store processes start as they do for users."""
     monkeypatch.setattr(store_process, "begin", how_store_processes_begin)
 
 
@@ -70,5 +70,5 @@ def seaweed_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seawee
 
 @pytest.fixture(scope="module")
 def s3(seaweed_for_all: Seaweed) -> Seaweed:
-    """A server that other files use, too, with a bucket for this file. Who kills or hurts one starts one."""
+    """A server shared with other files, with a bucket for this file. Tests that disturb a server start their own."""
     return seaweed_for_all.with_bucket(f"tests-{uuid.uuid4().hex}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sees to it that torch's companions import beside a CPU build of torch. `make env` runs it after pip.
+"""Makes torch's companion packages importable with a CPU build of torch. `make env` runs it after pip.
 
-Where PyTorch's index of CPU wheels is not used, pip puts the CUDA builds of torchvision, torchaudio and torchcodec
-beside torch's CPU build. Their libraries do not load. vLLM and transformers can do without the last two, but import
-whatever is installed. Where everything imports, nothing is changed.
+Without PyTorch's index of CPU wheels, pip installs CUDA builds of torchvision, torchaudio and torchcodec next to
+torch's CPU build. Their libraries do not load. vLLM and transformers work without the last two, but import whatever is
+installed. If everything imports, nothing is changed.
 """
 
 import shutil
@@ -16,7 +16,7 @@ SHIM = Path(__file__).with_name("torchvision_ops.py")
 
 
 def failure(package: str) -> str:
-    """The last line of what importing the package raises, or nothing."""
+    """Last line of the error from importing the package, or an empty string."""
     done = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
     return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for `torch.cuda` over host memory, which keeps the rules of the real one.
 
-- A stream does its work in order. An event has passed or has not; to wait for one that is not `blocking` burns a core.
-- Host memory is registered, or not. Registering makes it resident; registering it twice, or unregistering what is not
-  registered, is refused; so is a copy that crosses the border of a registration. A copy of memory that is not
-  registered does not run beside its caller. Memory that is unmapped while it is registered is a fault.
-- Device memory that is freed goes to the next who asks for some on its stream, at once, unless another stream was
-  recorded that has not got to that point yet.
+- A stream does its work in order. An event has passed or has not; waiting for one that is not `blocking` spins a core.
+- Host memory is registered or not. Registering makes it resident. Registering twice, unregistering unregistered memory
+  and copying across the boundary of a registration are refused. A copy of unregistered memory blocks its caller.
+  Unmapping registered memory is a fault.
+- Freed device memory goes at once to the next allocation on its stream, unless another recorded stream has not reached
+  that point yet.
 
-Device tensors are views of one block of host memory. In `OnDevice` what torch is asked to make on a device is made
-there, and asynchronous copies are work for the current stream. Streams either run by themselves, each on a thread of
-its own, or when a test runs them (`run`), so that any order can be played which the rules allow.
+Device tensors are views of one block of host memory. Within `OnDevice` torch creates device tensors there, and
+asynchronous copies are work for the current stream. Streams either run by themselves, each on its own thread, or when
+a test runs them (`run`), so that a test can produce any order that the rules allow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 PATIENCE_S = 20.0
 INVALID_VALUE, OUT_OF_MEMORY, ALREADY_REGISTERED, NOT_REGISTERED = 1, 2, 712, 713
-"""Of cudaError_t."""
+"""Values of cudaError_t."""
 
 _ALIGNMENT = 512
 _POPULATE_WRITE = 23
@@ -90,7 +90,7 @@ class CudaEvent:
             raise self.mark.error
 
     def elapsed_time(self, end: CudaEvent) -> float:
-        """Milliseconds."""
+        """In milliseconds."""
         if not (self._timing and end._timing and self.mark and end.mark):
             raise ValueError("both events have to be recorded, with enable_timing")
         if not (self.query() and end.query()):
@@ -99,7 +99,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """Work in order. `running`: done by a thread of its own; else done when `run` is called."""
+    """Work in order. `running`: on its own thread; otherwise when `run` is called."""
 
     def __init__(self, cuda: Cuda, running: bool) -> None:
         self._cuda = cuda
@@ -116,7 +116,7 @@ class CudaStream:
         if isinstance(work, Mark):
             self.marks.append(work)
             if self.query():
-                work()  # a stream that is idle has got there
+                work()  # an idle stream has reached it already
                 return
         with self._changed:
             self._work.append(work)
@@ -148,7 +148,7 @@ class CudaStream:
             raise RuntimeError("the stream never got there")
 
     def run(self) -> bool:
-        """Do all that waits for no other stream. Whether nothing is left."""
+        """Do all work up to a wait for another stream. Returns whether nothing is left."""
         while self._work:
             work = self._work[0]
             if isinstance(work, _Wait) and not work.mark.passed.is_set():
@@ -191,9 +191,9 @@ class Registration:
     length: int
     device: torch.device | None
     mapped: tuple[str, ...] = ()
-    """What is mapped there, as the kernel names it; nothing of what torch pinned, which is never unmapped here."""
+    """The kernel's names of the mappings there; empty for torch's pinned memory, which is never unmapped here."""
     was_resident: bool = False
-    """Before it was registered."""
+    """Whether it was resident before it was registered."""
 
     @property
     def end(self) -> int:
@@ -214,7 +214,7 @@ class _Block:
 
 
 class DeviceMemory:
-    """One block of memory, given out as a caching allocator gives it out."""
+    """One block of memory, allocated from as by a caching allocator."""
 
     def __init__(self, length: int) -> None:
         self._memory = mmap.mmap(-1, length)
@@ -225,7 +225,7 @@ class DeviceMemory:
         self._freed: list[_Block] = []
         self._lock = threading.RLock()
         self.full: set[CudaStream] = set()
-        """Streams for which there is nothing left."""
+        """Streams for which no memory is left."""
 
     def holds(self, address: int) -> bool:
         return self.start <= address < self.start + self.length
@@ -238,7 +238,7 @@ class DeviceMemory:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             block = self._reuse(size, stream) or self._carve(size, stream)
             self._live[block.start] = block
-        kind: Any = type("Block", (ctypes.c_char * size,), {})  # a plain array takes no finalizer
+        kind: Any = type("Block", (ctypes.c_char * size,), {})  # a plain array does not support a finalizer
         buffer = kind.from_buffer(self._memory, block.start - self.start)
         weakref.finalize(buffer, self._free, block)
         return buffer
@@ -252,7 +252,7 @@ class DeviceMemory:
                 block.used_by.add(stream)
 
     def _reuse(self, size: int, stream: CudaStream) -> _Block | None:
-        """The block that was freed last on this stream; where room is short, any."""
+        """The block that was freed last on this stream; if memory is short, any block."""
         short = self._used + size > self.length
         for block in reversed(self._freed):
             if block.length >= size and block.free and (block.stream is stream or short):
@@ -282,7 +282,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class _Raw:
-    """A tensor's memory without the tensor: it is not held."""
+    """A tensor's memory, without keeping the tensor alive."""
 
     address: int
     span: int
@@ -305,25 +305,25 @@ class _Raw:
 
 
 class Cuda:
-    """The module. `model` is the forward pass's stream, `side` are those that were made since."""
+    """The module. `model` is the forward pass's stream, `side` are the streams created later."""
 
     kind = "cuda"
-    """Of its devices."""
+    """Type of its devices."""
 
     def __init__(self, *, running: bool = False, device_bytes: int = 64 << 20, pace_s: float = 0.0) -> None:
-        """`pace_s` is how long a copy takes at least, where streams run by themselves."""
+        """`pace_s` is the minimum duration of a copy, if streams run by themselves."""
         self.memory = DeviceMemory(device_bytes)
         self.faults: list[str] = []
-        """Rules that were broken where no exception could say so."""
+        """Broken rules for which no exception could be raised."""
         self.spins = 0
-        """Waits that burnt a core."""
+        """Waits that spun a core."""
         self.stalls = 0
-        """Asynchronous copies that their caller had to wait for."""
+        """Asynchronous copies that blocked their caller."""
         self.refuse: Callable[[int, int], int] = lambda address, length: 0
-        """The status that registering (address, length) ends with."""
+        """Returns the status of registering (address, length)."""
         self.registered: list[Registration] = []
         self.refusals: list[int] = []
-        """The statuses with which registering and unregistering have failed."""
+        """The error statuses of failed registrations and unregistrations."""
         self._pace_s = pace_s
         self._running = running
         self._pinned: list[torch.Tensor] = []
@@ -362,7 +362,7 @@ class Cuda:
             self._local.device = before
 
     def run(self) -> None:
-        """Do everything that can be done, on all streams."""
+        """Do all work that can be done, on all streams."""
         streams = [self.model, *self.side]
         while [stream for stream in streams if not stream.run()]:
             if not any(_can_run(stream) for stream in streams):
@@ -373,10 +373,10 @@ class Cuda:
             stream.synchronize()
 
     def _sleep(self, cycles: int) -> None:
-        """Keep the current stream busy, for as long as a device of 1 GHz would."""
+        """Keep the current stream busy for `cycles` at 1 GHz."""
         self.current_stream().submit(lambda: time.sleep(cycles / 1e9))
 
-    # ---- what it is
+    # ---- properties
 
     def is_available(self) -> bool:
         return True
@@ -429,19 +429,19 @@ class Cuda:
             return 0
 
     def check(self) -> None:
-        """What is registered has to be mapped still, and to be what it was."""
+        """Check that all registered memory is still mapped, with the same mappings."""
         for each in self.registered:
             if each.mapped and _mapped(each.start, each.length) != each.mapped:
                 self.faults.append(f"{each.length} bytes at {each.start:#x} were unmapped while registered")
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Memory of torch's own pinned allocator; never freed here."""
+        """Pin a tensor, as torch's own pinned allocator would; never freed here."""
         self._pinned.append(tensor)
         self.registered.append(Registration(tensor.data_ptr(), tensor.nbytes, None))
         return tensor
 
     def _registration(self, raw: _Raw) -> Registration | None:
-        """Raises RuntimeError for memory that is only partly of one registration."""
+        """The registration that holds this memory. Raises RuntimeError if one holds only part of it."""
         begin, end = raw.address, raw.address + raw.span
         with self._lock:
             touched = [each for each in self.registered if each.start < end and begin < each.end]
@@ -482,13 +482,13 @@ class Cuda:
         return torch.frombuffer(buffer, dtype=like.dtype, count=like.numel()).view(like.shape)
 
     def settle(self) -> None:
-        """Where streams run by themselves: before the model's next operation, which is done at once."""
+        """Wait for the model's stream, if streams run by themselves: the model's next operation is done at once."""
         if self._running and self.current_stream() is self.model:
             self.model.synchronize()
 
 
 class Xpu(Cuda):
-    """`torch.xpu`: the same streams and events, but for those that sleep, and nothing to register memory with."""
+    """`torch.xpu`: the same streams and events, except blocking events, and no way to register memory."""
 
     kind = "xpu"
 
@@ -502,15 +502,15 @@ class Xpu(Cuda):
 
 @contextmanager
 def stand_in_xpu() -> Iterator[Any]:
-    """As `stand_in_card`, of a device that is no `cuda`."""
+    """Like `stand_in_card`, with a device type other than `cuda`."""
     with _card(Xpu, "stand_in_xpu") as card:
         yield card
 
 
 @contextmanager
 def stand_in_card() -> Iterator[Any]:
-    """A card for `benchmarks.gpu_check`, whose streams run by themselves and take their time. Engines on it run on the
-    CPU, their V2 runner's kernels interpreted."""
+    """A card for `benchmarks.gpu_check`, whose streams run by themselves and whose copies take time. Its engines run on
+    the CPU, with the V2 runner's kernels interpreted."""
     with _card(Cuda, "stand_in_card") as card:
         yield card
 
@@ -524,7 +524,7 @@ def _card(module: type[Cuda], opener: str) -> Iterator[Any]:
 
     cuda, threads = module(running=True, device_bytes=1 << 30, pace_s=0.002), torch.get_num_threads()
     engines = Engines({"V2": triton_interpreter.ENVIRONMENT, "V1": {}}, {"begin": warm_start.begin})
-    torch.set_num_threads(1)  # theirs would spin on the cores that the streams' threads need
+    torch.set_num_threads(1)  # torch's threads would spin on the cores that the streams need
     try:
         with OnDevice(cuda):
             yield Card(torch.device(cuda.kind, 0), cuda, f"{__name__}:{opener}", {"card": "stand-in"}, engines)
@@ -541,10 +541,10 @@ def _can_run(stream: CudaStream) -> bool:
 
 
 class OnDevice(TorchFunctionMode):
-    """Of this thread: what is made on a device is made in `cuda`'s memory, asynchronous copies are work for its
-    streams. While it is entered no other thread can record a real tensor on a real stream.
+    """For this thread: device tensors are created in `cuda`'s memory, and asynchronous copies are work for its streams.
+    Within the block no other thread can record a real tensor on a real stream.
 
-    Other operations on device tensors are done at once, where they are called: a test that wants them queued submits
+    Other operations on device tensors are done at once, where they are called: a test that needs them queued submits
     them itself.
     """
 
@@ -553,7 +553,7 @@ class OnDevice(TorchFunctionMode):
         self._cuda = cuda
 
     def __enter__(self) -> Any:
-        self._record_stream = torch.Tensor.record_stream  # torch looks at its argument before it asks a mode
+        self._record_stream = torch.Tensor.record_stream  # torch checks its argument before it calls a mode
         used_by = self._cuda.memory.used_by
         torch.Tensor.record_stream = lambda tensor, stream: used_by(tensor.data_ptr(), stream)
         return super().__enter__()
@@ -592,7 +592,7 @@ class OnDevice(TorchFunctionMode):
         return not tensor.is_contiguous() and self._cuda.memory.holds(tensor.data_ptr())
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy on the device, made on the current stream."""
+        """A contiguous copy on the device, gathered on the current stream."""
         gathered = self._cuda.allocate(torch.empty(tensor.shape, dtype=tensor.dtype))
         to, from_ = _Raw.of(gathered), _Raw.of(tensor)
         self._cuda.current_stream().submit(lambda: to.tensor().copy_(from_.tensor()))
@@ -603,7 +603,7 @@ _VIEWS = {torch.Tensor.view, torch.Tensor.__getitem__, torch.Tensor.data_ptr, to
 
 
 def collected(*references: Callable[[], Any]) -> list[bool]:
-    """For each object whether nobody holds it any more."""
+    """For each object whether it has been garbage-collected."""
     gc.collect()
     return [reference() is None for reference in references]
 
@@ -612,7 +612,7 @@ def collected(*references: Callable[[], Any]) -> list[bool]:
 
 
 def _mapped(address: int, length: int) -> tuple[str, ...]:
-    """The mappings under a range: device, inode and name of each, and where in it the mapping begins."""
+    """The mappings in an address range: device, inode and name of each, and the mapping's offset in the file."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, _, rest = line.partition(" ")
@@ -634,7 +634,7 @@ def _is_resident(start: int, length: int) -> bool:
 
 
 def _pages(start: int, length: int) -> bytes | None:
-    """One byte a page, its lowest bit set if it is resident; None if not all of the range is mapped."""
+    """One byte per page, with its lowest bit set if it is resident; None if part of the range is unmapped."""
     vector = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
     failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(length), vector)
     return None if failed else bytes(vector)

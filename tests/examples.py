@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Through how many made-up examples a test goes: a few in `make check` and `make test`, all in `make test-all`."""
+"""How many generated examples a test runs: a few in `make check` and `make test`, all in `make test-all`."""
 
 from hypothesis import settings
 
 ALL = 100
-"""What a test without a number of its own goes through, under the profile `all`. So its number is a percentage."""
+"""Examples of a test without its own number, with profile `all`. So a profile's number is a percentage."""
 
 
 def take_few() -> None:
-    """Unless `--hypothesis-profile` says otherwise, which pytest acts on later."""
+    """Run few examples by default; pytest applies `--hypothesis-profile` later."""
     settings.register_profile("all", max_examples=ALL)
     settings.register_profile("few", max_examples=30)
     settings.load_profile("few")
 
 
 def examples(number: int) -> int:
-    """The share of `number` that the profile takes."""
+    """The profile's share of `number`."""
     return -(-number * settings().max_examples // ALL)

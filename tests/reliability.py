@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make reliability`: runs the tests and a soak that bring faults about, and writes what came of each into the table of
-docs/reliability.md.
+"""`make reliability`: runs the tests that inject faults and a soak, and writes the result of each fault into the table
+of docs/reliability.md.
 
-A test states, with the mark `fault`, which fault it brings about, where, and what it asserts of what happens
-then; it is the test that holds the row, and the row is written only if the test passed. `recovery` names the wait
-(`wait_until`) that lasts from the fault's end until all is as before: how long it took is measured. `engine` is what
-became of a real engine, whose outputs were compared, but for `outputs=False`; without it there was none.
+A test states, with the mark `fault`, which fault it injects, where, and which consequences it asserts; the test
+defines the row, which is written only if the test passed. `recovery` names the wait (`wait_until`) from the end of the
+fault until everything is as before: its duration is measured. `engine` is what happened to a real engine, whose
+outputs were compared unless `outputs=False`; without it there was no engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SOAK_S = 240
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `recovery_s` is None where nothing was waited for."""
+    """One row of the table. `recovery_s` is None if no recovery was measured."""
 
     fault: str
     where: str
@@ -56,11 +56,11 @@ class Row:
         return self.fault, self.where, self.outcome, self.engine or "-", equal, seconds or "-"
 
 
-# ---- what the suite states that it has
+# ---- the faults that the suite declares
 
 
 Named = tuple[str, str]
-"""A fault, and where it is."""
+"""A fault and its location."""
 
 _MARK = "pytest.mark.fault"
 
@@ -94,7 +94,7 @@ def listed() -> list[Named]:
 
 
 class Recorder:
-    """A plugin of pytest: a JSON line for each marked test that passed."""
+    """A pytest plugin that writes a JSON line for each marked test that passed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -168,7 +168,7 @@ def _described(kind: str, times: str) -> tuple[str, str, str]:
 
 
 def _soaked(lines: Sequence[str]) -> list[Row]:
-    """The rows of soaks whose last lines these are."""
+    """The rows for soaks with these last lines."""
     faults, recoveries_s = Counter[str](), dict[str, float]()
     for line in lines:
         counts = json.loads(line)
@@ -187,9 +187,9 @@ def _soaked(lines: Sequence[str]) -> list[Row]:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """Put the table of all that is declared into the page. RuntimeError if a fault has no row."""
+    """Write the table of all declared faults into the page. RuntimeError if a fault has no row."""
     known: dict[Named, Row] = {}
-    for row in sorted(rows, key=lambda row: row.recovery_s or 0.0):  # of several cases the one that took longest
+    for row in sorted(rows, key=lambda row: row.recovery_s or 0.0):  # of several cases keep the slowest
         known[row.named] = row
     if missing := [f"{where}: {fault}" for fault, where in declared() if (fault, where) not in known]:
         raise RuntimeError(f"nothing came of: {'; '.join(missing)}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sockets that tests make up have in common."""
+"""Common base of the fake sockets in tests."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 
 class Scattering(ABC):
-    """Receives into several views as a kernel may: fills some of the first, or all of it and some of the next. Used by
-    the one thread of a test."""
+    """Receives into several views as a kernel may: fills part of the first, or all of it and part of the next. Used by
+    the test's single thread."""
 
     @abstractmethod
     def recv_into(self, view: memoryview) -> int: ...

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets torchvision import where its compiled operators cannot be loaded: a CUDA build beside a CPU build of torch.
+"""Makes torchvision importable when its compiled operators cannot be loaded: a CUDA build with a CPU build of torch.
 
-`make env` copies this file into the environment's site-packages, with a .pth file that imports it at start-up, and
-does so only if `import torchvision` fails with "operator torchvision::nms does not exist". torchvision registers shapes
-for two operators by name, whether it could load them or not; image processors call neither. So the two names are
-declared, without code behind them, right after torchvision has found that its library does not load. Where it does
-load, nothing happens.
+`make env` copies this file into the environment's site-packages, with a .pth file that imports it at start-up, but only
+if `import torchvision` fails with "operator torchvision::nms does not exist". torchvision registers shapes for two
+operators by name, whether or not it could load them; image processors call neither. So the two names are declared,
+without an implementation, right after torchvision has found that its library does not load. If it does load, nothing
+happens.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ def declare_missing(extension: ModuleType) -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Steps aside for the real finder, and has `declare_missing` called once the module has run."""
+    """Defers to the real finder, and calls `declare_missing` once the module has executed."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != LOADS_THE_LIBRARY:

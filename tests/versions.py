@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make versions`: runs the engine tests on each version of vLLM that has a CPU build, one after the other, and writes
-what came of it into benchmarks/results/versions.json and the table of docs/support.md.
+the results into benchmarks/results/versions.json and the table of docs/support.md.
 
 Each version gets an environment and a copy of this tree under build/versions, both removed afterwards; the log stays. A
-version that cannot be installed, or whose tests fail, is a row of the table and does not end the run. Arguments that
-are not known here go to pytest, in place of the engine tests, and the page names them.
+version that cannot be installed, or whose tests fail, is a row of the table and does not end the run. Unknown arguments
+are passed to pytest instead of the engine tests, and the page names them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from benchmarks.testbed.models import ROOT
 
 VERSIONS = ("0.30.0", "0.31.0", "0.32.0")
 SOURCES = "0.33.0"
-"""It has no CPU build: its sources are compared, nothing of it runs."""
+"""It has no CPU build: only its sources are compared, and none of its code runs."""
 BESIDE = {"0.30.0": ("transformers<5.18",)}
-"""More that pip installs with a version. 0.31 has the same bound itself: with a later transformers the processor of
-Qwen3-VL in 0.30 refuses every video, with or without a connector."""
+"""Additional requirements for pip with a version. 0.31 has the same bound itself: with a later transformers the
+processor of Qwen3-VL in 0.30 refuses every video, with or without a connector."""
 INTERFACE = ("tests/unit/test_vllm_interface.py",)
 TESTS = (*INTERFACE, "tests/engine", "tests/faults")
 FOLDER = ROOT / "build" / "versions"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", ".models", ".demo", "__pycache__", ".*_cache", "*.egg-info")
-"""Of the copy. Test models are built anew: by the version of transformers that is to read them."""
+"""Left out of the copy. Test models are rebuilt by the version of transformers that will read them."""
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- the table: make versions -->", "<!-- end of the table -->"
@@ -47,8 +47,8 @@ LIMIT_S = 7200
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one version. `tests` is one of the three above, `part` what pytest was given for a part, `result`
-    in words what came of it."""
+    """Result of one version. `tests` is one of the three above, `part` are pytest's arguments for a part, `result` is
+    the outcome in words."""
 
     vllm: str
     tests: str
@@ -85,8 +85,8 @@ def now() -> str:
 
 
 def run_engines(version: str, part: Sequence[str], index: Sequence[str], keep: bool, again: Row | None) -> Row:
-    """`part` is empty for all tests; `index` has more arguments for pip; `keep` leaves the environment, or uses it;
-    `again` is the row of a run of which only what failed is run once more."""
+    """`part` is empty for all tests; `index` has further arguments for pip; `keep` keeps the environment, or reuses it;
+    `again` is the row of a run whose failed tests only are rerun."""
     folder = FOLDER / version
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
@@ -103,7 +103,7 @@ def run_engines(version: str, part: Sequence[str], index: Sequence[str], keep: b
 
 
 def _named(tests: Sequence[str]) -> list[str]:
-    """In the words of pytest's -k, which knows no brackets: with all parameters, then."""
+    """Names for pytest's -k, which does not support brackets: so each with all its parameters."""
     return sorted({test.partition("[")[0] for test in tests})
 
 
@@ -129,7 +129,7 @@ def _run_engines(row: Row, folder: Path, index: Sequence[str], tests: Sequence[s
 
 
 def _logged(command: Sequence[str], folder: Path, log: Path) -> str:
-    """How it failed, empty if it did not. Its output goes to the log's end."""
+    """Run a command. Returns how it failed, empty if it did not. Its output is appended to the log."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with log.open("a") as out:
         try:
@@ -147,7 +147,7 @@ def _version(python: Path, name: str) -> str:
 
 
 def tested(python: Path, tests: Sequence[str], clone: Path, report: Path, log: Path) -> tuple[str, tuple[str, ...]]:
-    """What came of the tests in words, and which failed."""
+    """The tests' outcome in words, and the failed ones."""
     begun = time.monotonic()
     report.unlink(missing_ok=True)  # of a kept environment
     problem = _logged((str(python), "-m", "pytest", "-q", f"--junitxml={report}", *tests), clone, log)
@@ -157,8 +157,8 @@ def tested(python: Path, tests: Sequence[str], clone: Path, report: Path, log: P
 
 
 def summed(report: ElementTree.Element, seconds: float) -> tuple[str, tuple[str, ...]]:
-    """Of pytest's JUnit report, in which a test that fails, and then again as it is put away, is two cases. Where
-    nothing passed, nothing is shown: that is no success."""
+    """Summary of pytest's JUnit report, in which a test that fails, and again in its teardown, is two cases. A run in
+    which nothing passed proves nothing and is not a success."""
     came_of: dict[tuple[str, str], set[str]] = {}
     for case in report.iter("testcase"):
         test = case.get("classname", ""), case.get("name", "?")
@@ -184,7 +184,7 @@ def run_interface() -> Row:
 
 
 def known() -> list[Row]:
-    """One row a version: that of the last run, or that there was none."""
+    """One row per version: that of its last run, or one for no run."""
     rows = {row.vllm: row for row in UNRUN}
     for each in json.loads(RESULTS.read_text()):
         rows[each["vllm"]] = Row(**{**each, "part": tuple(each["part"]), "failed": tuple(each["failed"])})
@@ -198,14 +198,14 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(rows: Sequence[Row]) -> None:
-    """The results, and the page's table made of them."""
+    """Write the results, and the page's table of them."""
     RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
 
 
 def main() -> int:
-    """0 if each version that was asked for has run and nothing failed."""
+    """Returns 0 if each requested version has run and nothing failed."""
     parser = argparse.ArgumentParser(prog="make versions", description=__doc__)
     parser.add_argument("--only", action="append", choices=(*VERSIONS, SOURCES), help="may be given again")
     parser.add_argument("--torch-index", help="where pip finds torch's CPU build, if it is not set up for that")
@@ -220,7 +220,7 @@ def main() -> int:
             continue
         again = last if options.again else None
         row = run_interface() if version == SOURCES else run_engines(version, part, index, options.keep, again)
-        write([row if each.vllm == version else each for each in known()])  # now: what is done survives what is not
+        write([row if each.vllm == version else each for each in known()])  # so that it survives an interrupted run
         print(f"{version}: {row.result}", flush=True)
         good &= not row.failed and NOT_RUN not in row.result and not row.result.startswith("failed")
     return 0 if good else 1

@@ -2,9 +2,9 @@
 """Engines' processes, forked from one that has imported vLLM: the import is three quarters of an engine's start.
 
 `WarmStart` is the test's side. The process behind it imports what any engine needs, starts no thread and no engine, and
-forks: the child has its own environment, log and link, goes on as a new interpreter would, and ends as one. EngineCore
-and the workers are forked in turn, which is vLLM's default except on CPU, where it starts new interpreters for them
-(`VLLM_WORKER_MULTIPROC_METHOD` in vllm/envs.py, vllm/platforms/cpu.py). An engine that begins as `new_interpreter` is
+forks: the child has its own environment, log and link, and runs and ends like a new interpreter. EngineCore and the
+workers are forked in turn, which is vLLM's default except on CPU, where it starts new interpreters for them
+(`VLLM_WORKER_MULTIPROC_METHOD` in vllm/envs.py, vllm/platforms/cpu.py). An engine that begins by `new_interpreter` is
 started by vLLM's rule for CPU.
 """
 
@@ -38,14 +38,14 @@ PRELOADED = (
     "transformers.models.auto.processing_auto",
 )
 READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "TORCH", "HF_", "TRANSFORMERS_", "VLLM_LOGGING", WANTED)
-"""Variables by their beginnings: an engine that is given others than these began with needs a start of its own."""
+"""Prefixes of variables: an engine with other values than this process began with needs a separate start."""
 
 
 _latest: WarmStart | None = None
 
 
 def begin(environment: Mapping[str, str], log: int, link: int) -> Process:
-    """Of `EngineProcess`: the first one waits for the import, those after it fork."""
+    """`begin` for `EngineProcess`: the first call waits for the import, later ones only fork."""
     global _latest
     if _latest is None or not _latest.runs:
         _latest = WarmStart()
@@ -54,8 +54,8 @@ def begin(environment: Mapping[str, str], log: int, link: int) -> Process:
 
 
 class WarmStart:
-    """Starts processes for one thread, until it is closed. Each is reported on a socket of its own, first its pid and
-    then its exit status: a start that is given up, as at a test's time limit, leaves nothing for the next one to read.
+    """Starts processes for one thread, until it is closed. Each is reported on its own socket, first its pid and then
+    its exit status, so that an abandoned start, as at a test's time limit, leaves nothing for the next one to read.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class WarmStart:
         return self._process.poll() is None
 
     def start(self, environment: Mapping[str, str], log: int, link: int) -> Forked:
-        """`log` and `link` are descriptors, which stay the caller's."""
+        """`log` and `link` are descriptors, which the caller still owns."""
         reports, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             message = json.dumps(dict(environment)).encode()
@@ -94,7 +94,7 @@ class WarmStart:
 
 
 class Forked:
-    """As much of `subprocess.Popen` as an engine's process needs; it is the child of another process."""
+    """The part of `subprocess.Popen` that an engine's process needs; it is the child of another process."""
 
     def __init__(self, pid: int, reports: socket.socket) -> None:
         self.pid = pid
@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def fork_the_others(link: socket.socket) -> None:
-    """EngineCore and workers. They may not hold the link, whose end means that the first process has ended."""
+    """Fork EngineCore and workers, too. They must not hold the link, whose end signals the end of the first process."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config.__func__
@@ -154,7 +154,7 @@ class Forks:
         self._handler = signal.signal(signal.SIGCHLD, self._reap)
 
     def serve(self) -> socket.socket | None:
-        """Forks until the test's side hangs up: None. In each child: its link."""
+        """Fork until the test's side hangs up; then returns None. In each child it returns the child's link."""
         while True:
             message, descriptors, *_ = socket.recv_fds(self._control, 1 << 20, 3)
             if not message:
@@ -162,7 +162,7 @@ class Forks:
             log, link, reports = descriptors
             sys.stdout.flush()
             sys.stderr.flush()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # its end is not handled before it is known
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # no end is handled before its pid is known
             pid = os.fork()
             if not pid:
                 self._become(json.loads(message), log, reports)
@@ -198,7 +198,7 @@ def report(reports: socket.socket, number: int) -> None:
     try:
         reports.send(str(number).encode())
     except OSError:
-        pass  # nobody waits for it any longer
+        pass  # no longer waited for
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store processes of the tests, forked from one that has imported what they import: half of what a test of the cache
-costs would be the start of interpreters.
+"""Store processes of the tests, forked from one that has imported what they import: otherwise starting interpreters
+would be half the cost of a test of the cache.
 
-`WarmStore` is the test's side. The process behind it starts no thread; what it forks has the environment, descriptors
-and standard error of the store process, runs its `main`, and ends as a new interpreter would. What depends on how one
-begins takes the fixture `new_interpreters`: its command line, what it imports, its memory. Engines begin theirs by
+`WarmStore` is the test's side. The process behind it starts no thread; its children have the environment, descriptors
+and standard error of the store process, run its `main`, and end like a new interpreter. Tests that depend on how one
+starts (command line, imports, memory) use the fixture `new_interpreters`. Engines start their own store processes
 themselves.
 """
 
@@ -28,11 +28,11 @@ from lmcache_ec.store_process import PROCESS_NAME, Starter, begin, environment
 
 PRELOADED = ("lmcache_ec.tiers.disk", "lmcache_ec.tiers.redis", "lmcache_ec.tiers.redis_client", "lmcache_ec.tiers.s3")
 CLIENTS = ("boto3", "botocore.session", "obstore.store", "obstore.auth.boto3")
-"""They are imported when an S3 remote is opened."""
+"""Modules that are imported when an S3 remote is opened."""
 
 
 class WarmStore:
-    """Begins store processes, for any thread. The process that it forks them from is there once one was asked for."""
+    """Starts store processes, for any thread. The process that it forks them from is started on the first request."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -52,7 +52,7 @@ class WarmStore:
             return Forked(pidfds[0])
 
     def _suits(self, environ: Mapping[str, str]) -> bool:
-        """Else another interpreter is to run, or to find other modules."""
+        """Whether a fork will do: not if another interpreter has to run, or has to find other modules."""
         same_path = environ.get("PYTHONPATH") == self._environ.get("PYTHONPATH")
         return same_path and sys.executable == self._interpreter
 
@@ -72,7 +72,7 @@ class WarmStore:
 
 
 class Forked:
-    """As much of `subprocess.Popen` as a starter needs; it is the child of another process."""
+    """The part of `subprocess.Popen` that a starter needs; it is the child of another process."""
 
     def __init__(self, pidfd: int) -> None:
         self._pidfd = pidfd
@@ -101,7 +101,7 @@ def main() -> None:
         importlib.import_module(module)
     from lmcache_ec import store
 
-    Path("/proc/self/comm").write_text(PROCESS_NAME)  # what it forks is one from its first moment
+    Path("/proc/self/comm").write_text(PROCESS_NAME)  # so that its forks have this name from the start
     gc.freeze()
     while True:
         message, fds, *_ = socket.recv_fds(control, 1 << 20, 4)

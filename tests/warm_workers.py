@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that share the tests, forked from one that has imported what nearly all of them need: vLLM takes longer
-to import than most files of tests take to run.
+"""The processes that share the tests, forked from one that has imported what nearly all of them need: importing vLLM
+takes longer than most test files take to run.
 
-A plugin for pytest beside xdist: `-p tests.warm_workers --numprocesses 3`. `WarmWorkers` is the side of the process
-that hands out the tests. The process behind it starts no thread; what it forks goes on as the new interpreter does
-that execnet would start.
+A pytest plugin used with xdist: `-p tests.warm_workers --numprocesses 3`. `WarmWorkers` is used in the process that
+distributes the tests. The process behind it starts no thread; its children continue like the new interpreter that
+execnet would start.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ PRELOADED = (
     "matplotlib.axes",
     "typer.testing",
 )
-"""Nothing that pytest rewrites: no test and no plugin of its own."""
+"""No modules that pytest rewrites: no tests, and no pytest plugins."""
 
 
 def pytest_xdist_setupnodes() -> None:
-    """Called before they are started."""
+    """Called before the workers are started."""
     warm = WarmWorkers()
     atexit.register(warm.close)
 
@@ -61,7 +61,7 @@ def pytest_xdist_setupnodes() -> None:
 
 
 class WarmWorkers:
-    """Begins workers, for one thread, until it is closed. The first one waits for the imports."""
+    """Starts workers, for one thread, until it is closed. The first one waits for the imports."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -88,7 +88,7 @@ class WarmWorkers:
 
 
 class Forked:
-    """As much of `subprocess.Popen` as execnet needs; it is the child of another process."""
+    """The part of `subprocess.Popen` that execnet needs; it is the child of another process."""
 
     def __init__(self, pidfd: int, link: socket.socket) -> None:
         self._pidfd = pidfd
@@ -108,15 +108,15 @@ class Forked:
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the one that hands out the tests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process that distributes the tests
     gc.disable()
     apply_environment()
     for module in PRELOADED:
         importlib.import_module(module)
-    anyio.__doc__ = "PYTEST_DONT_REWRITE"  # it has a plugin, and pytest warns of what it cannot rewrite any more
+    anyio.__doc__ = "PYTEST_DONT_REWRITE"  # it has a plugin, and pytest would warn that it can no longer rewrite it
     gc.freeze()
-    atexit.register(gc.unfreeze)  # what stays at the end of the interpreter counts as a leak
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for how they ended
+    atexit.register(gc.unfreeze)  # objects still frozen at interpreter exit count as leaks
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their exit status is not used
     while True:
         message, links, *_ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -133,7 +133,7 @@ def main() -> None:
 
 
 def become_worker(link: int) -> None:
-    """Until it has run its tests."""
+    """Become a pytest worker, until it has run its tests."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in (0, 1):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make bench`: all parties in turn, round after round; then a table, a file of figures and a picture.
 
-A bar that is missed is shown as missed, with its floor beside it; the exit status is 0 all the same.
+A bar that is missed is shown as missed, together with its floor; the exit status is still 0.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
-    """A round that warms up, then those that count."""
+    """Run a warm-up round, then the rounds that count."""
     collected, largest = Collected(), rows_of(max(sizes))
     with ExitStack() as stack:
         report("starting the parties")
@@ -95,8 +95,8 @@ def measure(folder: str, rounds: int, sizes: Sequence[float]) -> Collected:
 def _one_size(
     collected: Collected, rows: int, busy: bool, disk: Child, copies: Child, peer: Child, engines: list[Child]
 ) -> None:
-    """`busy`: this process runs Python beside what is measured on a thread that the engine waits for; where the engine
-    goes on meanwhile, its own main thread does."""
+    """With `busy`, where the engine's thread is blocked meanwhile, this process runs Python during the measurement;
+    where the engine carries on, its own main thread does."""
     suffix, size = BUSY if busy else "", rows * WIDTH * 2
     collected.add(disk.call("measure", rows, suffix, beside_python=busy), size)
     collected.add(copies.call("copies", rows, suffix, beside_python=busy), size)

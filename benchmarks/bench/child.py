@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A party in a process of its own, that measures when it is asked to."""
+"""A party in its own process, which measures on request."""
 
 import importlib
 import multiprocessing
@@ -18,7 +18,7 @@ class Child:
     """Runs one party's measurements, one call at a time. Lives in the process that prints the results."""
 
     def __init__(self, party: str, *arguments: object) -> None:
-        """Starts making a party (`module:class`, only the child imports it), and does not wait for it: see `ready`."""
+        """Start creating a party (`module:class`, imported by the child only) without waiting for it: see `ready`."""
         self._name = party
         self._link, theirs = _spawn.Pipe()
         self._process = _spawn.Process(target=_serve, args=(theirs, party, arguments), daemon=True)
@@ -29,8 +29,8 @@ class Child:
         self._answer()
 
     def call(self, method: str, *arguments: object, beside_python: bool = False) -> Samples:
-        """Have it measure. With `beside_python` this process runs Python until the answer is there: to the child it is
-        an engine's main thread."""
+        """Call a measurement. With `beside_python` this process runs Python until the answer arrives: for the child it
+        acts as an engine's main thread."""
         self._link.send((method, arguments))
         while beside_python and not self._link.poll(0):
             run_python(0.0002)
@@ -49,7 +49,7 @@ class Child:
         return answer
 
     def end(self) -> None:
-        """A peer's threads may not end by themselves."""
+        """End the process, with SIGKILL if need be: a peer's threads may not end by themselves."""
         try:
             self._link.send(None)
             self._process.join(15)

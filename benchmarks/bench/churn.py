@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a full arena holds live entries, where sizes are mixed."""
+"""How much of a full arena holds live entries when sizes are mixed."""
 
 import random
 import statistics
@@ -17,7 +17,7 @@ _FILLED_AFTER = 500
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Live bytes as a part of the arena's: the least and the mean of what was seen once it had filled."""
+    """Live bytes as a fraction of the arena: minimum and mean of the samples taken once it was full."""
 
     least: float
     mean: float
@@ -37,7 +37,7 @@ def churn(entries: int = 3000, seed: int = 0) -> Utilisation:
 
 
 def _save(book: Book, identifier: str, spec: TensorSpec) -> None:
-    """Through a whole save, with the parts of rank and store process played; it may find no room."""
+    """A whole save, with rank and store process simulated; there may be no room for it."""
     place = book.reserve_save(identifier, spec, persist=False)
     if place is not None:
         book.send_save(place, place.id, 0)

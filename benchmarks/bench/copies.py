@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forward pass is held up by, and the way of an entry through hook, store process and next pass."""
+"""How long a forward pass is delayed, and how long an entry takes through hook, store process and next pass."""
 
 import ctypes
 import gc
@@ -15,17 +15,17 @@ from lmcache_ec import arena
 
 
 class Copies:
-    """Runs in a process of its own, as an engine with one process does: both sides of the connector on one thread.
+    """Runs in its own process, like an engine with one process: both sides of the connector on one thread.
 
     load_cpu         ours: bind and load. Floor: memcpy of the same bytes into a buffer allocated in the same way
-    report           what the end of a step that has loaded adds, however much it has loaded
+    report           what the end of a step with a load adds, whatever the size of the load
     save             ours: bind, copy, hand over, report a step. Floor: memcpy
-    save_on_cpu      what of this the thread ran: the rest it waited for a core, which the store process wants, too
+    save_on_cpu      CPU time of the thread within `save`: the rest is waiting for a core, as the store process runs too
     fetch_to_live    from the first hook to the pass that finds the entry
     fetch_on_arrival  the same from the request's arrival, 5 ms before its first pass; its passes are the deferred ones
-    save_to_written  from the forward pass' copy to the pass that finds it written
+    save_to_written  from the forward pass's copy to the pass that finds it written
 
-    vLLM's example connector saves and loads in the forward pass, from and to files: its figures stand in all four rows.
+    vLLM's example connector saves and loads files within the forward pass: its figures are in all four rows.
     """
 
     def __init__(self, folder: str, largest_rows: int) -> None:
@@ -37,7 +37,7 @@ class Copies:
         self._place = torch.frombuffer(self._memory, dtype=torch.bfloat16).view_as(self._source)
         self._place.copy_(self._source)
         gc.collect()
-        gc.freeze()  # as vLLM does when an engine has started
+        gc.freeze()  # as vLLM does once an engine has started
 
     def copies(self, rows: int, suffix: str) -> Samples:
         samples: Samples = {}
@@ -77,7 +77,7 @@ class Copies:
         self._example.delete(identifier)
 
     def ways(self, rows: int, busy: bool) -> Samples:
-        """With `busy` this process' main thread runs Python between its passes, else it sleeps."""
+        """With `busy` this process's main thread runs Python between its passes; otherwise it sleeps."""
         samples: Samples = {}
         pause, suffix = pause_of(busy), "_busy" if busy else ""
         for pass_s in [BACK_TO_BACK_S] * times_of(rows) + [PASS_S]:

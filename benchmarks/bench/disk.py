@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier as the store process uses it, beside plain system calls. Imports what the store process would."""
+"""The disk tier as the store process uses it, against plain system calls. Imports what the store process would."""
 
 import mmap
 import os
@@ -21,17 +21,17 @@ _HELD = 1024
 
 
 class Disk:
-    """Runs in a process of its own, on its one thread, in shared memory whose pages are there, as a used arena's are.
-    All write into the same folders, those of a tier with a thousand entries: how long it takes to make a file depends
-    on how many were removed beside it in the last seconds.
+    """Runs in its own process, on one thread, in shared memory whose pages are resident, as in an arena in use. All
+    parties write into the same folders, those of a tier with a thousand entries: the time to create a file depends on
+    how many files were removed from the same folder in the last seconds.
 
     disk_get    ours: open, read into the place, verify. Floor: open, read into the place, xxh3_128
     disk_put    ours: put a sealed entry. Floor: write a file, rename it
     seal, verify                ours: of an entry in memory. Floor: xxh3_128
-    seal_signed, verify_signed  the same with a signature, beside the same floor
+    seal_signed, verify_signed  the same with a signature, against the same floor
 
-    The rows *_least have the system calls and digests that the design asks for (see least.py) in place of ours, and
-    show what can be reached.
+    In the rows *_least the system calls and digests that the design requires (see least.py) replace ours: they show
+    what is achievable.
     """
 
     def __init__(self, folder: str, largest_rows: int) -> None:
@@ -55,7 +55,7 @@ class Disk:
         samples: Samples = {}
         for _ in range(times_of(rows)):
             key, place = self._sealed(rows)
-            self._floor(Samples(), suffix, key, place)  # the pages it gives back are those that all will get
+            self._floor(Samples(), suffix, key, place)  # all parties will reuse the pages that it frees
             in_any_order(
                 lambda: self._ours(samples, suffix, key, place),  # noqa: B023
                 lambda: self._least(samples, suffix, key, place),  # noqa: B023
@@ -74,7 +74,7 @@ class Disk:
 
         timed(samples, f"disk_put{suffix}", "ours", lambda: self._tier.put(key, place))
         timed(samples, f"disk_get{suffix}", "ours", get)
-        self._tier.delete(key)  # at once: what has not reached the disk yet never will, and holds up nobody
+        self._tier.delete(key)  # at once: data not yet on disk is never written back, and so delays no other writer
 
     def _digests(self, samples: Samples, suffix: str, key: EncoderCacheKey, rows: int, place: memoryview) -> None:
         spec = entry.TensorSpec(rows, WIDTH, "BF16")
@@ -98,7 +98,7 @@ class Disk:
         os.unlink(path)
 
     def _sealed(self, rows: int) -> tuple[EncoderCacheKey, memoryview]:
-        """The next entry, and the memory it is in."""
+        """Key of the next entry, and the memory that holds it."""
         self._number += 1
         spec = entry.TensorSpec(rows, WIDTH, "BF16")
         key = EncoderCacheKey(_NAMESPACE, f"{self._number:064x}")

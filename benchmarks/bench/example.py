@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's ECExampleConnector, asked to save and load as a worker asks it."""
+"""vLLM's ECExampleConnector, with its save and load called as a worker calls them."""
 
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import safetensors.torch  # its module takes for granted that somebody has imported it
+import safetensors.torch  # the connector's module relies on this import having happened
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.example_connector import (
@@ -18,8 +18,8 @@ __all__ = ["Example", "safetensors"]
 
 
 class Example:
-    """Its files are in a folder of their own. It has no tier in memory and no process beside the engine: what it saves
-    and loads, the forward pass waits for."""
+    """Keeps its files in a separate folder. It has no memory tier and no process besides the engine: the forward pass
+    waits for its saves and loads."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder) / "example"
@@ -33,7 +33,7 @@ class Example:
         self._connector.save_caches({identifier: tensor}, identifier)
 
     def load(self, identifier: str, like: torch.Tensor) -> None:
-        """Loading maps the file and reads nothing; whoever uses the tensor first pays. So it is copied once here."""
+        """A load maps the file and reads nothing; the first use of the tensor pays for that. So it is copied here."""
         metadata = ECExampleConnectorMetadata()
         metadata.add_mm_data(MMMeta.make_meta(identifier, len(like)))
         self._connector.bind_connector_metadata(metadata)

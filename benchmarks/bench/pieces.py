@@ -38,7 +38,7 @@ class Step(NamedTuple):
 STEPS = {
     "put": (
         Step("see that the path still leads to the folder", disk_folder.KeptRoot, "current"),
-        Step("open the entry's folder, beneath the root", disk.Shard, "__init__"),
+        Step("open the entry's folder, beneath the root", disk_files.Shard, "__init__"),
         Step("see that no entry has the name", disk, "find_in"),
         Step("open the temporaries' folder, beneath the root", disk, "open_or_make"),
         Step("make a temporary and lock it", disk_files.TemporaryFile, "__init__"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture for the README: what one image's entry costs, and what a long video's."""
+"""The picture for the README: the cost of one image's entry, and of a long video's."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ _LABELS = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Medians with their quartiles, one panel for an image of 2.75 MB and one for the largest size."""
+    """Medians with quartiles: one panel for an image of 2.75 MB, one for the largest size."""
     sizes = sorted({row.size_bytes for row in rows if row.size_bytes})
     pyplot.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "lmcache-ec", "font.size": 9})
     figure, panels = pyplot.subplots(1, 2, figsize=(11, 4))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redis beside a bare socket, pair by pair, over many connections: `python -m benchmarks.bench.redis_pairs`.
+"""Redis compared with a bare socket, pair by pair, over many connections: `python -m benchmarks.bench.redis_pairs`.
 
-How fast the kernel moves bytes over a connection is a matter of that connection. So each pair uses one and the same,
-and there are many of them.
+How fast the kernel moves bytes varies from connection to connection. So both measurements of a pair use the same
+connection, and there are many pairs.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _WHOSE = ("floor", "least", "ours")
 
 
 def pairs(url: str, megabytes: float, count: int) -> Samples:
-    """Seconds by row and by whose they are, over one new connection."""
+    """Seconds by row and party, over one new connection."""
     spec, key = entry.TensorSpec(rows_of(megabytes), WIDTH, "BF16"), EncoderCacheKey("bench", "0" * 64)
     place = memoryview(mmap.mmap(-1, entry.entry_length(key.identifier, spec)))
     place[:] = noise(len(place))
@@ -59,7 +59,7 @@ def pairs(url: str, megabytes: float, count: int) -> Samples:
 
 
 def _summary(row: str, taken: Sequence[Samples]) -> str:
-    """Medians and quartiles in ms, and of the ratio to the floor of the same pair."""
+    """Medians and quartiles, in ms and as the ratio to the floor of the same pair."""
     cells = []
     for whose in _WHOSE:
         seconds = [second for samples in taken for second in samples[row, whose]]

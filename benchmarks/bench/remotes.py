@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The remote tiers as the store process uses them, beside a bare socket and a bare client. Servers of their own."""
+"""The remote tiers as the store process uses them, against a bare socket and a bare client, on private servers."""
 
 import mmap
 import os
@@ -22,18 +22,18 @@ from lmcache_ec.tiers.kinds import configured, open_remote
 _NAMESPACE = "bench"
 _BATCHES = (16, 64)
 _S3_MOST_BYTES = 20_000_000
-"""Above it the test server's own speed is all that is measured."""
+"""Above this size only the test server's own speed would be measured."""
 
 
 class Remotes:
-    """Runs in a process of its own, on its one thread, in memory whose pages are there.
+    """Runs in its own process, on one thread, in memory whose pages are resident.
 
     redis_get, redis_put     ours: into and out of the place, and the read verified. Floor: the same bytes through a
-                             bare socket, GET by `recv_into` and SET by `sendall`. Both use one and the same socket in
-                             turn: how fast the kernel moves bytes over a connection depends on what went over it
-                             before, and two connections side by side differ by a factor of two
-    redis_…_least            the floor and what the design asks for besides: xxh3 of all that was read, and the question
-                             whether the entry is there before it is written
+                             bare socket, GET by `recv_into` and SET by `sendall`. Both use the same socket in turn:
+                             how fast the kernel moves bytes over a connection depends on its earlier traffic, and two
+                             connections side by side differ by a factor of two
+    redis_…_least            the floor plus what else the design requires: xxh3 of everything that was read, and a check
+                             before a write whether the entry exists
     s3_get, s3_put           the same; the floor is bare obstore
     redis_get_16, _64, s3_…  a batch of entries of 0.5 MB, in one call. Floor: one after another, as above
     """
@@ -80,7 +80,7 @@ class Remotes:
         return samples
 
     def batches(self) -> Samples:
-        """Of entries of 0.5 MB; seconds of the whole batch."""
+        """Batches of entries of 0.5 MB; seconds for the whole batch."""
         samples: Samples = {}
         rows = rows_of(BATCHED_MEGABYTES)
         for count in _BATCHES:
@@ -156,7 +156,7 @@ def open_at(url: str) -> Any:
 
 
 def socket_of(tier: Any) -> socket.socket:
-    """That of the one connection which the tier has, and keeps while nothing fails."""
+    """Socket of the tier's only connection, which it keeps as long as nothing fails."""
     pool = tier._client.connection_pool
     connection = pool.get_connection()
     pool.release(connection)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a run: medians and quartiles of what was sampled, and the bars that they are held against."""
+"""The rows of a run: medians and quartiles of the samples, and the bars that they have to meet."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -9,16 +9,16 @@ from benchmarks.bench.churn import Utilisation
 
 BUSY = "_busy"
 LEAST = "_least"
-"""Not this cache: the least that its design asks for, written down as system calls, to show what a bar can be."""
+"""Not this cache: the minimum that its design requires, as plain system calls, to show how low a bar can be."""
 _PARTIES = ("ours", "peer", "example", "floor")
 _OF_ANY_SIZE = {"report"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians in ms, None where a party has nothing of the kind. `quartiles_ms`: 25 % and 75 %, by party.
+    """Medians in ms, None where a party has no such operation. `quartiles_ms`: 25 % and 75 %, by party.
 
-    `size_bytes` is the tensor's; 0 for what does not depend on it. `passes` counts scheduling passes of 5 ms.
+    `size_bytes` is the tensor's size; 0 if the row does not depend on it. `passes` counts scheduling passes of 5 ms.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Bar:
-    """What is promised of a figure. `met` is None where it was not measured."""
+    """The promised limit of a figure. `met` is None if it was not measured."""
 
     text: str
     value: str
@@ -57,7 +57,7 @@ class Collected:
             self._samples.setdefault((name, size), {}).setdefault(whose, []).extend(values)
 
     def rows(self) -> list[Row]:
-        """In the order of names and sizes in which they were first seen, a busy row behind its idle one."""
+        """In the order in which names and sizes were first added, each busy row after its idle one."""
         names = list(dict.fromkeys(name.removesuffix(BUSY) for name, _ in self._samples))
         order = sorted(self._samples, key=lambda key: (names.index(key[0].removesuffix(BUSY)), key[0], key[1]))
         return [_row(name, size, self._samples[name, size]) for name, size in order]
@@ -122,7 +122,7 @@ def _busy(by_name: Mapping[str, list[Row]], name: str) -> Bar:
 
 
 def _with_least(by_name: Mapping[str, list[Row]], name: str, limit: float, floor: str) -> Bar:
-    """A bar over a floor, beside what can be had of it."""
+    """A bar relative to a floor, together with the least that is achievable."""
     bar = _near_floor(name, by_name.get(name, ()), limit, floor)
     least = [f"{row.times_floor:.2f}" for row in by_name.get(name + LEAST, ()) if row.times_floor is not None]
     return replace(bar, value=f"{bar.value}; the least: {', '.join(least)}") if least else bar

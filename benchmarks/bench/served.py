@@ -25,8 +25,8 @@ _DEADLINE_S = 60.0
 
 
 class Saving(NamedTuple):
-    """Seconds that the forward pass was held up, and that its thread ran meanwhile; seconds, and passes, until the
-    entry was known to be on disk."""
+    """Seconds that the forward pass was delayed, and CPU seconds of its thread in that time; seconds, and passes, until
+    the entry was known to be on disk."""
 
     held_up_s: float
     ran_s: float
@@ -35,8 +35,8 @@ class Saving(NamedTuple):
 
 
 class Engine(Served):
-    """Scheduler side and worker side in this process, as where an engine has one process. Its encoder puts out the
-    first rows of `output`."""
+    """Scheduler side and worker side in this process, as in an engine with one process. Its encoder returns the first
+    rows of `output`."""
 
     def __init__(self, folder: Path, arena_bytes: int, output: torch.Tensor) -> None:
         widths = {"image": output.shape[1]}
@@ -47,7 +47,7 @@ class Engine(Served):
         self.ready()
 
     def connector(self) -> ECLMCacheConnector:
-        """The connector's shell around this scheduler side, made by its own constructor."""
+        """The connector's shell around this scheduler side, built by its own constructor."""
         config = SimpleNamespace(
             ec_transfer_config=SimpleNamespace(is_ec_producer=True, is_ec_consumer=True, engine_id="bench"),
             instance_id=f"{id(self):x}",
@@ -74,7 +74,7 @@ class Engine(Served):
         return Saving(saved - began, ran, written - began, passes)
 
     def stored(self, identifier: str, rows: int) -> torch.Tensor:
-        """A view of what the arena holds of an entry that is live."""
+        """A view of a live entry's tensor in the arena."""
         place, rank = self.cache.book.live(identifier), self.runner.worker._rank
         memory = rank.memory if rank is not None else None
         if place is None or memory is None:
@@ -101,7 +101,7 @@ class Engine(Served):
 
     def fetch(self, identifier: str, rows: int, pause: Pause, pass_s: float, step_s: float = 0.0) -> tuple[float, int]:
         """Seconds and deferred passes from the hook that first asks for an entry on disk to the pass that can promise
-        it. With `step_s` from the request's arrival, so long before its first pass."""
+        it. With `step_s`, from the request's arrival, which is `step_s` before its first pass."""
         item, passes = request(identifier, identifier, rows=rows), 0
         began = time.perf_counter()
         if step_s:
@@ -117,7 +117,7 @@ class Engine(Served):
         return live - began, passes
 
     def forget(self, identifier: str, everywhere: bool = False) -> None:
-        """Evict an entry from the arena and, if so asked, delete it from the disk as well."""
+        """Evict an entry from the arena; with `everywhere` delete it from the disk as well."""
         self.settle()
         place = self.cache.book.live(identifier)
         if place is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person reads at the end of a run. `python -m benchmarks.bench.table` prints what the README shows of it."""
+"""The table at the end of a run. `python -m benchmarks.bench.table` prints the excerpt that the README shows."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ _VERDICTS = {True: "yes", False: "no", None: "not measured"}
 
 
 def excerpt(figures: Mapping[str, Any]) -> str:
-    """A table in Markdown of the contents of `latest.json`: what does not depend on size, one image, one long video."""
+    """A Markdown table of `latest.json`: rows that do not depend on size, one image, one long video."""
     rows = [Row(**row) for row in figures["rows"]]
     sizes = sorted({row.size_bytes for row in rows})
     shown = {0, sizes[min(2, len(sizes) - 1)], sizes[-1]}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench-engine`: what a user waits for, through vLLM's OpenAI server, with and without the cache."""
+"""`make bench-engine`: latency that a user sees through vLLM's OpenAI server, with and without the cache."""

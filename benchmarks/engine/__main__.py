@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make bench-engine`: what a request waits for by where its picture was, through vLLM's OpenAI server,
-and what a server completes under load. Half an hour on two cores; `--parts` and the counts make it shorter.
+"""`make bench-engine`: a request's latency by where its picture's encoder output was, through vLLM's OpenAI server,
+and a server's throughput under load. Half an hour on two cores; `--parts` and the counts make it shorter.
 
-A bar that is missed is shown as missed; the exit status is 0 all the same. It is 1 if a request was not served in the
-way that was to be measured, or if an answer differed from the one without the cache.
+A bar that is missed is shown as missed; the exit status is still 0. It is 1 if a request was not served in the way to
+be measured, or if an answer differed from the one without the cache.
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main() -> int:
 def _write(
     folder: Path, about: Mapping[str, Any], by_model: Mapping[str, Sequence[Row]], figures: Mapping[str, Any]
 ) -> None:
-    """After each part, so that a run that is ended early has what it has measured."""
+    """Write the results after each part, so that a run that ends early keeps what it has measured."""
     folder.mkdir(parents=True, exist_ok=True)
     all_figures = {
         **about,
@@ -100,7 +100,7 @@ def _write(
 
 
 def _capacity(by_model: Any, model: str) -> float:
-    """Requests a second of a server without the cache, one at a time; of a first part, or a guess for the machine."""
+    """Requests per second, one at a time, of a server without the cache: measured in the first part, or a guess."""
     found = [row.requests_per_s for row in by_model.get(model, ()) if row.kind == "off"]
     return float(found[0]) if found else 0.3
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that streams, and when each token reached it."""
+"""A streaming client that records when each token arrives."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from benchmarks.testbed.servers.openai import chat, image_part
 
 TOKENS = 16
 FEW_TOKENS = 2
-"""Of an answer of which only the time to its first token is wanted."""
+"""Length of an answer when only its time to first token is needed."""
 
 _PATIENCE = aiohttp.ClientTimeout(total=600)
 _SCALE = 8
@@ -35,7 +35,7 @@ class Timing:
 
 @functools.lru_cache(maxsize=1024)
 def photograph(seed: int, side: int) -> str:
-    """The URL of a picture of `side` x `side` pixels that is as costly to decode and as large as a photograph."""
+    """Data URL of a picture of `side` x `side` pixels, as large and as costly to decode as a photograph."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -45,8 +45,8 @@ def photograph(seed: int, side: int) -> str:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, seed: int, side: int, count: int = TOKENS) -> Timing:
-    """One chat about one picture, answered with `count` tokens. Raises aiohttp.ClientError, or RuntimeError for what is
-    no complete answer."""
+    """One chat about one picture, answered with `count` tokens. Raises aiohttp.ClientError, or RuntimeError if the
+    answer is incomplete."""
     body = chat(image_part(photograph(seed, side)), max_tokens=count, stream=True, logprobs=False)
     data = json.dumps(body).encode()
     arrivals: list[float] = []
@@ -67,7 +67,7 @@ async def ask(session: aiohttp.ClientSession, url: str, seed: int, side: int, co
 
 
 def _tokens_of(line: bytes) -> Sequence[int]:
-    """Of one line of the stream."""
+    """Tokens in one line of the stream."""
     if not line.startswith(b"data: {"):
         return ()
     chunk = json.loads(line[6:])
@@ -77,7 +77,7 @@ def _tokens_of(line: bytes) -> Sequence[int]:
 
 
 def ask_once(url: str, seed: int, side: int, count: int = TOKENS) -> Timing:
-    """The same, for a caller that does nothing else meanwhile."""
+    """`ask`, for a synchronous caller."""
 
     async def once() -> Timing:
         async with aiohttp.ClientSession() as session:

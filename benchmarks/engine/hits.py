@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request costs, by where its picture's encoder output was.
+"""The cost of one request, by where its picture's encoder output was.
 
-Each kind of hit is measured beside its floor, a hit in vLLM's own cache, in the same server, with the same pictures, a
-few requests later; a miss with the cache beside one without, and, of the tiny model, one with a connector that does
-nothing, in servers in turn. Servers of one kind differ by more than what is to be shown (by a tenth, of a tiny model),
-so misses are measured in several sets of them, hits in memory in several rounds over the same pictures, and hits from
-disk after several restarts. All counts are checked: a figure of a hit that was none ends the run.
+Each kind of hit is compared with its floor, a hit in vLLM's own cache: same server, same pictures, a few requests
+later. A miss with the cache is compared with one without and, for the tiny model, with one through a connector that
+does nothing, on servers that take turns. Servers of one kind differ by more than the effect to be shown (by a tenth,
+for a tiny model), so misses are measured in several sets of servers, hits in memory in several rounds over the same
+pictures, and hits from disk after several restarts. All counts are checked: a supposed hit that was none ends the run.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,25 +22,25 @@ from benchmarks.testbed.servers.openai import OpenAIServer
 from benchmarks.testbed.waiting import wait_until
 
 BLOCK = 4
-"""Pictures from one kind of hit to the next: more than the processor cache holds, fewer than vLLM's own cache."""
+"""Pictures between two kinds of hit: more than the processor cache holds, fewer than vLLM's own cache holds."""
 _MORE = 500_000
-"""Where the pictures that are asked for once begin."""
+"""First number of the pictures that are asked for once."""
 WARM_UP = (1_000_001, 1_000_002)
-"""Pictures of requests that are not counted."""
+"""Pictures of the requests that are not counted."""
 _LOADS = {"LocalCPU": "cpu", "disk": "disk", "Redis": "redis", "S3": "s3"}
 _WRITES_S = 120.0
 
 KINDS = (*_LOADS, "ECExample")
-"""Of hits. Those in LocalCPU are measured in any case, with the misses."""
+"""Kinds of hits. Those in LocalCPU are always measured, together with the misses."""
 
 Measured = dict[str, dict[tuple[int, int], Timing]]
-"""Kind of request -> picture and round -> its timing. A kind ends in "own" for the floor beside it."""
+"""Kind of request -> picture and round -> timing. The floor of a kind has the same name with "own" appended."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How much is measured: pictures of each kind, rounds over them of hits in memory, restarts before hits from
-    disk; `misses` more pictures that are asked for once; and pairs of servers that share all these."""
+    """How much is measured: pictures per kind, rounds over them for hits in memory, restarts for hits from disk;
+    `misses` more pictures that are asked for once; and pairs of servers that share all of these."""
 
     pictures: int
     rounds: int
@@ -50,7 +50,7 @@ class Counts:
 
 
 def servers_of(seed: int, pairs: int) -> int:
-    """Which of the pairs of servers a picture was asked of, where it was asked of one."""
+    """Number of the pair of servers that a picture was asked of, where only one pair was."""
     return seed % _MORE % pairs
 
 
@@ -58,7 +58,7 @@ Report = Callable[[str], object]
 
 
 class NotWhatItSeems(Exception):
-    """A request was served in another way than the one that was to be measured."""
+    """A request was not served in the way that was meant to be measured."""
 
 
 def measure(
@@ -70,7 +70,7 @@ def measure(
     kinds: Collection[str] = KINDS,
     keep: Callable[[Measured], object] = lambda measured: None,
 ) -> Measured:
-    """Misses, hits in memory, and hits of `kinds`. `keep` gets all that there is so far, again and again."""
+    """Misses, hits in memory, and hits of `kinds`. `keep` is called repeatedly with everything measured so far."""
     measured: Measured = {}
     seeds = range(counts.pictures)
     for pair in range(counts.pairs):
@@ -90,7 +90,7 @@ def measure(
         tier = _LOADS[kind]
         for number in range(restarts if kind in kinds else 0):
             report(f"{subject.model}: hits from {kind} after a restart, {number + 1} of {restarts}")
-            keys = {**behind.tiers(tier), "load_policy": "always"}  # auto may try an encode whose cost it does not know
+            keys = {**behind.tiers(tier), "load_policy": "always"}  # auto may try an encode of unknown cost
             with _served(subject, folder / f"{tier}-{number}", ours(keys), behind) as cached:
                 for block in _blocks(seeds):
                     _each(measured, kind, cached, subject, block, number, loads=tier)
@@ -119,10 +119,10 @@ def _measure_misses(
     rounds: int,
     report: Report,
 ) -> None:
-    """In servers side by side, and what of `seeds` is in memory then."""
+    """Misses in servers side by side, then hits in memory for `seeds`."""
     report(f"{subject.model}: misses with and without the cache, hits in memory")
     connectors = {"off": None, **({"nothing": nothing()} if more else {}), "miss": ours(behind.tiers("disk"))}
-    model_path(subject.model)  # made once, and not by each of the threads
+    model_path(subject.model)  # build it once, not in each of the threads
     with ExitStack() as stack, ThreadPoolExecutor() as starting:
         started = {
             kind: starting.submit(stack.enter_context, _served(subject, folder / kind, connector, behind))
@@ -143,7 +143,7 @@ def _measure_misses(
 
 
 def _miss(measured: Measured, subject: Subject, servers: Mapping[str, OpenAIServer], seeds: Sequence[int]) -> None:
-    """Each of the servers is the first as often as the others."""
+    """Ask each server for each picture; each server is first equally often."""
     kinds = list(servers)
     for position, seed in enumerate(seeds):
         first = position % len(kinds)
@@ -153,7 +153,7 @@ def _miss(measured: Measured, subject: Subject, servers: Mapping[str, OpenAIServ
 
 @contextmanager
 def _served(subject: Subject, folder: Path, connector: dict[str, Any] | None, behind: Stores) -> Iterator[OpenAIServer]:
-    """A server that has served before, as a real one has."""
+    """A server that has already served some requests, like a real one."""
     with server(subject, folder, connector, behind.environment) as serving:
         for seed in WARM_UP:
             ask_once(serving.url, seed, subject.side)
@@ -172,7 +172,7 @@ def _each(
     encodes: int = 0,
     loads: str = "",
 ) -> None:
-    """Ask for each picture once and see to it that it came from where it was to come from."""
+    """Ask for each picture once and check that it came from the expected place."""
     before = _loads(serving, loads)
     for seed in seeds:
         timing = ask_once(serving.url, seed, subject.side, TOKENS if number == 0 else FEW_TOKENS)
@@ -189,12 +189,12 @@ def _loads(serving: OpenAIServer, tier: str) -> int:
 
 
 def _written(serving: OpenAIServer, pictures: int) -> bool:
-    """Whether every tier holds the pictures, and those of the warm-up."""
+    """Whether every tier holds the pictures, including those of the warm-up."""
     return _writes(serving) >= pictures + len(WARM_UP)
 
 
 def _writes(serving: OpenAIServer) -> int:
-    """Of the tier that has written least."""
+    """Writes of the tier that has written least."""
     return min(int(tier["writes"]) for tier in serving.status()["tiers"])
 
 
@@ -203,7 +203,7 @@ def _blocks(seeds: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def _check_answers(measured: Measured) -> None:
-    """The same picture has the same answer, wherever its encoder output was."""
+    """Check that a picture always has the same answer, wherever its encoder output was."""
     for kind, timings in measured.items():
         for (seed, _), timing in timings.items():
             if timing.tokens != measured["off"][seed, 0].tokens[: len(timing.tokens)]:

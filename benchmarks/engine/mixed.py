@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many users at once: pictures of a catalogue, some asked for often, at rates that a server without the cache can and
-cannot keep up with; and how many requests a second a server completes, by the share of pictures it has seen before.
+"""Many users at once: pictures of a catalogue, some of them popular, at rates that a server without the cache can and
+cannot sustain; and how many requests per second a server completes, by the share of pictures it has seen before.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ LOADS = (0.5, 1.0, 2.0)
 REUSE = (0.0, 0.25, 0.5, 0.75, 1.0)
 _AT_ONCE = 4
 _SEEN_BEFORE = 24
-"""Pictures that the second part asks for again: three times what vLLM's own cache holds of the large model."""
+"""Pictures that the second part asks for again: three times what vLLM's own cache holds for the large model."""
 _FIRST = {"mixed": 10_000, "seen": 20_000, "new": 30_000}
-"""Where the pictures of each part begin, so that no part finds another's."""
+"""First picture of each part, so that no part finds another's."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Batch:
 
     party: str
     rate: float
-    """Requests a second that were sent; 0 where a new one was sent as soon as another was answered."""
+    """Requests sent per second; 0 if each was sent as soon as another was answered."""
     reuse: float
-    """Share of the requests whose picture was asked for before."""
+    """Share of the requests whose picture had been asked for before."""
     timings: Sequence[Timing]
     elapsed_s: float
     encodes: int
@@ -46,8 +46,8 @@ class Batch:
 def mixed(
     subject: Subject, folder: Path, behind: Stores, capacity: float, requests: int, report: Report
 ) -> list[Batch]:
-    """Both parties answer the same requests, which arrive at random at each of the rates. `capacity` is in requests a
-    second. The cache is empty at the first rate, and keeps what it has."""
+    """Both parties answer the same requests, which arrive at random at each of the rates. `capacity` is in requests per
+    second. The cache starts empty and is kept from one rate to the next."""
     batches = []
     for party in ("off", "cache"):
         connector = ours(behind.tiers("disk")) if party == "cache" else None
@@ -66,7 +66,7 @@ def mixed(
 
 
 def throughput(subject: Subject, folder: Path, behind: Stores, requests: int, report: Report) -> list[Batch]:
-    """Requests of `_AT_ONCE` users without a pause, at each share of pictures that were seen before."""
+    """Requests of `_AT_ONCE` users without a pause, for each share of pictures seen before."""
     batches = []
     with ExitStack() as stack:
         for party in ("off", "cache"):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A connector that does nothing: what vLLM itself does for any connector, the floor of a miss with one."""
+"""A connector that does nothing: it shows what vLLM itself does for any connector, the floor of a miss with one."""
 
 from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata
 
 
-class NothingConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not looked at here
+class NothingConnector(ECConnectorBase):  # type: ignore[misc]  # vLLM is not type-checked here
     """Never has an item and keeps none."""
 
     def start_load_caches(self, encoder_cache: Any, **kwargs: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios of measurements that were taken side by side, with an interval that assumes nothing of their distribution."""
+"""Ratios of paired measurements, with a confidence interval that assumes nothing about their distribution."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Ratio:
-    """Median of the ratios of pairs, and its 95 % interval; the interval is infinite where the pairs are too few."""
+    """Median of the ratios of pairs, and its 95 % interval, which is infinite if there are too few pairs."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Ratio:
 
 
 def ratio(measured: Sequence[float], beside: Sequence[float]) -> Ratio:
-    """Of each of `measured` to the one at the same position of `beside`.
+    """Ratio of each value of `measured` to the one at the same position of `beside`.
 
     The interval lies between two order statistics: how many of n ratios are below the true median is binomial with
     p = 1/2, whatever the ratios are.
@@ -40,7 +40,7 @@ def ratio(measured: Sequence[float], beside: Sequence[float]) -> Ratio:
 
 def _outside(count: int) -> int:
     """The largest k such that the interval from the k-th smallest to the k-th largest ratio covers the median with
-    the confidence that is asked for; 0 if there is none."""
+    the required confidence; 0 if there is none."""
     below, found = 0.0, 0
     for k in range(1, count // 2 + 1):
         below += math.comb(count, k - 1) / 2**count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that are measured, and the stores behind them."""
+"""The servers to be measured, and the stores behind them."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from benchmarks.testbed.servers.redis import redis_server
 from benchmarks.testbed.servers.seaweed import Seaweed
 
 OWN_CACHE_TOKENS = 2048
-"""Of vLLM's own cache of encoder outputs, which is as large as the largest batch."""
+"""Size of vLLM's own cache of encoder outputs, which equals the largest batch."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Subject:
     side: int
     """Pixels."""
     tokens: int
-    """Of a picture."""
+    """Tokens per picture."""
     threads: int
 
     @property
     def processor_cache_gb(self) -> float:
-        """Room for one picture: whoever asks for another one pays for its preprocessing, in each of the cases alike."""
+        """Room for one picture: a request for another one pays for its preprocessing, in all cases alike."""
         return 1.5 * self.side**2 * 3 * 4 / (1 << 30)
 
 
@@ -44,7 +44,7 @@ def subjects() -> Mapping[str, Subject]:
 
 @dataclass(frozen=True)
 class Stores:
-    """What lies behind the servers. A server that is given only one of them finds what another has left there."""
+    """The stores behind the servers. A server that is given one of them finds what earlier servers left there."""
 
     folder: Path
     redis_url: str
@@ -52,7 +52,7 @@ class Stores:
     environment: Mapping[str, str]
 
     def tiers(self, *names: str) -> dict[str, Any]:
-        """The keys of `ec:` that put these tiers below memory, of "disk", "redis" and "s3"."""
+        """The `ec:` keys that put these tiers below memory; `names` are among "disk", "redis" and "s3"."""
         urls = {"redis": self.redis_url, "s3": self.s3_url}
         keys: dict[str, Any] = {"remotes": [urls[name] for name in names if name in urls]}
         return {**keys, "local_disk": str(self.folder / "entries") if "disk" in names else None}
@@ -73,7 +73,7 @@ def ours(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def example(folder: Path) -> dict[str, Any]:
-    """vLLM's own, which keeps a file for each item in `folder`, and nothing in memory."""
+    """vLLM's own connector, which keeps a file for each item in `folder`, and nothing in memory."""
     extra = {"shared_storage_path": str(folder)}
     return {"ec_connector": "ECExampleConnector", "ec_role": "ec_both", "ec_connector_extra_config": extra}
 
@@ -87,7 +87,7 @@ def nothing() -> dict[str, Any]:
 def server(
     subject: Subject, folder: Path, connector: Mapping[str, Any] | None, environment: Mapping[str, str]
 ) -> OpenAIServer:
-    """Prefix caching is off, since its hits hide those of the encoder cache."""
+    """A server without prefix caching, whose hits would hide those of the encoder cache."""
     return OpenAIServer(
         subject.model,
         folder,

@@ -25,21 +25,21 @@ _OURS, _OTHERS, _PLAIN = "#1f6f8b", "#c98b3c", "#9a9a9a"
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one kind of request. `beside_floor` is the ratio of times to the first token: of a hit to a hit in
-    vLLM's own cache, of a miss to the same without the cache."""
+    """Medians of one kind of request. `beside_floor` is the ratio of times to first token: of a hit to a hit in vLLM's
+    own cache, of a miss to one without the cache."""
 
     kind: str
     first_token_ms: float
     quartiles_ms: tuple[float, float]
     between_tokens_ms: float
     requests_per_s: float
-    """One at a time."""
+    """With one request at a time."""
     beside_floor: Ratio | None
     by_servers: Ratio | None = None
-    """The same as the medians of several pairs of servers have it: what two servers of one kind differ by is in its
-    interval, too. `pairs` are those of servers."""
+    """The same ratio, from the medians of several pairs of servers: its interval includes the difference between two
+    servers of one kind. Its `pairs` counts pairs of servers."""
     beside_nothing: Ratio | None = None
-    """Of a miss to one with a connector that does nothing, by servers."""
+    """Ratio of a miss to one with a connector that does nothing, by servers."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Bar:
 
 
 def rows(measured: Measured, pairs: int = 1) -> list[Row]:
-    """Of a hit in vLLM's own cache two: without this cache, and with it. `pairs` as of `hits.Counts`."""
+    """One row per kind, two for a hit in vLLM's own cache: without this cache, with it. `pairs`: see `hits.Counts`."""
     floors = {"miss": "off", "nothing": "off", "LocalCPU own": "off own", **{kind: f"{kind} own" for kind in HITS}}
     kinds = ("off", "nothing", "miss", "off own", "LocalCPU own", *HITS)
     return [_row(kind, measured, floors.get(kind), pairs) for kind in kinds if kind in measured]
@@ -62,7 +62,7 @@ def _row(kind: str, measured: Measured, floor: str | None, pairs: int) -> Row:
     low, _, high = statistics.quantiles(first, n=4, method="inclusive") if len(first) > 1 else first * 3
     beside = None
     if floor is not None:
-        both = measured[kind].keys() & measured[floor].keys()  # of a floor in another server there is one round
+        both = measured[kind].keys() & measured[floor].keys()  # a floor in another server has one round only
         first_tokens = ([measured[each][key].first_token_s for key in both] for each in (kind, floor))
         beside = ratio(*first_tokens)
     return Row(
@@ -78,7 +78,7 @@ def _row(kind: str, measured: Measured, floor: str | None, pairs: int) -> Row:
 
 
 def _by_servers(measured: Measured, kind: str, floor: str, pairs: int) -> Ratio | None:
-    """Of each pair of servers the median ratio counts as one."""
+    """The ratio where the median of each pair of servers counts as one value."""
     if pairs < 2 or floor not in measured:
         return None
     of_servers: dict[int, list[float]] = {}
@@ -90,7 +90,7 @@ def _by_servers(measured: Measured, kind: str, floor: str, pairs: int) -> Ratio 
 
 
 def bars(by_model: Mapping[str, Sequence[Row]]) -> list[Bar]:
-    """What is promised of a hit with an encoder of usual cost, and of a miss with a tiny one."""
+    """The promised limits: for a hit with an encoder of usual cost, and for a miss with a tiny one."""
     promised = (("gemma3_so400m_lm", "LocalCPU", 1.02), ("gemma3_so400m_lm", "disk", 1.02), ("gemma3", "miss", 1.03))
     found = {(model, row.kind): row.beside_floor for model, of_model in by_model.items() for row in of_model}
     return [
@@ -105,7 +105,7 @@ def bars(by_model: Mapping[str, Sequence[Row]]) -> list[Bar]:
 
 
 def summary(batch: Batch) -> dict[str, Any]:
-    """Of a batch, as it is kept: times in ms."""
+    """A batch as it is written to the file: times in ms."""
     first = sorted(timing.first_token_s * 1e3 for timing in batch.timings)
     return {
         "party": batch.party,
@@ -179,7 +179,7 @@ def kept(row: Row) -> dict[str, Any]:
 
 
 def draw_hits(of_model: Sequence[Row], path: Path, title: str) -> None:
-    """Times to the first token, by where the encoder output was."""
+    """Times to first token, by where the encoder output was."""
     of_model = [row for row in of_model if row.kind not in ("nothing", "LocalCPU own")]
     labels = {"off": "no cache: encoded", "miss": "cache, first seen", "off own": "vLLM's own cache"}
     names = [

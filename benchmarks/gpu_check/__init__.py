@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu-check`: what only a GPU can prove of the worker seam. Needs torch with CUDA and this clone, no vLLM."""
+"""`make gpu-check`: worker-seam checks that only a GPU can provide. Needs torch with CUDA and this clone, no vLLM."""
 
 from pathlib import Path
 
 import lmcache_ec
 
-# The adapters are a package of lmcache_ec's by installation; in a bare clone they lie beside it.
+# An installation puts the adapters into lmcache_ec as a subpackage; in a bare clone they are next to it.
 if (_root := str(Path(__file__).parents[2])) not in lmcache_ec.__path__:
     lmcache_ec.__path__.append(_root)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make gpu-check`: the worker seam on a real GPU. Correctness first, then speed; then, with --model, a vLLM engine.
 
-A table, and as the last line one JSON object with the same (also in --json FILE). The exit status is 0 if every byte
-was right, and every token of an engine's, whatever was measured; 1 if not; 2 if there is nothing to check with.
+Prints a table and, as the last line, one JSON object with the same content (also to --json FILE). The exit status is 0
+if every byte, and every token of an engine, was right, whatever the figures; 1 if not; 2 if it cannot run the checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--model", default="", help="a checkpoint's folder or name: go on with vLLM's own engine (MODEL=)"
     )
     parser.add_argument("--json", type=Path, help="write the JSON object here, too")
-    parser.add_argument("--card", default="", help=argparse.SUPPRESS)  # what opens another device than the first GPU
+    parser.add_argument("--card", default="", help=argparse.SUPPRESS)  # opener of a device other than the first GPU
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer samples: no figure of worth")
     options = parser.parse_args(arguments)
     options.model = os.path.expanduser(options.model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device under test, as the checks see it: `torch.cuda`, or what stands in for it."""
+"""The device under test, as the checks see it: `torch.cuda` or a stand-in for it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from benchmarks.gpu_check.model import Engines
 
 FIRST = "benchmarks.gpu_check.card:first_card"
-"""Names what opens the card, so that a child process can open it, too."""
+"""Name of the card's opener, so that a child process can open the card, too."""
 
 
 class NoCard(Exception):
-    """There is no device to check, and why."""
+    """There is no device to check; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Card:
-    """`cuda` is `torch.cuda`, or its stand-in; `opener` is what opened this card, "module:function"; `engines` is how
-    vLLM is started on it."""
+    """`cuda` is `torch.cuda` or its stand-in; `opener` is the "module:function" that opened this card; `engines`
+    describes how vLLM is started on it."""
 
     device: torch.device
     cuda: Any
@@ -34,7 +34,7 @@ class Card:
     engines: Engines = field(default_factory=Engines)
 
     def event(self) -> Any:
-        """One that takes the time, and for which a thread waits asleep."""
+        """A timing event; a thread that waits for it sleeps."""
         return self.cuda.Event(enable_timing=True, blocking=True)
 
     def stream(self) -> Any:
@@ -44,17 +44,17 @@ class Card:
         return torch.empty(rows, width, dtype=dtype, device=self.device)
 
     def give_back(self) -> None:
-        """Leave the card's memory to the next process: what was freed is this one's until then."""
+        """Release cached memory on the card for the next process: torch keeps freed memory until then."""
         gc.collect()
         self.cuda.empty_cache()
 
     def hold(self, seconds: float) -> None:
-        """Keep the current stream busy for about as long: what is queued meanwhile waits behind it."""
+        """Keep the current stream busy for about this long: work queued meanwhile waits behind it."""
         self.cuda._sleep(int(seconds * 1e9))  # cycles; today's cards run at 1 to 2.5 GHz
 
 
 def open_card(opener: str) -> AbstractContextManager[Card]:
-    """Raises NoCard, on entering, where there is none."""
+    """Open the card; raises NoCard on entering if there is none."""
     module, _, name = opener.partition(":")
     context: AbstractContextManager[Card] = getattr(importlib.import_module(module), name)()
     return context
@@ -62,7 +62,7 @@ def open_card(opener: str) -> AbstractContextManager[Card]:
 
 @contextmanager
 def first_card() -> Iterator[Card]:
-    """The first GPU that CUDA_VISIBLE_DEVICES leaves."""
+    """The first GPU that CUDA_VISIBLE_DEVICES allows."""
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
         raise NoCard(f"torch {torch.__version__} finds no GPU" + ("" if built else ": it was built without CUDA"))

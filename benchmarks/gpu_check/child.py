@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank in a process of its own, on the same card."""
+"""A rank in its own process, on the same card."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class ChildRank:
-    """Of the outputs of a step it gets name and shape, and makes the bytes itself (`payload.output`)."""
+    """Receives names and shapes of a step's outputs, and generates the bytes itself (`payload.output`)."""
 
     def __init__(self, opener: str, engine: str, number: int) -> None:
         self._link, theirs = _spawn.Pipe()
@@ -33,7 +33,7 @@ class ChildRank:
         self.encode(orders, {name: spec_of_tensor(tensor) for name, tensor in outputs.items()})
 
     def encode(self, orders: Orders, specs: Mapping[str, TensorSpec]) -> None:
-        """A step that is over, for its caller, once its copies are queued."""
+        """A step that returns once its copies are queued."""
         self._ask("step", orders, dict(specs))
 
     def loaded(self, identifier: str) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""That what comes out of the cache is what went in, whatever happens beside the copies. Every byte is compared."""
+"""Checks that the cache returns what was put in, whatever happens during the copies. Every byte is compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINGER_S = 0.5
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes in 10^6 bytes; `large` is long enough for a copy to be under way when something else happens."""
+    """Sizes in 10^6 bytes; `large` is large enough that its copy is still under way when something else happens."""
 
     card: Card
     folder: Path
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Bytes of an arena in which a few of the largest find room."""
+        """Bytes of an arena with room for a few of the largest entries."""
         return int(4 * max(*self.megabytes, self.large) * 1e6) + 4 * GRANULE_BYTES
 
 
 class Wrong(AssertionError):
-    """Something is not as it has to be."""
+    """A check found wrong bytes or a wrong state."""
 
 
 def run(plan: Plan, say: Callable[[str], None]) -> list[Check]:
@@ -73,7 +73,7 @@ def every_size_in_bf16_and_fp32(plan: Plan) -> None:
 
 
 def views_of_a_batch_that_is_freed_at_once(plan: Plan) -> None:
-    """vLLM's encoder puts out rows of one tensor; when nobody holds it any more its memory is the next operation's."""
+    """vLLM's encoder returns rows of one tensor; once nothing references it, the next operation reuses its memory."""
     spec = spec_of(min(plan.large, 33.5))
     with Rig.local(plan.card, plan.room) as rig:
         for repeat in range(plan.repeats):
@@ -107,7 +107,7 @@ def a_source_overwritten_by_the_step_after(plan: Plan) -> None:
 
 
 def a_place_is_not_reused_while_a_copy_of_it_runs(plan: Plan) -> None:
-    """Forgotten in mid-load, in an arena that has room for nothing else, while the store process wants to fill it."""
+    """An entry is forgotten in mid-load, in an arena without other room, while the store process wants to fill it."""
     spec = spec_of(plan.large)
     with Rig.local(plan.card, spec.nbytes + MIB, plan.folder / "reused") as rig:
         for name in ("old", "new"):
@@ -142,7 +142,7 @@ def two_ranks_on_one_card(plan: Plan) -> None:
 
 
 def engines_that_are_abandoned_in_the_process_of_the_next(plan: Plan) -> None:
-    """Their workers are not shut down: they give their memory back when the link has ended, after a while."""
+    """Their workers are not shut down: they release their memory a while after the link has ended."""
     spec, abandoned = spec_of(2.75), list[LocalRank]()
     for number in range(3):
         rig = Rig.local(plan.card, 2 * GRANULE_BYTES, linger_s=_LINGER_S)
@@ -163,7 +163,7 @@ def engines_that_are_abandoned_in_the_process_of_the_next(plan: Plan) -> None:
 
 
 def memory_that_the_device_does_not_register(plan: Plan) -> None:
-    """At first: copies over pageable memory. Later: what is registered is all there is, and serves on."""
+    """Refused at first: copies use pageable memory. Refused later: the arena is limited to the registered part."""
     spec = spec_of(2.75)
     names = [f"refused {number}" for number in range(20)]
     for refused_from in (0, 1):
@@ -223,7 +223,7 @@ CHECKS: tuple[Callable[[Plan], None], ...] = (
 
 
 class Refusing(DeviceCopier):
-    """The device refuses all granules but the first few: they are registered already when it is asked."""
+    """The device refuses all granules but the first few, because the others are already registered when it is asked."""
 
     def __init__(self, card: Card, refused_from: int) -> None:
         super().__init__(card.device, card.cuda)
@@ -246,7 +246,7 @@ class Refusing(DeviceCopier):
 
 
 def _same(rig: Rig, specs: dict[str, TensorSpec]) -> None:
-    """What is in the arena, and what a load makes of it."""
+    """Compare the entries in the arena, and the tensors loaded from them."""
     for name, spec in specs.items():
         if wrong := difference(bytes_of(rig.stored(name)), name, spec):
             raise Wrong(f"in memory, {wrong}")
@@ -263,7 +263,7 @@ def _payload(data: bytes, spec: TensorSpec) -> torch.Tensor:
 
 
 def _wait_for_quiet(folder: Path) -> None:
-    """Until no writer of an engine that has ended is at work in the folder."""
+    """Wait until writers of engines that have ended no longer write to the folder."""
     deadline, seen = time.monotonic() + 30, -1
     while time.monotonic() < deadline:
         now = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
@@ -275,7 +275,7 @@ def _wait_for_quiet(folder: Path) -> None:
 
 @contextmanager
 def _with_child(plan: Plan, number: int) -> Iterator[Rig]:
-    """Two ranks: the first in this process, the other in one of its own."""
+    """Two ranks: the first in this process, the other in its own process."""
     name = uuid.uuid4().hex
     child = ChildRank(plan.card.opener, name, number)
     ranks: list[Rank] = [LocalRank(plan.card, name), child]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real engine on the card, as `make demo` runs one on a CPU: off, cold, repeat, restart, on both model runners.
 
-The cache serves it through vLLM's own hooks here, so this is what the checks before it cannot show: encodes are counted
-by a plugin of vLLM's (benchmarks/testbed/engine_plugin), and the tokens are those of an engine without the cache.
+Here the cache serves the engine through vLLM's own hooks, which the other checks cannot show: encodes are counted by a
+vLLM plugin (benchmarks/testbed/engine_plugin), and the tokens must equal those of an engine without the cache.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 RUNNERS = {"V2": "1", "V1": "0"}
-"""What `SWITCH` is for each, the default of GPUs first."""
+"""Value of `SWITCH` for each model runner, the default on GPUs first."""
 
 _BESIDE_THE_CHECKS = 0.85
-"""Of the card's memory. vLLM's own share is 0.92, and this process keeps a context of its own on the card."""
+"""Share of the card's memory. vLLM's default is 0.92, but this process keeps its own context on the card."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """How engines are started on a card, beside what `make demo` gives them: it starts tiny ones, eagerly, on a CPU.
+    """How engines are started on a card, changing what `make demo` sets: it starts tiny ones, eagerly, on a CPU.
 
-    `environment` is by model runner, for those that are run; `arguments` are those of `EngineProcess`
+    `environment` is given per model runner to be run; `arguments` are those of `EngineProcess`
     (benchmarks/testbed/engine_runner.py).
     """
 
@@ -45,7 +45,7 @@ class Engines:
 
 
 def what_is_wrong(model: str) -> str:
-    """Why no engine can be run with `model` here, in one line; empty if nothing speaks against it."""
+    """Why no engine can be run with `model` here, in one line; empty if one can."""
     for name, what in (("vllm", "vLLM"), ("skimage", "scikit-image, whose photographs are shown")):
         if importlib.util.find_spec(name) is None:
             return f"MODEL={model} needs {what}: it is not installed here"
@@ -57,7 +57,7 @@ def what_is_wrong(model: str) -> str:
 
 
 def run(model: str, engines: Engines, say: Callable[[str], None]) -> dict[str, dict[str, object]]:
-    """By runner: the phases, and what is `wrong`, empty if all is right; or why it was `not_run`."""
+    """By runner: the phases, and what is `wrong` (empty if nothing is); or why it was `not_run`."""
     found = {}
     for runner in engines.environment:
         say(f"{model} on the {runner} model runner")
@@ -75,13 +75,13 @@ def _run(model: str, engines: Engines, runner: str) -> dict[str, object]:
         phases = demo.run(model, **start)
     except EngineFailed as error:
         return _failed(model, start, str(error))
-    except Exception as error:  # what was found before it is worth as much as ever
+    except Exception as error:  # the results so far are still valid
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {"wrong": _wrong(phases), **{name: asdict(phase) for name, phase in phases.items()}}
 
 
 def _failed(model: str, start: Mapping[str, Any], problem: str) -> dict[str, object]:
-    """Whose fault it is: vLLM may be unable to run the model so, whoever caches."""
+    """Find out whose fault it is: vLLM may be unable to run the model this way even without the cache."""
     from benchmarks import demo
     from benchmarks.testbed.engine_runner import EngineFailed
 
@@ -95,7 +95,7 @@ def _failed(model: str, start: Mapping[str, Any], problem: str) -> dict[str, obj
 
 
 def _wrong(phases: Mapping[str, Phase]) -> str:
-    """Of outputs tokens alone are compared: on a GPU the last bits of a logit depend on what else is in the batch."""
+    """Only tokens of outputs are compared: on a GPU the last bits of a logit depend on the rest of the batch."""
     if not phases["cold"].encodes:
         return "no encode was counted with an empty cache: nothing is proved"
     if phases["restart"].encodes:
@@ -107,7 +107,7 @@ def _wrong(phases: Mapping[str, Phase]) -> str:
 
 
 def is_right(found: Mapping[str, Mapping[str, object]]) -> bool:
-    """Whether an engine ran, and no runner has found anything wrong."""
+    """Whether an engine ran and nothing is wrong on any runner."""
     return any("wrong" in each for each in found.values()) and not any(each.get("wrong") for each in found.values())
 
 

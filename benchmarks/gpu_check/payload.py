@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoder outputs that can be told apart byte by byte: always the same of one name, and others of another."""
+"""Encoder outputs that can be told apart byte by byte: always the same for one name, different for another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PERIOD = 1 << 20
 
 
 def spec_of(megabytes: float, dtype: str = "BF16") -> TensorSpec:
-    """[rows, 4096] of about so many 10^6 bytes."""
+    """[rows, 4096] of about `megabytes` * 10^6 bytes."""
     row = WIDTH * DTYPES[dtype].itemsize
     return TensorSpec(max(1, round(megabytes * 1e6 / row)), WIDTH, dtype)
 
@@ -28,7 +28,7 @@ def spec_of_tensor(tensor: torch.Tensor) -> TensorSpec:
 
 
 def expected(identifier: str, spec: TensorSpec) -> torch.Tensor:
-    """Its bytes, on the host: noise that repeats itself every mebibyte, changed by the number of the repeat."""
+    """The item's bytes, on the host: noise that repeats every mebibyte, offset by the number of the repeat."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{identifier} {spec}".encode()))
     noise = torch.randint(0, 256, (min(_PERIOD, spec.nbytes),), dtype=torch.uint8, generator=generator)
     repeats = -(-spec.nbytes // len(noise))
@@ -37,7 +37,7 @@ def expected(identifier: str, spec: TensorSpec) -> torch.Tensor:
 
 
 def output(card: Card, identifier: str, spec: TensorSpec) -> torch.Tensor:
-    """What an encoder on the card puts out for the item."""
+    """The output of an encoder on the card for this item."""
     tensor = card.empty(spec.rows, spec.width, DTYPES[spec.dtype])
     tensor.copy_(expected(identifier, spec).view(DTYPES[spec.dtype]).view(spec.rows, spec.width))
     return tensor
@@ -49,7 +49,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def difference(found: torch.Tensor, identifier: str, spec: TensorSpec) -> str:
-    """Where bytes are not what they should be; empty if they are."""
+    """Where bytes differ from the expected ones; empty if none do."""
     right = expected(identifier, spec)
     if len(found) != len(right):
         return f"{identifier}: {len(found)} bytes, {len(right)} were expected"

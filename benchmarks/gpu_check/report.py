@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run found: checks that are right or wrong, and figures that are held against a bar where there is one."""
+"""Results of a run: checks that are right or wrong, and figures, compared with a bar if there is one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Check:
-    """Every byte compared. `wrong` describes what is; empty if all is right."""
+    """One check, with every byte compared. `wrong` describes the error; empty if there is none."""
 
     name: str
     wrong: str
@@ -19,7 +19,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Figure:
-    """`limit` is the most that `value` may be, None where nothing is promised. `of`: of what, and against what."""
+    """`limit` is the maximum for `value`, None if nothing is promised. `of`: what it measures, and relative to what."""
 
     name: str
     value: float | None
@@ -38,7 +38,7 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
     model: dict[str, dict[str, object]] = field(default_factory=dict)
-    """Of a real engine, by model runner."""
+    """Results of a real engine, by model runner."""
 
     @property
     def right(self) -> bool:
@@ -77,7 +77,7 @@ def _bar(figure: Figure) -> str:
 
 
 def columns(rows: Sequence[Iterable[str]]) -> list[str]:
-    """The lines of a table without rules."""
+    """The lines of a table without ruling."""
     table = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]

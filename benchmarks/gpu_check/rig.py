@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache as an engine has one, without that engine: a real scheduler side and store process, and ranks on the card.
+"""An engine's cache without the engine: a real scheduler side and store process, and ranks on the card.
 
-A step goes as in vLLM: orders from the scheduler side, loads, encodes, saves, and a report once the copies are over.
+A step runs as in vLLM: orders from the scheduler side, loads, encodes, saves, and a report once the copies are over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lmcache_ec.rank import LINGER_S
 MIB = 1 << 20
 PATIENCE_S = 60.0
 _LARGEST_ENTRY_BYTES = 8 << 30
-"""As for the largest models: what is registered must not depend on it."""
+"""As for the largest models: the amount of memory registered must not depend on it."""
 
 _logger = logging.getLogger("lmcache_ec.gpu_check")
 
@@ -42,10 +42,10 @@ class Rank(Protocol):
     """One worker of the rig."""
 
     def step(self, orders: Orders, outputs: Mapping[str, torch.Tensor]) -> None:
-        """Carry out a step whose encoder puts out `outputs`."""
+        """Carry out a step whose encoder returns `outputs`."""
 
     def loaded(self, identifier: str) -> torch.Tensor:
-        """The bytes, on the host, of what a step has loaded."""
+        """The bytes, on the host, of an item that a step has loaded."""
 
     def close(self) -> None: ...
 
@@ -79,7 +79,7 @@ class LocalRank:
 
     @property
     def memory(self) -> Any:
-        """The arena, as this rank has mapped it; None once it has been given back."""
+        """This rank's mapping of the arena; None once it has been released."""
         rank = self.worker._rank
         return None if rank is None else rank.memory
 
@@ -88,7 +88,7 @@ class LocalRank:
 
 
 class Rig:
-    """An engine's cache over an arena of `arena_bytes`, with `ranks`, and a folder on disk if one is given."""
+    """An engine's cache over an arena of `arena_bytes`, with `ranks` and, if given, a folder on disk."""
 
     def __init__(self, name: str, ranks: Sequence[Rank], arena_bytes: int, folder: Path | None = None) -> None:
         self.ranks = ranks
@@ -101,7 +101,7 @@ class Rig:
 
     @classmethod
     def local(cls, card: Card, arena_bytes: int, folder: Path | None = None, **rank: Any) -> Rig:
-        """With one rank, in this process."""
+        """A rig with one rank, in this process."""
         name = uuid.uuid4().hex
         first = LocalRank(card, name, **rank)
         try:
@@ -112,7 +112,7 @@ class Rig:
 
     @property
     def rank(self) -> LocalRank:
-        """The first, where it is a local one."""
+        """The first rank, which has to be a local one."""
         first = self.ranks[0]
         assert isinstance(first, LocalRank)
         return first
@@ -120,7 +120,7 @@ class Rig:
     # ---- steps
 
     def save(self, outputs: Mapping[str, torch.Tensor]) -> None:
-        """A step that encodes. Every output has to find room."""
+        """A step that encodes. There has to be room for every output."""
         self.step(self.save_orders({name: spec_of_tensor(tensor) for name, tensor in outputs.items()}), outputs)
 
     def save_orders(self, specs: Mapping[str, TensorSpec], all_of_them: bool = True) -> Orders:
@@ -145,7 +145,7 @@ class Rig:
         return place
 
     def load(self, identifiers: Iterable[str]) -> None:
-        """A step that loads what is live, into every rank's cache."""
+        """A step that loads live entries into every rank's cache."""
         self.step(self.load_orders(identifiers), {})
 
     def load_orders(self, identifiers: Iterable[str]) -> Orders:
@@ -163,7 +163,7 @@ class Rig:
             rank.step(orders, outputs)
 
     def idle_step(self) -> None:
-        """A step without orders, as most are."""
+        """A step without orders, as most steps are."""
         self.step(Orders(), {})
 
     def _orders(self) -> Orders:
@@ -177,7 +177,7 @@ class Rig:
         self.cache.drain(time.monotonic())
 
     def settle(self) -> None:
-        """Passes until nothing is on its way."""
+        """Run passes until nothing is under way."""
         self.until("everything is settled", lambda: self.cache.book.settled)
 
     def until(self, what: str, condition: Any) -> None:
@@ -192,7 +192,7 @@ class Rig:
             self.drain()
 
     def fetch(self, identifier: str, spec: TensorSpec) -> None:
-        """Have an entry brought from disk into the arena, as soon as there is room for it."""
+        """Bring an entry from disk into the arena, as soon as there is room for it."""
 
         def arrived() -> bool:
             if self.cache.book.live(identifier) is None:
@@ -215,7 +215,7 @@ class Rig:
 
     @property
     def resident(self) -> int:
-        """Bytes of the arena that memory is taken up by."""
+        """Bytes of the arena that are resident in memory."""
         return os.fstat(self.cache._arena_fd).st_blocks * 512
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What copies cost, as ratios in one run: against a bare pinned copy, and against the same work without any copy.
+"""The cost of copies, as ratios in one run: to a bare pinned copy, and to the same work without any copy.
 
-Times on the card are taken by events, behind a hold that lets everything be queued first: a launch costs the host the
-same whoever makes it. Times of the host are those of the thread that runs the forward pass.
+Times on the card are taken by events, behind a hold that lets everything be queued first, since a launch costs the
+host the same for both. Host times are those of the thread that runs the forward pass.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lmcache_ec.arena import GRANULE_BYTES
 from lmcache_ec.entry import TensorSpec
 
 _LARGE_MB = 16.0
-"""From here on a copy is held against its floor by ratio, below by microseconds."""
+"""From this size on a copy is compared with its floor by ratio, below it by microseconds."""
 
 _HOLD_S = 0.002
 _SAVED_MB = 2.75
@@ -37,7 +37,7 @@ _SAVED_MB = 2.75
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured. `step_s` is how long a step of the matrix loop takes on the card."""
+    """How much is measured. `step_s` is the duration of a step of the matrix loop on the card."""
 
     samples: int = 30
     steps: int = 300
@@ -59,7 +59,7 @@ def run(plan: Plan, effort: Effort, say: Callable[[str], None]) -> list[Figure]:
 
 
 def copies(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """Of one entry, save and load, on the card; the floor is a copy of as many bytes of torch's own pinned memory."""
+    """Save and load of one entry, on the card; the floor is a copy of as many bytes of torch's own pinned memory."""
     with Rig.local(plan.card, plan.room) as rig:
         for megabytes in plan.megabytes:
             name = f"timed {megabytes}"
@@ -74,7 +74,7 @@ def copies(plan: Plan, effort: Effort) -> Iterable[Figure]:
 def _copy_times(
     card: Card, rig: Rig, name: str, source: torch.Tensor, samples: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Milliseconds, by way: ours and the floor's, in turn."""
+    """Milliseconds for save and load: ours and the floor's, measured in turn."""
     stored, pinned = rig.stored(name), torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
     copier, bare = rig.rank.copier, _Bare(card)
     times: dict[str, tuple[list[float], list[float]]] = {"save": ([], []), "load": ([], [])}
@@ -95,7 +95,7 @@ def _against(name: str, ours: list[float], floor: list[float], megabytes: float)
 
 
 class _Bare:
-    """A pinned copy on a stream of its own."""
+    """A pinned copy on a separate stream."""
 
     def __init__(self, card: Card) -> None:
         self._cuda = card.cuda
@@ -126,7 +126,7 @@ def _nothing() -> None:
 
 
 def _on_card(card: Card, enqueue: Callable[[Any], Any]) -> float:
-    """Milliseconds from an event on the model's stream to the end of what `enqueue(event)` queues. It returns where."""
+    """Milliseconds from an event on the model's stream to the end of what `enqueue(event)` queues on its stream."""
     start, end = card.event(), card.event()
     card.hold(_HOLD_S)
     start.record(card.stream())
@@ -140,7 +140,7 @@ def _on_card(card: Card, enqueue: Callable[[Any], Any]) -> float:
 
 
 def hooks(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """The thread of the forward pass in our hooks, one item a step: bind, load or save, finish."""
+    """Time of the forward pass's thread in our hooks, one item per step: bind, load or save, finish."""
     with Rig.local(plan.card, plan.room) as rig:
         for megabytes in plan.megabytes:
             for way, seconds in _hook_times(plan.card, rig, spec_of(megabytes), effort.samples).items():
@@ -169,12 +169,12 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-# ---- beside a model
+# ---- while a model runs
 
 
 @dataclass
 class _Loop:
-    """A forward pass: products of matrices, as many as take `step_s` on the card. The host runs two steps ahead."""
+    """A forward pass: as many matrix products as take `step_s` on the card. The host runs two steps ahead."""
 
     card: Card
     step_s: float
@@ -189,7 +189,7 @@ class _Loop:
             self.products *= 2
 
     def run(self, steps: int, beside: Callable[[int], None] | None = None) -> list[float]:
-        """Milliseconds on the card of each step, with what `beside` does in it first."""
+        """Milliseconds of each step on the card; `beside` is called at the start of each."""
         ends = [self.card.event() for _ in range(steps + 1)]
         ends[0].record(self.card.stream())
         for step in range(steps):
@@ -204,7 +204,7 @@ class _Loop:
 
 
 def beside_the_model(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """A loop of matrix products: alone, beside a save and a load in every step, and beside an arena that grows."""
+    """A loop of matrix products: alone, with a save and a load in every step, and during growth of the arena."""
     card, spec = plan.card, spec_of(_SAVED_MB)
     loop = _Loop(card, effort.step_s, 4096 if effort.step_s >= 0.005 else 256)
     alone = loop.run(effort.steps)
@@ -252,7 +252,7 @@ def _growing(loop: _Loop, plan: Plan, effort: Effort, spec: TensorSpec) -> tuple
 
 
 def the_thread_that_waits(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """Its processor time while the card is busy before the copy. One that spins takes all of it."""
+    """Processor time of the copy thread while it waits for a busy card. A spinning thread would use a full core."""
     name, spec = "waited for", spec_of(_SAVED_MB)
     with Rig.local(plan.card, plan.room) as rig:
         source, thread = output(plan.card, name, spec), rig.rank.copier.thread
@@ -275,7 +275,7 @@ def _processor_s(thread: int | None) -> float:
 
 
 def memory(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """What is resident of the arena, against what is stored in it."""
+    """Resident bytes of the arena, compared with the bytes stored in it."""
     spec = spec_of(_SAVED_MB)
     with Rig.local(plan.card, effort.growth_bytes) as rig:
         at_first, granule = rig.resident / MIB, GRANULE_BYTES / MIB
@@ -296,7 +296,7 @@ def memory(plan: Plan, effort: Effort) -> Iterable[Figure]:
 
 
 def weights(plan: Plan, effort: Effort) -> Iterable[Figure]:
-    """The digest of a tower's parameters on the card, which shows whether weights have changed.
+    """The digest of a tower's parameters on the card, which reveals whether weights have changed.
 
     `tensor_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str`
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make soak`: a server over all tiers, or with --core the store process and the tiers alone, under faults.
+"""`make soak`: a server over all tiers, or with --core only the store process and the tiers, under faults.
 
-The last line is one JSON object: requests, faults by kind, wrong, failed, restarts, and what is left. The exit status
-is 1 if an answer was wrong, a request failed, or something was left over.
+The last line is one JSON object: requests, faults by kind, wrong, failed, restarts, and leftovers. The exit status is 1
+if an answer was wrong, a request failed, or something was left over.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> int:
     tally = Tally(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="lmcache-ec-soak-"))
     tally.report(f"seed {options.seed}, in {folder}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends what it started, as at Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the child processes, as on Ctrl-C
     finished = False
     try:
         faults = _core(options, folder, tally) if options.core else _engines(options, folder, tally)

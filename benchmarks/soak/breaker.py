@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws faults by their weight, brings them about, and ends those that last."""
+"""Draws faults by weight, injects them, and ends those that last."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import redis
 from benchmarks.soak.faults import FAULTS, Fault, Held, Targets
 
 _AWAY = (redis.RedisError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, OSError)
-"""What a store answers that is not quite up again. Then nothing was hurt."""
+"""Errors of a store that is not quite up again. The fault then does not count."""
 _ENDS_AT_ONCE = ("store-kill", "redis-flush", "redis-hang-up")
 _LOOK_S = 0.02
 _PATIENCE_S = 20.0
-"""An engine that was ended meanwhile never serves again."""
+"""Limit for the wait below: an engine that was ended meanwhile never serves again."""
 
 
 class Breaker:
-    """`step` from one thread. What is held is let go on threads of its own, since a server takes seconds to start."""
+    """Call `step` from one thread. Lasting faults are undone on other threads: starting a server takes seconds."""
 
     def __init__(
         self,
@@ -33,14 +33,14 @@ class Breaker:
         weight: Callable[[Fault], float],
         serves: Callable[[str], bool] = lambda what: True,
     ) -> None:
-        """`serves`: whether what a fault hurts (`Fault.hurts`) is used as if nothing had been."""
+        """`serves`: whether the target of a fault (`Fault.hurts`) is in normal use again."""
         self.recoveries_s: dict[str, list[float]] = {}
-        """How long that took from the end of each fault that lasts, and of a kill, by its name."""
+        """Seconds until then from the end of each fault that lasts, and from a kill, by the fault's name."""
         self._serves = serves
         self.counts: Counter[str] = Counter()
-        """Faults that hurt something, by name."""
+        """Faults that had an effect, by name."""
         self.without: set[str] = set()
-        """What is spared, as in `Fault.hurts`."""
+        """Targets that are spared, as in `Fault.hurts`."""
         self._targets = targets
         self._chance = chance
         self._weights = [weight(fault) for fault in FAULTS]
@@ -49,9 +49,9 @@ class Breaker:
         self._pool = ThreadPoolExecutor(4, "undo")
 
     def step(self) -> None:
-        """One fault, unless what it would hurt is held by another one."""
+        """One fault, unless its target is held by another one."""
         [fault] = self._chance.choices(FAULTS, self._weights)
-        chance = Random(self._chance.random())  # what a fault finds does not change which comes next
+        chance = Random(self._chance.random())  # what a fault finds does not change which fault comes next
         if fault.hurts in self.without or self._is_held(fault.hurts):
             return
         try:
@@ -65,7 +65,7 @@ class Breaker:
             self._held[fault.hurts] = self._pool.submit(self._let_go, fault, outcome)
 
     def calm(self) -> None:
-        """End all that lasts. Raises what went wrong when a server was started again."""
+        """End all faults that last. Raises any error from restarting a server."""
         self._over.set()
         held, self._held = self._held, {}
         for future in held.values():

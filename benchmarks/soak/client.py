@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request over HTTP, and what became of it."""
+"""One request over HTTP, and its outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE = aiohttp.ClientTimeout(total=60)
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The server's error."""
+    """The server answered with an error."""
 
     status: int
     text: str
@@ -31,7 +31,7 @@ class Lost:
 
 
 class Aborted:
-    """An answer that the server itself cut short."""
+    """An answer that the server itself ended early."""
 
 
 Reply = Answer | Refused | Lost | Aborted

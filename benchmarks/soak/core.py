@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The soak without engines: store process and tiers under many faults, every load compared with what was saved.
 
-`core_engine` looks up, loads and saves, in a process that is killed and started again now and then. This process hurts
-whatever that one works with.
+`core_engine` looks up, loads and saves, in a process that is killed and restarted now and then. This process injects
+faults into everything that `core_engine` uses.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from benchmarks.soak.stores import Room, Stores, stores
 from benchmarks.soak.tally import Tally
 
 _OF_BENCH = ("max_local_cpu_size", "local_disk")
-"""Keys that the tests' `Bench` takes in its own way."""
+"""Keys for which the tests' `Bench` has its own arguments."""
 
 _NAMES = 400
 _FAULT_EVERY_S = 0.02
 _FAULTS_A_LIFE = 250
 _SILENT_S = 30.0
-"""An engine's side that has not reported for so long hangs."""
+"""An engine's side without a report for this long counts as hanging."""
 
 _END_S = 60.0
 
 
 def soak(seed: int, seconds: float, faults: int, folder: Path, tally: Tally) -> dict[str, int]:
-    """Until there were so many faults, or the time is up. Returns the faults by kind; the rest is in `tally`."""
+    """Run until `faults` faults have occurred, or the time is up. Returns faults by kind; the rest is in `tally`."""
     room = Room.below(_NAMES * average_bytes(), ttl_s=20)
     with stores(folder, room) as running:
         run = _Core(seed, running, tally)
@@ -52,7 +52,7 @@ def soak(seed: int, seconds: float, faults: int, folder: Path, tally: Tally) -> 
 
 
 class _Core:
-    """One thread, beside those of the breaker."""
+    """Runs on one thread, besides those of the breaker."""
 
     def __init__(self, seed: int, running: Stores, tally: Tally) -> None:
         self._seed = seed
@@ -115,7 +115,7 @@ class _Core:
             self._tally.is_left(each.wait(_END_S), where)
 
     def _at_rest_on_disk(self) -> None:
-        """The folder is surveyed every 30 s."""
+        """Check the folder, with time for a survey, which runs every 30 s."""
         deadline = time.monotonic() + _END_S
         while (wrong := on_disk(self._stores.disk)) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -162,7 +162,7 @@ class _Life:
         return bool(self.report.requests)
 
     def store_processes(self) -> list[int]:
-        """None before it serves: an engine whose store process ends while it starts does not start, and reports it."""
+        """Empty until it serves: an engine whose store process ends during the start fails to start, and reports it."""
         if not self.serves:
             return []
         self._arenas |= arenas(self._process.pid)
@@ -175,7 +175,7 @@ class _Life:
         return b"".join(self._words[-20:]).decode(errors="replace")
 
     def rest(self) -> None:
-        """It asks nothing more; then its last report shows what it still holds."""
+        """Make it stop asking; its last report then shows what it still holds."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"rest\n")
         self._process.stdin.flush()
@@ -205,7 +205,7 @@ class _Life:
     def _take_reports(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with suppress(msgspec.DecodeError):  # cut short by its death
+            with suppress(msgspec.DecodeError):  # the last line may be cut short
                 self.report = msgspec.json.decode(line, type=Report)
                 self._reported_at = time.monotonic()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's side without an engine, in a process that can be killed: it looks up, loads and saves in passes.
 
-`python -m benchmarks.soak.core_engine SETTINGS`: SETTINGS is JSON. It reports in JSON lines on standard output, each of
-all there was so far. At a line on its standard input it asks nothing more, lets everything come to rest, reports what
-did not, and ends when its standard input does.
+`python -m benchmarks.soak.core_engine SETTINGS`: SETTINGS is JSON. It prints reports as JSON lines on standard output,
+each cumulative. At a line on standard input it stops asking, waits for everything to come to rest, reports what did
+not, and ends when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PATIENCE_S = 1.0
 _REPORT_EVERY_S = 0.2
 _REST_S = 30.0
 _ROWS = (16, 16, 16, 48, 150)
-"""Of 128 bytes: 6 to 23 KB an entry. Which one follows from the name."""
+"""Rows of 128 bytes: 6 to 23 KB per entry. The name determines which number applies."""
 
 _SKEW = 2.0
 
@@ -54,7 +54,7 @@ class Report(msgspec.Struct):
 
 
 class _Engine:
-    """One thread. A request is an item's name and the time until which it waits."""
+    """Runs on one thread. A request is an item's name and the time until which it waits."""
 
     def __init__(self, settings: Settings) -> None:
         self._chance = Random(settings.seed)
@@ -129,7 +129,7 @@ class _Engine:
 
 
 def _is_to_stop() -> bool:
-    """Whether standard input has a line, or has ended."""
+    """Whether standard input has a line or has been closed."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
@@ -138,7 +138,7 @@ def _rows(name: str) -> int:
 
 
 def average_bytes() -> int:
-    """Of an entry."""
+    """Average size of an entry."""
     return sum(length("item-0", rows) for rows in _ROWS) // len(_ROWS)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The soak with engines: one server after another over the same stores, clients, events and faults all the while.
+"""The soak with engines: one server after another over the same stores, with clients, events and faults throughout.
 
-The next server starts while the one before serves, on the same folder and the same remotes, as in a rolling update.
-When it is up, the clients go over to it and the old one dies, in one way or another. Set-up, the servers' lives and the
-checks at the end together take the time that is given, and more only where the machine is slow.
+The next server starts while the previous one serves, on the same folder and the same remotes, as in a rolling update.
+Once it is up, the clients switch to it and the old one dies, in one way or another. Set-up, the servers' lives and the
+final checks together take the given time, or longer on a slow machine.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ MODEL = "qwen2vl"
 _CHECKPOINTS = 3
 _CLIENTS = 8
 _THINKS_S = 0.1
-"""On average, between an answer and the client's next request."""
+"""Average time between an answer and the client's next request."""
 
 _FAULT_EVERY_S = 0.6
 _EVENT_EVERY_S = 4.0
 _STARTING_S = 45.0
-"""What a server's start takes beside another one that serves, on two cores."""
+"""How long a server takes to start while another one serves, on two cores."""
 
 _SERVES_S = 40.0
-"""Before the next server is started."""
+"""Time a server serves before the next one is started."""
 
 _TRIES = 3
 
 _TAIL_S = 12.0
-"""Of the time given, for the checks at the end."""
+"""Part of the given time for the final checks."""
 
 _PATIENCE_S = 45.0
-"""Until nothing is held any more and the folder is accounted for: the disk is surveyed every 30 s."""
+"""Limit until nothing is held any more and the folder's account is right: the disk is surveyed every 30 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class Options:
     honest: bool
     steady: bool
     servers: Sequence[str]
-    """Names of `FLAVOURS` for the first servers, one after another; then, or if empty, all of them in turn."""
+    """Names of `FLAVOURS` for the first servers, in order; after that, or if empty, all of them in turn."""
 
     folder: Path
 
 
 async def soak(options: Options, tally: Tally) -> dict[str, int]:
-    """Runs it all. Returns the faults by kind; the rest is in `tally`."""
+    """Run the soak. Returns the faults by kind; the rest is in `tally`."""
     chance = Random(f"{options.seed} plan")
     pictures = 90 if options.seconds < 300 else 240
     folder = options.folder
@@ -96,7 +96,7 @@ async def soak(options: Options, tally: Tally) -> dict[str, int]:
 
 
 class _Soak:
-    """On the event loop's thread. Implements `events.Stage`."""
+    """Runs on the event loop's thread. Implements `events.Stage`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Soak:
         )
 
     def _serves(self, what: str) -> bool:
-        """Whether the store process answers and leaves no tier of this name alone. The breaker's threads ask."""
+        """Whether the store process answers and uses every tier of this name. Called on the breaker's threads."""
         ours = self._store_processes()
         found = [engine for engine in engines() if engine["pid"] in ours]
         tiers = [tier for engine in found for tier in engine["tiers"] if tier["name"] == what]
@@ -188,13 +188,13 @@ class _Soak:
         await self._rest()
 
     def close(self) -> None:
-        """End everything that is still there, whatever happened."""
+        """End everything that still runs, whatever happened."""
         self.breaker.close()
         for server in self._servers:
             server.kill(store_process=True)
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # the engine that finds out what is right
+                os.kill(pid, signal.SIGKILL)  # the engine that computes the right answers
 
     # ---- servers
 
@@ -205,7 +205,7 @@ class _Soak:
         return [*asked_for, first, second, *others]
 
     def _start(self, weights: int) -> Server:
-        """The checkpoint that it is started with has been overwritten since the last start, now and then."""
+        """Start a server, on a checkpoint that may have been overwritten since the last start."""
         for file in self.checkpoints[weights].glob("*.safetensors"):
             fresh = self._model / "fresh"
             shutil.copyfile(file, fresh)
@@ -246,7 +246,7 @@ class _Soak:
         await asyncio.sleep(max(5.0, self._ends_at - _TAIL_S - time.monotonic()))
 
     def _spare_the_disk_once_up(self, server: Server) -> None:
-        """The last survey of the folder may then be the one that this server's cache begins with."""
+        """Once its cache has started, no fault hits the disk: the survey at that start may be the folder's last one."""
 
         async def wait() -> None:
             while not (core := await asyncio.to_thread(server.core)) or not leftovers.arenas(core):
@@ -256,7 +256,7 @@ class _Soak:
         self._deaths.append(asyncio.create_task(wait()))
 
     async def _death(self, server: Server, life: Life) -> None:
-        """In one of these ways; then nothing of it may be left, after its store process has finished its writes."""
+        """End it in one of these ways; nothing of it may remain once its store process has finished its writes."""
         traces = await asyncio.to_thread(server.traces)
         await asyncio.to_thread(server.look)
         ways: dict[str, Callable[[], None]] = {
@@ -325,8 +325,8 @@ class _Soak:
             raise ServerFailed(f"server {server.number} ended by itself:\n{server.log_end()}")
 
     async def _sent(self, server: Server, ticket: Ticket) -> client.Reply:
-        """vLLM answers 500 where its front end took for granted that a picture had reached the engine, which a client
-        that left, or an abort, kept from it; then it is asked again. Its log shows how often that was.
+        """vLLM answers 500 if its front end assumed that a picture had reached the engine, but an abort or a
+        disconnected client prevented that; then the request is sent again. vLLM's log shows how often this happened.
         """
         for _ in range(_TRIES):
             reply = await client.send(self._session, server.url, str(self._model), ticket.ask, self._truth)
@@ -360,7 +360,7 @@ class _Soak:
             case client.Aborted():
                 return self.judge.aborted(ticket)
 
-    # ---- what happens beside them
+    # ---- faults and events meanwhile
 
     async def _faults(self) -> None:
         while not self._calm:
@@ -368,7 +368,7 @@ class _Soak:
             await asyncio.sleep(_FAULT_EVERY_S)
 
     async def _events(self) -> None:
-        """In most lives the weights change late: with changed ones the tiers are used no more, or begin anew."""
+        """In most lives the weights change late: once they have changed, the tiers are unused or start out empty."""
         chance = Random(f"{self._options.seed} events")
         kinds = [kind for kind in events.EVENTS if not (self._options.steady and kind.changes_weights)]
         while not self._calm:
@@ -393,7 +393,7 @@ class _Soak:
     # ---- the end
 
     async def _take_footprints(self) -> dict[str, Footprint]:
-        """Of the processes that the cache lives in, once they have served for a while."""
+        """Footprints of the processes that run the cache, once they have served for a while."""
         await asyncio.sleep(4)
         return await asyncio.to_thread(self._footprints)
 
@@ -402,7 +402,7 @@ class _Soak:
         return {name: Footprint.of(pid) for name, pid in pids.items() if pid}
 
     async def _rest(self) -> None:
-        """Nobody asks any more: nothing may be held, and everything has to be accounted for."""
+        """No requests arrive any more: nothing may be held, and all bytes have to be accounted for."""
         server = self._server
         deadline = time.monotonic() + _PATIENCE_S
         while (wrong := await self._not_at_rest(server)) and time.monotonic() < deadline:
@@ -418,7 +418,7 @@ class _Soak:
         await self._nothing_left(server, traces)
 
     async def _not_at_rest(self, server: Server) -> list[str]:
-        """The cache learns what has come in with the next pass; its status is from the end of one."""
+        """Ask once more: the cache processes arrivals in its next pass, and its status dates from the end of a pass."""
         reply = await client.send(self._session, server.url, str(self._model), Ask("text"), self._truth)
         if not isinstance(reply, Answer):
             return [f"no answer at the end: {reply}"]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to a serving engine through its own interface: caches reset, weights changed in place, put to sleep.
+"""Operations on a serving engine through its own interface: cache resets, weight changes in place, sleep.
 
-vLLM leaves it to the caller that its own caches hold nothing of other weights, and may lose step with itself if they
-are reset while requests run. So every change waits for what runs, or pauses it. Each order that people use is here:
-resets before the change (vLLM's own `pause`) and after it, a reload from another checkpoint, with requests that run to
-their end first, and with requests that are aborted. The connector is not notified of any of this.
+vLLM leaves it to the caller to keep its own caches free of entries from other weights, and may become inconsistent if
+they are reset while requests run. So every change waits for running requests or pauses them. Each order in common use
+is here: resets before the change (vLLM's own `pause`) and after it, a reload from another checkpoint, with requests
+that run to their end first, and with requests that are aborted. The connector is not notified of any of this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lmcache_ec.adapters.vllm.versions import minor
 
 
 class Stage(Protocol):
-    """Whom events happen to."""
+    """The soak as events see it."""
 
     judge: Judge
     checkpoints: Sequence[Path]
@@ -34,7 +34,7 @@ class Stage(Protocol):
     async def post(self, path: str, body: object = None) -> Any: ...
 
     def closed(self, *, drained: bool) -> AbstractAsyncContextManager[None]:
-        """No new request is sent meanwhile; `drained`: and none is under way."""
+        """No new request is sent within the block; with `drained`, none is under way either."""
 
 
 Event = Callable[[Stage, Random], Awaitable[None]]
@@ -51,14 +51,14 @@ async def _reset_all(stage: Stage, chance: Random) -> None:
 
 
 async def _sleep(stage: Stage, chance: Random) -> None:
-    """On a CPU no memory is given back, but every cache is emptied and the engine is woken up."""
+    """On a CPU no memory is released, but every cache is emptied and the engine is woken up."""
     async with stage.closed(drained=True):
         await stage.post("/sleep?level=1&mode=wait")
         await stage.post("/wake_up")
 
 
 async def _weights_after_reset(stage: Stage, chance: Random) -> None:
-    """vLLM's own order: the pause empties all caches, then the weights change, and nothing is reset any more."""
+    """vLLM's own order: the pause empties all caches, then the weights change, and nothing is reset afterwards."""
     async with stage.closed(drained=True), _paused(stage, "mode=wait&clear_cache=true"):
         await _change(stage, chance, _in_place)
 
@@ -76,7 +76,7 @@ async def _weights_reloaded(stage: Stage, chance: Random) -> None:
 
 
 async def _weights_under_load(stage: Stage, chance: Random) -> None:
-    """What is under way runs to its end, by the old weights, while the engine waits to be changed."""
+    """Requests under way run to their end with the old weights, while the engine waits for the change."""
     async with stage.closed(drained=False), _paused(stage, "mode=wait&clear_cache=false"):
         await _change(stage, chance, _in_place)
         await stage.post("/reset_encoder_cache")
@@ -84,7 +84,7 @@ async def _weights_under_load(stage: Stage, chance: Random) -> None:
 
 
 async def _weights_with_aborts(stage: Stage, chance: Random) -> None:
-    """What is under way is aborted: loads that were promised, encodes whose output was to be saved."""
+    """Requests under way are aborted, including promised loads and encodes whose output was to be saved."""
     async with stage.closed(drained=False):
         stage.judge.cutting(stage.life)
         async with _paused(stage, "mode=abort&clear_cache=false"):
@@ -103,7 +103,7 @@ async def _paused(stage: Stage, how: str) -> AsyncIterator[None]:
 
 
 async def _change(stage: Stage, chance: Random, how: Callable[[Stage, Path], Awaitable[None]]) -> None:
-    """To the weights of any checkpoint: now and then the same, and back again later."""
+    """Change to the weights of any checkpoint: sometimes the same one, sometimes an earlier one."""
     weights = chance.randrange(len(stage.checkpoints))
     stage.judge.changing(stage.life, weights)
     await how(stage, stage.checkpoints[weights])
@@ -111,7 +111,7 @@ async def _change(stage: Stage, chance: Random, how: Callable[[Stage, Path], Awa
 
 
 async def _in_place(stage: Stage, checkpoint: Path) -> None:
-    if minor(vllm_version()) < (0, 32):  # it cannot yet
+    if minor(vllm_version()) < (0, 32):  # cannot do it in place yet
         return await _reloaded(stage, checkpoint)
     await stage.post("/collective_rpc", {"method": "soak_load", "args": [str(checkpoint)]})
 
@@ -128,7 +128,7 @@ async def _resets(stage: Stage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`weight`: how often, beside the others."""
+    """`weight`: how often, relative to the others."""
 
     name: str
     do: Event

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the servers' workers can do besides: take other weights in place, as a trainer has them do."""
+"""An extension of the servers' workers: they take other weights in place, as for a trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class InPlace:
     def soak_load(self, checkpoint: str) -> None:
         """Overwrite the model's weights with those of the checkpoint in this folder; since vLLM 0.32. Resets no cache.
 
-        (Plain `load_weights` is refused on a CPU, where the weights of linear layers are packed away.)
+        (Plain `load_weights` is refused on a CPU, where the weights of linear layers have been packed.)
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import inplace

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done to store process, folder and stores from outside. One function a fault, one line in the table.
+"""Faults injected into store process, folder and stores from outside. Each has one function and one line in the table.
 
-A fault takes what it hurts and a source of chance. It returns whether it found something to hurt, or, if what it did
-has to end, `Held`: after how long, and how. Faults run on any thread, one at a time for each thing that they hurt.
+A fault takes its targets and a random source. It returns whether it found something to damage or, if it has to be
+undone, `Held`: after how long, and how. Faults run on any thread, one at a time per target.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ S3_PREFIX = "soak"
 
 @dataclass
 class Targets:
-    """What can be hurt. `store_processes` are those of the engine that serves now."""
+    """What can be damaged. `store_processes` are those of the engine that serves now."""
 
     disk: Path
     redis: RedisServer
@@ -33,7 +33,7 @@ class Targets:
 
     def __post_init__(self) -> None:
         self.s3_client = self.s3.client()
-        """boto3's: to make one takes 50 ms."""
+        """boto3's client, kept because creating one takes 50 ms."""
 
     def entries(self) -> list[Path]:
         return sorted(self.disk.glob("*/??/*.safetensors"))
@@ -45,7 +45,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A fault that lasts: `undo` after `seconds`. It may take seconds itself, as a server's start does."""
+    """A fault that lasts: `undo` after `seconds`. `undo` may itself take seconds, as a server's start does."""
 
     seconds: float
     undo: Callable[[], object]
@@ -57,7 +57,7 @@ Act = Callable[[Targets, Random], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`weight`: how often, beside the others. `core_weight`: the same where no engine has to come up again."""
+    """`weight`: how often, relative to the others. `core_weight`: the same where no engine has to restart."""
 
     name: str
     act: Act
@@ -66,7 +66,7 @@ class Fault:
 
     @property
     def hurts(self) -> str:
-        """disk, store, redis or s3."""
+        """The target: disk, store, redis or s3."""
         return self.name.partition("-")[0]
 
 
@@ -97,7 +97,7 @@ def _extend(targets: Targets, chance: Random) -> Outcome:
 
 
 def _swap(targets: Targets, chance: Random) -> Outcome:
-    """Two entries change their names."""
+    """Two entries swap names."""
 
     def swap(one: Path, other: Path) -> None:
         aside = targets.disk / "swapped"
@@ -122,7 +122,7 @@ def _link(targets: Targets, chance: Random) -> Outcome:
 
 
 def _pipe(targets: Targets, chance: Random) -> Outcome:
-    """Something that no reader may wait for has an entry's name, for a while."""
+    """For a while a FIFO, on which no reader may block, has an entry's name."""
 
     def become(path: Path) -> None:
         path.unlink()
@@ -143,7 +143,7 @@ def _delete(targets: Targets, chance: Random) -> Outcome:
 
 
 def _remove_folder(targets: Targets, chance: Random) -> Outcome:
-    """A shard, a namespace, or all of it."""
+    """Remove a shard, a namespace, or the whole folder."""
     shards = sorted(targets.disk.glob("*/??"))
     if not shards:
         return False
@@ -165,7 +165,7 @@ def _corrupt_account(targets: Targets, chance: Random) -> Outcome:
 
 
 def _corrupt_news(targets: Targets, chance: Random) -> Outcome:
-    """A neighbour's log, all of them, or one that nobody wrote."""
+    """Remove or corrupt a neighbour's log, remove all of them, or add one that no process wrote."""
     folder = targets.disk / ".news"
     logs = sorted(folder.glob("*"))
     if not logs:
@@ -184,7 +184,7 @@ def _corrupt_news(targets: Targets, chance: Random) -> Outcome:
 
 
 def _leave_temporary(targets: Targets, chance: Random) -> Outcome:
-    """What a writer leaves that is killed."""
+    """Add a file as a killed writer leaves it."""
     workshops = sorted(targets.disk.glob("*/.tmp"))
     if not workshops:
         return False
@@ -216,7 +216,7 @@ def _to_two_entries(targets: Targets, chance: Random, do: Callable[[Path, Path],
 
 
 def _if_there() -> contextlib.AbstractContextManager[None]:
-    """Evicted or deleted meanwhile, written anew, emptied: then there was nothing to hurt."""
+    """The file may have been evicted, deleted, rewritten or emptied meanwhile: then there was nothing to damage."""
     return contextlib.suppress(FileNotFoundError, FileExistsError, ValueError)
 
 
@@ -228,7 +228,7 @@ def _stop_store(targets: Targets, chance: Random) -> Outcome:
 
 
 def _stop_store_for_long(targets: Targets, chance: Random) -> Outcome:
-    """For longer than it may be silent: it is killed and replaced."""
+    """Stopped for longer than it may be silent, so that it is killed and replaced."""
     return _stopped(targets, chance.uniform(3.5, 6.0))
 
 
@@ -275,7 +275,7 @@ def _hang_up_redis(targets: Targets, chance: Random) -> Outcome:
 
 
 def _pause_redis(targets: Targets, chance: Random) -> Outcome:
-    """It answers nobody, and holds its connections; it goes on by itself."""
+    """It answers no client but keeps its connections; it resumes by itself."""
     seconds = chance.uniform(0.05, 3.0)
     targets.redis.client().client_pause(int(seconds * 1000))
     return Held(seconds, lambda: None)
@@ -296,7 +296,7 @@ def _fill_redis(targets: Targets, chance: Random) -> Outcome:
 
 
 def _poison_redis(targets: Targets, chance: Random) -> Outcome:
-    """A value is overwritten: bits, its end, all of it, or with another one."""
+    """A value is corrupted, truncated, or replaced by noise, by another value or by another type."""
     client = targets.redis.client()
     key, other = client.randomkey(), client.randomkey()
     value = client.get(key) if key else None
@@ -338,7 +338,7 @@ def _kill_s3(targets: Targets, chance: Random) -> Outcome:
 
 
 def _poison_s3(targets: Targets, chance: Random) -> Outcome:
-    """An object is overwritten: bits, its end, all of it, or with another one."""
+    """An object is corrupted, truncated, extended, or replaced by noise or by another object."""
     objects, client, bucket = targets.objects(), targets.s3_client, targets.s3.bucket
     if not objects:
         return False
@@ -381,7 +381,7 @@ def _swap_in_s3(targets: Targets, chance: Random) -> Outcome:
 
 
 def _delete_from_s3(targets: Targets, chance: Random) -> Outcome:
-    """A few objects, or all, as a lifecycle rule does."""
+    """Delete a few objects, or all of them, as a lifecycle rule does."""
     objects = targets.objects()
     if not objects:
         return False

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an answer may be what it is. Pure logic: it is given what was asked, changed and answered, in this order.
+"""Decides whether an answer is right. Pure logic: it is given what was asked, changed and answered, in this order.
 
-What is right comes from an engine without the cache: one answer for each (pictures, arguments, weights). Then:
+The right answers come from an engine without the cache: one for each (pictures, arguments, weights). The rules:
 
-- A request without a name has to get the answer of its own pictures, by the weights that ran while it was under way.
-- A name is a client's. It belongs to its salt and to the request's arguments, and it lives as long as the engine, since
-  nothing that a client named leaves memory; where the user vouches for names, it lives in the store, for all engines
-  that vouch. A request under a name may get any picture that was sent under it, which is what vLLM's own caches do, and
-  nothing else. So a name that always meant one picture has to get that one.
-- A request that shows no picture, only a name, may be refused. So may one under a name whose pictures differ in size,
-  since vLLM refuses where what it holds does not fit the prompt; and one under a name that was a placeholder before,
+- A request without a name has to get the answer for its own pictures, with weights that ran while it was under way.
+- A name is chosen by a client. It belongs to its salt and to the request's arguments, and it lives as long as the
+  engine, since entries named by clients never leave memory; where the user vouches for names, it lives in the store,
+  for all engines that vouch. A request under a name may get any picture that was sent under that name, as with vLLM's
+  own caches, and nothing else. So a name that always meant one picture has to get that one.
+- A request that has only a name and no picture may be refused. So may one under a name whose pictures differ in size,
+  since vLLM refuses if the cached item does not fit the prompt; and one under a name that was a placeholder before,
   since vLLM's processor cache then takes the placeholder for the picture.
-- Every other error is a failure, except that of a request that was under way when its server was killed on purpose.
+- Every other error is a failure, except for a request that was under way when its server was killed on purpose.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 EXACT = 1e-4
-"""How far a logprob may move: batching alone moves it by 3e-6, another picture by far more."""
+"""Tolerance for a logprob: batching alone changes it by 3e-6, another picture by far more."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What greedy decoding gave: the tokens, and the logprob of each."""
+    """Output of greedy decoding: the tokens, and the logprob of each."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -38,7 +38,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """What decides an answer: pictures by number, the processor's arguments by their name, the weights by theirs."""
+    """Everything that determines an answer: numbers of pictures, names of the processor's arguments and the weights."""
 
     pictures: tuple[int, ...]
     arguments: str
@@ -50,9 +50,9 @@ class Way(enum.StrEnum):
 
     PIXELS = "pixels"
     NAME_ONLY = "name only"
-    """A uuid and no picture: vLLM's processor cache has it, or the request is refused."""
+    """A uuid and no picture: vLLM's processor cache has the picture, or the request is refused."""
     PLACEHOLDER = "placeholder"
-    """A uuid and what sizes the picture's place in the prompt: the encoder output comes from a cache, or not at all."""
+    """A uuid and the picture's size in the prompt: the encoder output comes from a cache, or not at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Verdict(enum.StrEnum):
     RIGHT = "right"
     WRONG = "wrong"
     REFUSED = "refused"
-    """As it may be."""
+    """Refused, as the rules allow."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     """Its server was killed on purpose, or ordered to abort it."""
@@ -79,7 +79,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`how` is one of few words for a kind of wrong answer, `why` describes this one."""
+    """`how` is one of a few words for kinds of wrong answers, `why` describes this one."""
 
     verdict: Verdict
     how: str = ""
@@ -88,7 +88,7 @@ class Judgement:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """A request under way. `weights` are all that ran since it was sent."""
+    """A request under way. `weights` are all that have run since it was sent."""
 
     ask: Ask
     life: Life
@@ -98,7 +98,7 @@ class Ticket:
 
 @dataclass(eq=False, slots=True)
 class Life:
-    """A server from its start to its death, as far as the judge has to know it."""
+    """A server from start to death, as far as the judge needs to know."""
 
     weights: set[int]
     vouched: bool
@@ -116,7 +116,7 @@ class _Name:
 
 
 class Judge:
-    """For one thread. `rows` gives the length of a picture's output under given arguments: [(picture, arguments)]."""
+    """For one thread. `rows[picture, arguments]` is the length of the picture's encoder output with those arguments."""
 
     def __init__(self, right: Mapping[Question, Answer], rows: Mapping[tuple[int, str], int]) -> None:
         self._right = right
@@ -126,7 +126,7 @@ class Judge:
     # ---- what happens to the server
 
     def begin(self, weights: int, vouched: bool = False) -> Life:
-        """A server starts with these weights; `vouched`: names of clients may leave its memory."""
+        """A server starts with these weights; `vouched`: entries named by clients may leave its memory."""
         return Life({weights}, vouched, given=self._vouched if vouched else {})
 
     def changing(self, life: Life, weights: int) -> None:
@@ -139,12 +139,12 @@ class Judge:
         life.weights = {weights}
 
     def cutting(self, life: Life) -> None:
-        """It is ordered to abort what is under way."""
+        """The server is ordered to abort the requests under way."""
         for ticket in life.under_way:
             ticket.cut = True
 
     def killed(self, life: Life) -> None:
-        """On purpose."""
+        """The server was killed on purpose."""
         life.killed = True
 
     # ---- what happens to a request
@@ -166,11 +166,11 @@ class Judge:
         return self._wrong(ticket.ask, answer)
 
     def aborted(self, ticket: Ticket) -> Judgement:
-        """The server ended it before its last token, without an error."""
+        """The server ended the request before its last token, without an error."""
         return self._without_an_answer(ticket, "aborted")
 
     def lost(self, ticket: Ticket, problem: str) -> Judgement:
-        """The connection broke, or nothing came in time."""
+        """The connection broke, or no answer came in time."""
         return self._without_an_answer(ticket, problem)
 
     def refused(self, ticket: Ticket, problem: str) -> Judgement:
@@ -181,11 +181,11 @@ class Judge:
         return self._without_an_answer(ticket, problem)
 
     def forgotten(self, ticket: Ticket) -> None:
-        """The client itself has left, or the request is judged."""
+        """The client has disconnected, or the request is judged."""
         ticket.life.under_way.discard(ticket)
 
     def may_be_refused(self, ticket: Ticket) -> bool:
-        """Whether an error of the server is one of its answers."""
+        """Whether an error from the server is an acceptable answer."""
         ask, name = ticket.ask, _name(ticket.ask)
         if ask.name is None:
             return False

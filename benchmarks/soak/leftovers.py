@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may not be left: processes, sockets, memory, descriptors, threads, places, bytes not accounted for."""
+"""Finds what must not be left over: processes, sockets, memory, descriptors, threads, places, unaccounted bytes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _HELD_COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """All that could be left of an engine, taken while it runs."""
+    """Everything that could be left of an engine, collected while it runs."""
 
     started: Mapping[int, str]
-    """Its processes, and when each began: a number is used again."""
+    """Its processes with their start times, since pids are reused."""
     memory: frozenset[int]
     """Inodes of arena and presence filters."""
     names: frozenset[str]
@@ -53,7 +53,7 @@ class Traces:
         return cls({pid: _started(pid) for pid in pids}, memory, frozenset(_sockets_of(pids)))
 
     def left(self) -> list[str]:
-        """What is still there."""
+        """What still exists."""
         running = [pid for pid, when in self.started.items() if when and _started(pid) == when and _state(pid) != "Z"]
         holders = [pid for pid in _pids() if self.memory and _memory_of(pid) & self.memory]
         sockets = self.names & set(_listening().values())
@@ -64,7 +64,7 @@ class Traces:
         ]
 
     def wait(self, patience_s: float) -> list[str]:
-        """What is still there after `patience_s`; nothing as soon as nothing is. Blocks."""
+        """What still exists after `patience_s`; returns early once nothing does. Blocks."""
         deadline = time.monotonic() + patience_s
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -75,7 +75,7 @@ class Traces:
 
 
 def held(book: Mapping[str, int]) -> list[str]:
-    """What the scheduler side still holds, and should not while no request is under way."""
+    """What the scheduler side still holds, but should not while no request is under way."""
     return [f"{name} {book[name]}" for name in _HELD_COUNTS if book.get(name)]
 
 
@@ -94,15 +94,15 @@ class Footprint:
         )
 
     def beyond(self, before: Footprint) -> list[str]:
-        """What there is more of than before."""
+        """What has grown since `before`."""
         grown = self.descriptors - before.descriptors
         found = [f"{count} descriptors more of {kind or 'something closed'}" for kind, count in grown.items()]
         return found + ([f"{self.threads - before.threads} threads more"] if self.threads > before.threads else [])
 
 
 def on_disk(folder: Path) -> list[str]:
-    """What is wrong with a folder that nobody writes to: temporaries, and an account of another total. Links
-    that somebody planted are no entries."""
+    """What is wrong with a folder that no process writes to: temporary files, or a wrong total in its account. Planted
+    links do not count as entries."""
     entries = {path for path in folder.glob("*/??/*.safetensors") if path.is_file() and not path.is_symlink()}
     strangers = [path for path in folder.rglob("*") if not (path.is_dir() or path.is_symlink()) and path not in entries]
     left = [f"{path.relative_to(folder)}" for path in strangers if path != folder / ".usage" and not _is_news(path)]
@@ -115,7 +115,7 @@ def on_disk(folder: Path) -> list[str]:
 
 
 def _is_news(path: Path) -> bool:
-    """A log of a store process that runs, or that ended not long ago: surveys remove one a minute after its end."""
+    """Whether it is a log of a store process that runs or ended recently: surveys remove logs a minute after that."""
     if path.parent.name != ".news":
         return False
     try:
@@ -136,7 +136,7 @@ def _size(path: Path) -> int:
 
 
 def processes_with(memory: set[int], command: bytes) -> list[int]:
-    """Processes of that command that hold one of these memory files."""
+    """Processes with this command that hold one of these memory files."""
     found = []
     for pid in _pids():
         try:
@@ -156,7 +156,7 @@ def _memory_of(pid: int) -> set[int]:
 
 
 def _memory_files(pid: int) -> dict[int, str]:
-    """Inode to name of the memory files of ours that a process has open or mapped."""
+    """Inode -> name of our memory files that a process has open or mapped."""
     found = {}
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -172,7 +172,7 @@ def _memory_files(pid: int) -> dict[int, str]:
 
 
 def _sockets_of(pids: Iterable[int]) -> set[str]:
-    """Names of the abstract sockets of ours that these processes have open."""
+    """Names of our abstract sockets that these processes have open."""
     listening = _listening()
     found = set()
     for pid in pids:
@@ -185,7 +185,7 @@ def _sockets_of(pids: Iterable[int]) -> set[str]:
 
 
 def _listening() -> dict[str, str]:
-    """ "socket:[inode]" to the name of an abstract socket of ours."""
+    """ "socket:[inode]" -> name, for each of our abstract sockets."""
     lines = (line.split(None, 7) for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:])
     named = (fields for fields in lines if len(fields) == 8 and fields[7].startswith("@lmcache-ec-"))
     return {f"socket:[{fields[6]}]": fields[7][1:] for fields in named}
@@ -196,7 +196,7 @@ def _pids() -> list[int]:
 
 
 def _started(pid: int) -> str:
-    """In ticks; empty if there is no such process."""
+    """Start time in ticks; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the soak takes from the testbed: real servers, tiny checkpoints, and a rank that is no engine's."""
+"""The soak's imports from the testbed: real servers, tiny checkpoints, and a rank without an engine."""
 
 from benchmarks.testbed.core import Bench, length, payload
 from benchmarks.testbed.engine_env import Engine, Layout, engine_environment, greedy, vllm_version

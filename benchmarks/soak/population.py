@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients ask: which picture, under which name, in which salt. Honest ones, and those that lie."""
+"""What clients ask: which picture, under which name, with which salt. Some are honest, others lie."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.soak.truth import Truth
 
 _SALTS = ("", "tenant-a", "tenant-b")
 _SKEW = 2.2
-"""The higher, the more of the requests are about few pictures."""
+"""The higher, the more requests are for a few pictures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`weight`: how often. An `honest` kind gives each name one picture for ever, whatever the salt."""
+    """`weight`: how often. An `honest` kind gives each name one picture forever, whatever the salt."""
 
     name: str
     weight: float
@@ -28,7 +28,7 @@ class Kind:
 
 
 class Population:
-    """One thread's. The same `chance` gives the same requests in the same order."""
+    """For one thread. The same `chance` gives the same requests in the same order."""
 
     def __init__(self, truth: Truth, chance: Random, *, honest: bool) -> None:
         self._truth = truth
@@ -41,10 +41,10 @@ class Population:
         self._asked = 0
 
     def begin(self, *, fixed: bool) -> None:
-        """A server starts: what names mean has changed since. `fixed`: for as long as it runs it does not.
+        """A server starts, and names get new meanings. `fixed`: they keep them for as long as it runs.
 
-        (Under prefix caching vLLM may take the beginning of a picture from one that its name meant before, and the rest
-        from another: that is no picture that anybody sent.)
+        (With prefix caching vLLM may take the beginning of a picture from one that its name meant before, and the rest
+        from another: together they are a picture that no client sent.)
         """
         self._meanings.clear()
         self._fixed = fixed
@@ -83,7 +83,7 @@ class Population:
         return Ask("named-argued", (number,), self._chance.choice(_ARGUED), name=f"photo-{number}")
 
     def _named_only(self) -> Ask:
-        """A name that may have been given, with the size of what it means, and no picture."""
+        """A name that may have been used before, with the size of its picture, but no picture."""
         named = self._named()
         way = self._chance.choice([Way.NAME_ONLY, Way.PLACEHOLDER])
         return Ask("named-only", named.pictures, name=named.name, salt=named.salt, way=way)
@@ -91,7 +91,7 @@ class Population:
     # ---- lying, or in a world where others lie
 
     def _tenant(self) -> Ask:
-        """The same names in each salt, each with a picture of that salt's own, for ever."""
+        """The same names in each salt, but each salt has its own picture for a name, forever."""
         salt, name = self._chance.choice(_SALTS), f"page-{self._chance.randrange(6)}"
         number = self._truth.small[
             int(hashlib.sha256(f"{salt} {name}".encode()).hexdigest(), 16) % len(self._truth.small)
@@ -99,7 +99,7 @@ class Population:
         return Ask("tenant", (number,), name=name, salt=salt, way=self._mostly_pixels())
 
     def _url(self) -> Ask:
-        """sha256 of a URL, as vLLM's own proxy names pictures; what is behind the URL changes."""
+        """The sha256 of a URL, as vLLM's own proxy names pictures; the picture behind the URL changes."""
         name = hashlib.sha256(f"https://pictures.example/{self._chance.randrange(6)}.png".encode()).hexdigest()
         return self._meant("url", name, way=self._mostly_pixels())
 
@@ -108,24 +108,24 @@ class Population:
         return self._meant("cat", name, arguments)
 
     def _reused(self) -> Ask:
-        """Any picture of any size under a few names."""
+        """Any picture of any size under one of a few names."""
         number = self._chance.choice(self._truth.pictures)
         if self._fixed:
             return self._meant("reused", f"upload-{self._chance.randrange(4)}")
         return Ask("reused", (number,), name=f"upload-{self._chance.randrange(4)}", salt=self._chance.choice(_SALTS))
 
     def _stolen(self) -> Ask:
-        """The name that vLLM gives another picture."""
+        """The identifier that vLLM gives another picture."""
         victim = self._skewed(self._truth.small)
         return self._meant("stolen", self._truth.identifiers[victim, ""], way=self._mostly_pixels())
 
     def _stolen_with_arguments(self) -> Ask:
-        """The name that vLLM gives another picture with arguments, or a client's name with arguments."""
+        """The identifier that vLLM gives another picture with arguments, or a client's name with arguments."""
         names = [self._truth.identifiers[number, name] for number in self._truth.argued for name in _ARGUED]
         return self._meant("stolen-argued", self._chance.choice([*names, *self._truth.of_names.values()]))
 
     def _counter(self) -> Ask:
-        """The name that vLLM gives a picture that comes soon, where it gives them numbers."""
+        """The identifier that vLLM will soon give a picture where its identifiers are counters."""
         name = f"renderer0-mm-{self._asked + self._chance.randrange(-20, 20)}-image-0"
         return self._meant("counter", name)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in the engine without the cache: pictures, the right answers to all questions, and the names vLLM gives.
+"""Runs in the engine without the cache: pictures, the right answers to all questions, and vLLM's identifiers.
 
-It asks with the content parts that an OpenAI client sends, so that rendering, names and outputs are the server's.
+It asks with the content parts that an OpenAI client sends, so that rendering, identifiers and outputs match a server's.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from benchmarks.soak.parts import Engine, greedy, picture
 TEXT = "hello"
 MAX_TOKENS = 4
 MERGED_PIXELS = 28
-"""Side of what becomes one row of the tiny model's encoder output."""
+"""Side of the square of pixels that becomes one row of the tiny model's encoder output."""
 
 ARGUMENTS: dict[str, dict[str, int]] = {"": {}, "fewer": {"max_pixels": 6272}, "more": {"min_pixels": 50176}}
-"""The processor's arguments by the name that questions have for them."""
+"""The processor's arguments by their name in questions."""
 
 _MARGIN = 1e-3
-"""By how much each token has to be ahead of the next: what batches change must not change the token."""
+"""Minimum lead of each token over the runner-up, so that the effect of batching cannot change the token."""
 
 
 class Plan(msgspec.Struct):
-    """What to answer: `sizes` of all pictures, pairs of them, and client names with the arguments they come with."""
+    """What to answer: `sizes` of all pictures, pairs of them, and client names with their arguments."""
 
     sizes: list[tuple[int, int]]
     pairs: list[tuple[int, int]]
     with_arguments: list[int]
     """Pictures that are asked about with arguments, too."""
     names: list[tuple[str, str]]
-    """(name, arguments): vLLM makes an identifier of both."""
+    """(name, arguments): vLLM derives an identifier from both."""
     checkpoints: list[str]
-    """Folders; the first one's weights are those that the engine was started with."""
+    """Folders; the engine was started with the first one's weights."""
 
 
 class Found(msgspec.Struct):
-    """`unclear` are questions whose answer a batch could change, or that is another one's too: nobody can be judged by
-    them."""
+    """`unclear` are questions whose answer a batch could change, or that share their answer with another: no request
+    can be judged by them."""
 
     urls: list[str]
     placeholders: list[str]
@@ -67,8 +67,8 @@ def answer(engine: Engine, plan: str, into: str) -> None:
 
 
 def write_checkpoints(first: Path, others: Sequence[Path]) -> None:
-    """Copies of a checkpoint whose vision towers have other random weights: one all of them, one those of the linear
-    layers alone, which on a CPU are in no parameter of the model that runs.
+    """Copies of a checkpoint with other random weights in the vision tower: one with all of them changed, one only in
+    the linear layers, which on a CPU are in no parameter of the running model.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -129,7 +129,7 @@ class _Answering:
         return Answer(tuple(tokens), tuple(logprobs))
 
     def _identifier(self, name: str, arguments: str) -> str:
-        """What vLLM calls a picture that comes under a client's name with arguments: the picture does not matter."""
+        """vLLM's identifier for a client's name with arguments; it does not depend on the picture."""
         part = {"type": "image_url", "image_url": {"url": self._urls[self._plan.with_arguments[0]]}, "uuid": name}
         self._chat([part], arguments)
         return self._last_encode()
@@ -151,7 +151,7 @@ class _Answering:
 
 
 def _shared(rights: dict[Question, Answer]) -> list[Question]:
-    """Questions with an answer that another one has, too. (Without a picture the weights do not matter.)"""
+    """Questions whose answer another question has, too. (Without a picture the weights do not matter.)"""
     seen: dict[tuple[int, ...], list[Question]] = {}
     for question in rights:
         if question.pictures:
@@ -173,7 +173,7 @@ def _url(seed: int, size: tuple[int, int]) -> str:
 
 
 def _placeholder(size: tuple[int, int]) -> str:
-    """The grid of patches of a picture, as vLLM takes tensors from clients."""
+    """A picture's grid of patches, in the format in which vLLM accepts tensors from clients."""
     import torch
 
     width, height = size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One life of a real OpenAI server with the cache: started, asked through its own interface, looked at, killed."""
+"""One life of a real OpenAI server with the cache: started, used through its own interface, observed, killed."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from lmcache_ec.cli.status import engines
 
 _START_S = 240.0
 _ENCODE_LOG = "EC_TEST_ENCODE_LOG"
-"""The variable that has the tests' vLLM plugin write a line for each encoder output."""
+"""The variable that makes the tests' vLLM plugin log each encoder output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """How a server is started. `prefix_caching`, which is in the arguments too: a name must not change its meaning."""
+    """How a server is started. `prefix_caching`, also among the arguments: names must not change their meaning then."""
 
     name: str
     arguments: Sequence[str]
@@ -64,12 +64,12 @@ FLAVOURS = (
 
 
 class ServerFailed(Exception):
-    """It did not start, or did not do what its own interface was asked for."""
+    """A server did not start, or a call to its interface failed."""
 
 
 @dataclass
 class Server:
-    """`model` is the folder of the checkpoint; `keys` are those of `ec:`. On the event loop's thread, if not stated
+    """`model` is the folder of the checkpoint; `keys` are those of `ec:`. Used on the event loop's thread unless stated
     otherwise."""
 
     number: int
@@ -81,10 +81,10 @@ class Server:
     process: subprocess.Popen[bytes] = field(init=False)
     port: int = field(init=False)
     status: dict[str, Any] = field(default_factory=dict)
-    """Of its cache, as last seen. Empty where there is none."""
+    """Last known status of its cache; empty if there is none."""
 
     asked_again: int = 0
-    """Requests that it answered with 500 and was sent once more."""
+    """Requests that it answered with 500 and that were sent again."""
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -111,7 +111,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                process_group=0,  # Ctrl-C is the soak's: it ends what it started
+                process_group=0,  # Ctrl-C goes to the soak, which ends its servers
             )
 
     def _arguments(self) -> list[str]:
@@ -130,7 +130,7 @@ class Server:
             "dtype": "float32",
             "max-model-len": 1024,
             "max-num-seqs": 8,
-            "max-num-batched-tokens": 256,  # and so vLLM's own cache of encoder outputs
+            "max-num-batched-tokens": 256,  # also the size of vLLM's own encoder cache
             "seed": 0,
             "kv-cache-memory-bytes": 64 << 20,
             "ec-transfer-config": json.dumps(connector),
@@ -142,7 +142,7 @@ class Server:
     # ---- its own interface
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
-        """Until it serves; its cache, too, if it has one. Raises ServerFailed."""
+        """Wait until it serves, including its cache, if it has one. Raises ServerFailed."""
         deadline = time.monotonic() + _START_S
         while not await self._answers(session):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -158,7 +158,7 @@ class Server:
             return False
 
     async def post(self, session: aiohttp.ClientSession, path: str, body: object = None) -> Any:
-        """Raises ServerFailed for any other answer than 200."""
+        """The JSON of the answer. Raises ServerFailed for a status other than 200."""
         try:
             async with session.post(f"{self.url}{path}", json=body, timeout=aiohttp.ClientTimeout(60)) as answer:
                 text = await answer.text()
@@ -172,10 +172,10 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    # ---- what is seen of it from outside; on any thread
+    # ---- observed from outside; on any thread
 
     def look(self) -> None:
-        """Remember its status and its memory while it can be seen."""
+        """Record its status and its memory while it runs."""
         for engine in engines():
             if engine["engine"].startswith(self.id):
                 self.status = engine if engine["book"] or not self.status else {**engine, "book": self.status["book"]}
@@ -189,7 +189,7 @@ class Server:
         return self._titled("VLLM::Worker") or 0
 
     def store_processes(self) -> list[int]:
-        """Those that hold its arena: of every incarnation that has not ended."""
+        """The store processes that hold its arena, of every incarnation that has not ended."""
         return processes_with(self._arenas, b"lmcache_ec.store") if self._arenas else []
 
     def traces(self) -> Traces:
@@ -199,7 +199,7 @@ class Server:
         return len(self.encodes.read_bytes().splitlines()) if self.encodes.exists() else 0
 
     def lost_pictures(self) -> int:
-        """How often vLLM's processor cache had taken for granted what its engine did not have."""
+        """How often vLLM's processor cache assumed an item that its engine did not have."""
         return self.log.read_bytes().count(b"P0/P1 cache drift")
 
     def log_end(self) -> str:
@@ -217,7 +217,7 @@ class Server:
     # ---- its death; on any thread
 
     def kill(self, *, store_process: bool) -> None:
-        """SIGKILL front end, EngineCore and worker at once; the store process with them, or it finishes its writes."""
+        """SIGKILL front end, EngineCore and worker at once; the store process too, or it finishes its writes."""
         stores = self.store_processes() if store_process else []
         for pid in [*stores, self.process.pid, *descendants(self.process.pid)]:
             try:
@@ -227,11 +227,11 @@ class Server:
         self.process.wait()
 
     def signal(self, pid: int, what: signal.Signals, patience_s: float) -> None:
-        """Send a signal to one of its processes; the server has to end by that."""
+        """Send a signal to one of its processes, which has to end the server."""
         try:
             if pid:
                 os.kill(pid, what)
             self.process.wait(patience_s)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             pass
-        self.kill(store_process=False)  # what vLLM itself leaves of it
+        self.kill(store_process=False)  # processes that vLLM itself leaves behind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stores of a soak, each with less room than all pictures need, and the configuration that names them."""
+"""The stores of a soak, each with less room than all pictures need, and their configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What each tier may hold, in bytes. S3 has no limit of its own: there an entry counts for `ttl_s` only."""
+    """Capacity of each tier in bytes. S3 has no limit of its own: there an entry only counts for `ttl_s`."""
 
     cpu: int
     disk: int
@@ -25,7 +25,7 @@ class Room:
 
     @classmethod
     def below(cls, all_bytes: int, ttl_s: float) -> Room:
-        """Less than `all_bytes` in all, with what S3 holds meanwhile. (Of Redis' room, its clients take a part.)"""
+        """Less than `all_bytes` in total, including what S3 holds meanwhile. (Clients use part of Redis's room.)"""
         return cls(all_bytes // 8, all_bytes // 6, all_bytes // 6 + (1 << 19), ttl_s)
 
 
@@ -39,7 +39,7 @@ class Stores:
     room: Room
 
     def keys(self) -> dict[str, object]:
-        """Of `ec:`. Deadlines are short, so that faults are answered within the soak."""
+        """The `ec:` keys. Deadlines are short, so that faults are handled within the soak."""
         return {
             "max_local_cpu_size": self.room.cpu / _GIB,
             "local_disk": str(self.disk),
@@ -57,12 +57,12 @@ class Stores:
 
 @contextmanager
 def stores(folder: Path, room: Room) -> Iterator[Stores]:
-    """They run, and have ended afterwards, whatever happened to them in between."""
+    """Running stores, which are ended afterwards, whatever happened to them in between."""
     redis = RedisServer(folder / "redis", "--maxmemory-policy", "allkeys-lru")
     try:
         limit = int(redis.client().info("memory")["used_memory"]) + room.redis
         redis.client().config_set("maxmemory", limit)
-        redis.settings = (*redis.settings, "--maxmemory", str(limit))  # of its next lives
+        redis.settings = (*redis.settings, "--maxmemory", str(limit))  # for its later lives
         s3 = Seaweed(folder / "s3")
         try:
             s3.start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a soak has counted, and the one line that reports it."""
+"""The counts of a soak, and the line that reports them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from statistics import median
 from typing import Any
 
 _SHOWN = 4
-"""Of the wrong answers and failures, so many of each kind are listed one by one."""
+"""How many wrong answers and failures of each kind are listed individually."""
 
 
 @dataclass
 class Tally:
-    """One thread's. Exit status 0 asks that nothing is wrong, failed, or left."""
+    """For one thread. Exit status 0 requires that nothing is wrong, failed, or left."""
 
     seed: int
     requests: Counter[str] = field(default_factory=Counter)
@@ -33,7 +33,7 @@ class Tally:
     """By tier."""
     left: list[str] = field(default_factory=list)
     recoveries_s: dict[str, list[float]] = field(default_factory=dict)
-    """By kind of fault: how long after its end what it had hurt was in use again."""
+    """By kind of fault: time from its end until its target was in use again."""
     encodes: int = 0
 
     def __post_init__(self) -> None:

@@ -15,11 +15,11 @@ from benchmarks.soak.parts import Call, EngineProcess, Layout
 from benchmarks.soak.reference import ARGUMENTS, MERGED_PIXELS, Found, Plan
 
 SMALL, WIDE, LARGE = (112, 112), (168, 112), (224, 224)
-"""16, 24 and 64 rows. No two have the same number of rows: then a picture of another size never fits."""
+"""16, 24 and 64 rows: all different, so that a picture of another size never fits."""
 
 _SIZES = [SMALL] * 8 + [WIDE, LARGE]
 _CATS = ("cat", "dog")
-"""Names that come with arguments: vLLM makes 64 hex digits of both."""
+"""Names used with arguments: vLLM hashes both into 64 hex digits."""
 
 _ROW_BYTES = 1024
 _HEADER_BYTES = 4096
@@ -27,22 +27,22 @@ _HEADER_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """What the soak knows beforehand. `urls` and `placeholders` are what a client sends for a picture."""
+    """What the soak knows beforehand. A client sends `urls` or `placeholders` for a picture."""
 
     urls: Sequence[str]
     placeholders: Sequence[str]
     right: Mapping[Question, Answer]
     rows: Mapping[tuple[int, str], int]
     identifiers: Mapping[tuple[int, str], str]
-    """vLLM's own names for (picture, arguments)."""
+    """vLLM's own identifiers for (picture, arguments)."""
     of_names: Mapping[tuple[str, str], str]
-    """vLLM's own names for (a client's name, arguments)."""
+    """vLLM's own identifiers for (a client's name, arguments)."""
     pictures: Sequence[int]
-    """Those that can be told apart from all others; of every size."""
+    """Pictures of all sizes whose answers differ from all others."""
     small: Sequence[int]
-    """Of these the ones of the most common size."""
+    """Those of the most common size."""
     argued: Sequence[int]
-    """Of these the ones that may be asked about with arguments."""
+    """Those that may be asked about with arguments."""
     pairs: Sequence[tuple[int, int]]
 
 
@@ -55,14 +55,14 @@ def plan(pictures: int, checkpoints: Sequence[Path], chance: Random) -> Plan:
 
 
 def bytes_of(plan: Plan) -> int:
-    """What all entries of the plan take, in every tier."""
+    """Total size of all entries of the plan, the same in every tier."""
     rows = [_rows(size, "") for size in plan.sizes]
     rows += [_rows(plan.sizes[number], name) for name in ARGUMENTS if name for number in plan.with_arguments]
     return sum(_HEADER_BYTES + _ROW_BYTES * each for each in rows)
 
 
 def find(model: Path, plan: Plan, folder: Path) -> Truth:
-    """Ask an engine without the cache, in a process of its own: half a minute for 60 pictures and 3 weights."""
+    """Ask an engine without the cache, in its own process: half a minute for 60 pictures and 3 sets of weights."""
     folder.mkdir(parents=True)
     (folder / "plan").write_bytes(msgspec.json.encode(plan))
     with EngineProcess(model, Layout.ONE_PROCESS, folder=folder, timeout_s=600) as engine:
@@ -96,7 +96,7 @@ def _truth(plan: Plan, found: Found) -> Truth:
 
 
 def _rows(size: tuple[int, int], arguments: str) -> int:
-    """Of a small picture under "fewer" 4 are left, under "more" it has 64; others are not asked about so."""
+    """Rows of a picture. A small one has 4 with "fewer" and 64 with "more"; no other size is asked about with these."""
     if arguments:
         return {"fewer": 4, "more": 64}[arguments]
     return size[0] * size[1] // MERGED_PIXELS**2

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core without a serving engine: what drives it as an engine would, in this process or in ones that can be killed.
+"""The core without a serving engine: it is driven as by an engine, in this process or in ones that can be killed.
 
-`Scheduler` plays the scheduler side over a real `EncoderCache`, `Worker` plays a rank over a real `Rank`, `Bench` ties
-both together in the test's process, and `Remote` runs either in a process of its own. Store process, arena, links and
-disk folder are always the real ones.
+`Scheduler` plays the scheduler side over a real `EncoderCache`, `Worker` plays a rank over a real `Rank`, `Bench`
+combines both in the test's process, and `Remote` runs either in its own process. Store process, arena, links and disk
+folder are always real.
 """
 
 import json
@@ -42,7 +42,7 @@ MIB = 1 << 20
 LARGEST = 96 * MIB
 
 _children = multiprocessing.get_context("forkserver")
-"""Forked from a process that has imported this module and runs no thread; with the environment of the first of them."""
+"""Children are forked from a threadless process that has imported this module; they get the first one's environment."""
 _children.set_forkserver_preload([__name__])
 
 
@@ -52,7 +52,7 @@ def spec(rows: int = ROWS) -> TensorSpec:
 
 
 def payload(identifier: str, rows: int = ROWS) -> bytes:
-    """What the encoder makes of `identifier`: always the same, and never what it makes of another one."""
+    """The encoder's output for `identifier`: always the same, and different for every identifier."""
     return random.Random(identifier).randbytes(spec(rows).nbytes)
 
 
@@ -69,7 +69,7 @@ def names(prefix: str, number: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Step:
-    """The metadata of one step: orders by the fields that a rank needs, nothing of the book's."""
+    """The metadata of one step: orders with the fields that a rank needs, and no objects of the book."""
 
     arena: str
     number: int
@@ -85,7 +85,7 @@ class Worker:
         self.rank = Rank(engine, number)
 
     def copy(self, step: Step) -> tuple[list[tuple[int, Outcome]], dict[str, bytes]]:
-        """Copy what the step orders into and out of the arena: outcomes, and what was loaded."""
+        """Carry out the step's copies into and out of the arena. Returns outcomes and loaded payloads."""
         memory, attached = self.rank.memory, self.rank.arena_id == step.arena
         outcomes, loaded = [], {}
         for order in (*step.saves, *step.loads):
@@ -101,12 +101,12 @@ class Worker:
         return outcomes, loaded
 
     def hand_over(self, step: Step, outcomes: Sequence[tuple[int, Outcome]]) -> dict[int, int]:
-        """The store process's incarnation that each save that was copied was handed to; 0: to none."""
+        """Hand over each copied save. Returns the store process's incarnation that got it; 0 if none did."""
         copied = {place for place, outcome in outcomes if outcome is Outcome.COPIED and self.number == 0}
         return {save.place: self.rank.hand_over(save) for save in step.saves if save.place in copied}
 
     def run(self, step: Step, report: bool = True) -> dict[str, bytes]:
-        """A whole step. Returns the payloads that were loaded."""
+        """Run a whole step. Returns the loaded payloads."""
         outcomes, loaded = self.copy(step)
         handed = self.hand_over(step, outcomes)
         if report:
@@ -140,7 +140,7 @@ class Scheduler:
         **keys: Any,
     ) -> None:
         before = own_arenas()
-        keys.setdefault("load_deadline_ms", 5000)  # what answers at all may do so late on a busy machine
+        keys.setdefault("load_deadline_ms", 5000)  # answers may come late on a busy machine
         keys.setdefault("blocking_timeout_secs", DEADLINE_S)
         config = EncoderCacheConfig(local_disk=folder, max_local_cpu_size=arena_bytes / (1 << 30), **keys)
         self.engine = engine
@@ -152,12 +152,12 @@ class Scheduler:
     # ---- steps
 
     def save(self, identifiers: Iterable[str], rows: int = ROWS, persist: bool = True) -> Step:
-        """A step that encodes; those without a place are encoded all the same, and not saved."""
+        """A step that encodes; those without a place are encoded but not saved."""
         reserved = [self.cache.book.reserve_save(identifier, spec(rows), persist) for identifier in identifiers]
         return self._step([place for place in reserved if place is not None], [])
 
     def load(self, identifiers: Iterable[str]) -> Step:
-        """A step that loads what is live; all of `identifiers` have to be."""
+        """A step that loads `identifiers`, which all have to be live."""
         places = []
         for identifier in identifiers:
             place = self.cache.book.live(identifier)
@@ -175,7 +175,7 @@ class Scheduler:
         ordered = [[_order(place, self.cache.namespace) for place in places] for places in (saves, loads)]
         return Step(self.cache.arena_id, self.steps, *ordered)
 
-    # ---- time going by
+    # ---- waiting
 
     def drain(self) -> None:
         self.cache.drain(time.monotonic())
@@ -187,11 +187,11 @@ class Scheduler:
     idle = drain
 
     def until(self, what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
-        """Scheduling passes without a request until `condition` holds."""
+        """Run scheduling passes without a request until `condition` holds."""
         wait_until(what, condition, deadline_s, doing=self.drain)
 
     def settle(self) -> None:
-        """Until nothing is on its way and nothing is held: no order, fill, save, write, pin or orphan."""
+        """Wait until nothing is under way and nothing is held: no order, fill, save, write, pin or orphan."""
         try:
             self.until("it has settled", lambda: self.cache.book.settled and not any(held(self.snapshot()).values()))
         except AssertionError:
@@ -204,7 +204,7 @@ class Scheduler:
         return self.cache.book.live(identifier) is not None
 
     def fetch(self, identifier: str, rows: int = ROWS, size: int | None = None) -> bool:
-        """Look up and bring into the arena. Whether it is there at the end."""
+        """Look up an entry and bring it into the arena. Returns whether it is live in the end."""
         if self.live(identifier):
             return True
         wanted = length(identifier, rows) if size is None else size
@@ -214,7 +214,7 @@ class Scheduler:
         return self.live(identifier)
 
     def status(self) -> dict[str, Any]:
-        """What the store process answers anyone on the host."""
+        """The status that the store process serves to any process on the host."""
         [status] = [status for status in engines() if status["engine"] == self.engine]
         return status
 
@@ -222,7 +222,7 @@ class Scheduler:
         self.until("the folder is scanned", lambda: self.status()["scan_complete"])
 
     def scanned_disk(self) -> None:
-        """Of a disk and a remote that is asked, not listed."""
+        """Wait until the disk is scanned, next to a remote that is queried and never listed."""
         below = self.cache.below
         self.until("the folder is scanned", lambda: below.presence is not None and below.presence.complete("disk"))
 
@@ -247,7 +247,7 @@ class Scheduler:
         return pids[0]
 
     def _answers(self) -> bool:
-        """A store process that was just started has answered as soon as it has sent its pidfd."""
+        """A newly started store process has answered once it has sent its pidfd."""
         descriptors = Path("/proc/self/fdinfo")
         [pid] = store_processes(self.arena) or [0]
         return any(f"\nPid:\t{pid}\n" in text for text in _texts(descriptors.iterdir()))
@@ -259,11 +259,11 @@ class Scheduler:
 def _order(place: Place, namespace: str) -> Saved:
     shape = place.spec or spec(0)
     fields = (place.id, place.offset, place.length, namespace, place.identifier, shape.rows, shape.width, shape.dtype)
-    return Saved(*fields, place.dirty)  # over the budget of unwritten entries it is not written now
+    return Saved(*fields, place.dirty)  # beyond the budget of unwritten entries it is not written yet
 
 
 def held(snapshot: dict[str, int]) -> dict[str, int]:
-    """What is to be zero when nothing is under way."""
+    """The counts that must be zero when nothing is under way."""
     states = ("reserved", "writing", "sealing", "filling", "orphaned")
     keys = [*(f"places_{state}" for state in states), "pins", "leases", "orders", "dirty_bytes", "filling_bytes"]
     return {key: snapshot[key] for key in (*keys, "leased_bytes", "fetches_under_way")}
@@ -291,20 +291,20 @@ class Bench(Scheduler):
         return step
 
     def serving(self) -> int:
-        """And the rank that saves knows it: what is handed over before that is lost."""
+        """Also wait until the saving rank knows it: saves handed over before that are lost."""
         pid, ranks = super().serving(), [worker.rank for worker in self.workers if isinstance(worker, Worker)]
         self.until("it is handed what is saved", lambda: ranks[0].incarnation == self.cache._store.number)
         return pid
 
     def read(self, identifiers: Iterable[str]) -> dict[str, bytes]:
-        """One step that loads; what every rank got, which has to be the same."""
+        """One step that loads. Returns the payloads, which have to be the same on every rank."""
         step = self.load(identifiers)
         first, *others = [worker.run(step) for worker in self.workers]
         assert all(other == first for other in others)
         return first
 
     def serves(self, identifier: str, rows: int = ROWS) -> bool:
-        """Look up and load; what is loaded has to be the encoder's own output. False for a miss."""
+        """Look up and load; the payload has to equal the encoder's output. False for a miss."""
         if not self.fetch(identifier, rows):
             return False
         assert self.read([identifier]) == {identifier: payload(identifier, rows)}
@@ -322,7 +322,7 @@ class Bench(Scheduler):
         self.close()
 
 
-# ---- a side in a process of its own
+# ---- a side in its own process
 
 
 class Remote:
@@ -367,7 +367,7 @@ def _serve(link: Any, side: type[Worker] | type[Scheduler], arguments: tuple[Any
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process held by SIGSTOP; it goes on afterwards if it is still there."""
+    """A process held by SIGSTOP within the block; afterwards it resumes if it still exists."""
     try:
         freeze(pid)
         yield
@@ -380,7 +380,7 @@ def stopped(pid: int) -> Iterator[None]:
 
 @contextmanager
 def stuck(path: Path) -> Iterator[Callable[[], None]]:
-    """The folder hangs while `path`, its `<namespace>/.tmp/stuck`, is there: see engine_plugin/sitecustomize.py."""
+    """The folder hangs while `path`, its `<namespace>/.tmp/stuck`, exists: see engine_plugin/sitecustomize.py."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     try:
@@ -393,7 +393,7 @@ def stuck(path: Path) -> Iterator[Callable[[], None]]:
 
 
 def process_state(pid: int) -> str:
-    """One letter, as ps shows it; Z (ended) too if there is no such process."""
+    """One letter, as ps shows it; also Z (ended) if there is no such process."""
     return state(Path(f"/proc/{pid}"))
 
 
@@ -442,11 +442,11 @@ def _texts(paths: Iterable[Path]) -> Iterator[str]:
 
 
 def store_processes(arena: int) -> list[int]:
-    """The store processes that hold this arena, that of every incarnation that has not ended."""
+    """The store processes that hold this arena, of every incarnation that has not ended."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            begins = b"lmcache_ec.store" in (folder / "cmdline").read_bytes()  # and has no name yet
+            begins = b"lmcache_ec.store" in (folder / "cmdline").read_bytes()  # not renamed yet
             serves = (folder / "comm").read_text() == f"{PROCESS_NAME}\n"
         except OSError:
             continue
@@ -456,7 +456,7 @@ def store_processes(arena: int) -> list[int]:
 
 
 def abstract_sockets(*parts: str) -> list[str]:
-    """Names of abstract sockets of ours that contain one of `parts`."""
+    """Names of our abstract sockets that contain one of `parts`."""
     return [
         name
         for name in re.findall(r"@(lmcache-ec-\S+)", Path("/proc/net/unix").read_text())
@@ -472,7 +472,7 @@ def path_of(folder: Path, identifier: str) -> Path:
 
 
 def stored(folder: Path) -> set[str]:
-    """Identifiers of the entries on disk. Each file has to be a valid safetensors file of its own bytes."""
+    """Identifiers of the entries on disk. Each file has to be valid safetensors with its identifier's payload."""
     return {_read_file(path) for path in folder.rglob("*.safetensors")}
 
 
@@ -517,7 +517,7 @@ def payload_of(entry: bytes) -> bytes:
 
 
 def temporaries(folder: Path) -> list[Path]:
-    """Files that are neither entries nor the folder's account, epoch and news: what a writer left half written."""
+    """Files that are neither entries nor the folder's account, epoch or news: left by unfinished writes."""
     found = [path for path in folder.rglob("*") if not path.is_dir() and path.suffix != ".safetensors"]
     known = {folder / ".usage", folder / ".epoch"}
     return [path for path in found if path not in known and path.parent != folder / ".news"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine on CPU within seconds: environment, process layouts, and the engine itself.
 
-`Engine` runs in the calling process; `engine_runner` runs one in a process of its own, which any layout but ONE_PROCESS
+`Engine` runs in the calling process; `engine_runner` runs one in a separate process, which any layout but ONE_PROCESS
 should use (spawned workers import `__main__` again). Importing this module does not import vLLM.
 """
 
@@ -25,7 +25,7 @@ PLUGIN = Path(__file__).with_name("engine_plugin")
 ENCODE_LOG = "EC_TEST_ENCODE_LOG"
 GUARD_LOG = "EC_TEST_GUARD_LOG"
 EXACT = 1e-4
-"""How far a logprob may move: batching alone moves it by 3e-6, another picture by far more."""
+"""Tolerance for a logprob: batching alone changes it by 3e-6, another picture by far more."""
 
 ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -34,11 +34,11 @@ ENGINE_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "LMCACHE_TRACK_USAGE": "false",
     "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_COMPILE_DISABLE": "1",  # else the first request that asks for logprobs compiles for 16 s
+    "TORCH_COMPILE_DISABLE": "1",  # otherwise the first request with logprobs compiles for 16 s
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # threads that spin for each other on shared cores turn 20 ms of a tiny model into 600
     "VLLM_LOGGING_LEVEL": "WARNING",
-    "LMCACHE_EC_LOAD_POLICY": "always",  # encodes are counted: that of a tiny model may be quicker than a load
+    "LMCACHE_EC_LOAD_POLICY": "always",  # tests count encodes, and a tiny model's may be quicker than a load
 }
 
 
@@ -77,7 +77,7 @@ def engine_environment(
 
 
 def vllm_version() -> str:
-    """Of the distribution that is installed, whatever it is called. Does not import vLLM."""
+    """Version of the installed distribution, vllm-cpu or vllm. Does not import vLLM."""
     try:
         return version("vllm-cpu")
     except PackageNotFoundError:
@@ -85,20 +85,20 @@ def vllm_version() -> str:
 
 
 def apply_environment(layout: Layout = Layout.ONE_PROCESS) -> None:
-    """Make this process fit for an `Engine`. Call it before vLLM is imported."""
+    """Prepare this process for an `Engine`. Call it before vLLM is imported."""
     os.environ.update(engine_environment(layout))
     if str(PLUGIN) not in sys.path:
         sys.path.append(str(PLUGIN))
 
 
 def read_encodes(log: Path, rank: int | None = None) -> list[str]:
-    """Identifiers in the order in which workers encoded them: of one rank, or one for each rank that encoded it."""
+    """Identifiers in the order in which workers encoded them: for one rank, or once per rank that encoded them."""
     lines = [line.split(" ", 2) for line in log.read_text().splitlines()] if log.exists() else []
     return [identifier for of_rank, _pid, identifier in lines if rank is None or int(of_rank) == rank]
 
 
 class Output(msgspec.Struct, frozen=True):
-    """Greedy decoding's output: tokens, the logprob of each, and the time to the first, from arrival, in seconds."""
+    """Greedy decoding's output: tokens, the logprob of each, and the time to first token, from arrival, in seconds."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -110,7 +110,7 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Engine:
-    """A vLLM engine, owned by the thread that made it. After an exception it is of no further use.
+    """A vLLM engine, owned by the thread that created it. After an exception it is unusable.
 
     `model` is a name in `models.py` or the folder of a checkpoint. Prefix caching is off, because its hits would hide
     those of the encoder cache; the processor cache is on, because with both off identifiers are counters.
@@ -141,7 +141,7 @@ class Engine:
             "enable_prefix_caching": False,
             "mm_processor_cache_gb": 0.05,
             "tensor_parallel_size": layout.ranks,
-            "disable_log_stats": False,  # the time to the first token is among the statistics
+            "disable_log_stats": False,  # they include the time to first token
         }
         if self.wording:
             arguments["limit_mm_per_prompt"] = self.wording.limits
@@ -150,7 +150,7 @@ class Engine:
         self.llm = LLM(**{**arguments, **changes})
 
     def generate(self, prompts: Sequence[Prompt], max_tokens: int = 8) -> list[Output]:
-        """All prompts at once, greedily. The model, or its folder, has to be named like one of `models.py`."""
+        """Decode all prompts at once, greedily. The model, or its folder, has to be named like one in `models.py`."""
         if self.wording is None:
             raise ValueError("only the models of benchmarks/testbed/models.py have a wording; use .llm for others")
         outputs = self.llm.generate(
@@ -164,7 +164,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Any:
-        """One process only, like the three below."""
+        """vLLM's scheduler. Only with one process, like the three below."""
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
@@ -182,11 +182,11 @@ class Engine:
         return get_ec_transfer()
 
     def shut_down(self) -> None:
-        """An orderly end, in a process that ends with it."""
+        """Shut down in order, in a process that ends afterwards."""
         self.llm.llm_engine.engine_core.shutdown()
 
     def close(self) -> None:
-        """An orderly end that leaves room in this process for another engine; it takes a second more."""
+        """Shut down in order, so that this process can start another engine; takes a second longer."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.shut_down()
@@ -211,8 +211,8 @@ def output_of(output: Any) -> Output:
 
 
 def hide_llvmlite_from_kernel_binding() -> None:
-    """Since 0.31 vllm-cpu looks for its kernels in every loaded module, and trips over llvmlite's, which LMCache brings
-    along through numba ("'_lib_fn_wrapper' object has no attribute 'get'"). That hits the second engine of one process.
+    """Since 0.31 vllm-cpu looks for its kernels in every loaded module, and fails on llvmlite's, which LMCache loads
+    through numba ("'_lib_fn_wrapper' object has no attribute 'get'"). This affects the second engine of one process.
     """
     from vllm.platforms import current_platform
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a process of its own, which a test drives step by step and may kill.
+"""An engine in its own process, which a test drives step by step and may kill.
 
     with EngineProcess("gemma3", Layout.TP2, connector=..., folder=tmp_path) as engine:
         report = engine.do(Generate((Prompt(images=(1,)),)))
@@ -41,7 +41,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Call `function`, "module:name", with the `Engine` and `arguments`; what it returns has to be JSON."""
+    """Call `function`, "module:name", with the `Engine` and `arguments`; its result has to be JSON."""
 
     function: str
     arguments: dict[str, Any] = {}
@@ -51,7 +51,7 @@ Step = Generate | Forget | Call
 
 
 class Report(msgspec.Struct):
-    """What a step gave. `encodes` are the identifiers encoded meanwhile, one for each rank that encoded it."""
+    """Result of a step. `encodes` are the identifiers encoded meanwhile, once per rank that encoded them."""
 
     outputs: list[Output] = []
     value: Any = None
@@ -71,7 +71,7 @@ class EngineFailed(Exception):
 
 
 class Process(Protocol):
-    """As much of `subprocess.Popen` as is needed of an engine's first process."""
+    """The part of `subprocess.Popen` that is needed for an engine's first process."""
 
     @property
     def pid(self) -> int: ...
@@ -93,7 +93,7 @@ class Begin(Protocol):
 def new_interpreter(
     environment: Mapping[str, str], log: int, link: int, *, inside: Sequence[str] = (), **popen: Any
 ) -> Process:
-    """`inside` is the beginning of a command that runs the process."""
+    """`inside` is the start of a command line that runs the process."""
     return subprocess.Popen(
         [*inside, sys.executable, "-m", "benchmarks.testbed.engine_runner", str(link)],
         cwd=ROOT,
@@ -109,8 +109,8 @@ def new_interpreter(
 class EngineProcess:
     """The test's side, for one thread. `folder` gets `engine.log`, `encodes` and `guard`, appended to by each engine.
 
-    `begin` starts the first of the engine's processes. Further arguments are vLLM's engine arguments. `guard` has every
-    call of a disk tier's method, `seal` or `verify` in an engine process raise and be listed in `refused`.
+    `begin` starts the engine's first process. Further arguments are vLLM's engine arguments. `guard` makes every call
+    of a disk tier's method, `seal` or `verify` in an engine process raise and be listed in `refused`.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class EngineProcess:
         return named
 
     def kill(self) -> None:
-        """SIGKILL front end, EngineCore and workers, all at once: nobody gets to clean up after another."""
+        """SIGKILL front end, EngineCore and workers, all at once: none can clean up after another."""
         family = [self.process.pid, *descendants(self.process.pid)]
         for pid in family:
             try:
@@ -244,7 +244,7 @@ def run_engine(
 
 
 def descendants(pid: int) -> list[int]:
-    """Children first, then theirs. A process that was handed to init, as the store process is, is not among them."""
+    """Children first, then their children. Processes reparented to init, like the store process, are not included."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for the test models: pictures, clips and sounds made from seeds, in the words of each model."""
+"""Prompts for the test models: pictures, clips and sounds generated from seeds, in each model's prompt format."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ SAMPLE_RATE_HZ = 16_000
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Each number is a seed: the same seed is the same picture, clip or sound, in every process."""
+    """Each number is a seed: the same seed gives the same picture, clip or sound in every process."""
 
     images: tuple[int, ...] = ()
     videos: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ def clip(seed: int, size: tuple[int, int] = (112, 112), frames: int = 4) -> "np.
 
 
 def sound(seed: int, seconds: float = 1.0) -> "tuple[np.ndarray[Any, Any], int]":
-    """float32 samples, and their rate: the one the models ask for, so that nothing resamples them."""
+    """float32 samples and their rate, which is the one the models expect, so that nothing resamples them."""
     import numpy as np
 
     samples = np.random.default_rng(seed).standard_normal(int(seconds * SAMPLE_RATE_HZ), dtype=np.float32)
@@ -50,7 +50,7 @@ def sound(seed: int, seconds: float = 1.0) -> "tuple[np.ndarray[Any, Any], int]"
 
 @dataclass(frozen=True)
 class Wording:
-    """How a model spells a prompt: a frame around media and text, and the marker of each medium that it takes."""
+    """A model's prompt format: a frame around media and text, and the marker of each medium that it accepts."""
 
     frame: str = "{media}{text}"
     image: str | None = None
@@ -65,7 +65,7 @@ class Wording:
         return {kind: count for kind, count in most.items() if getattr(self, kind) is not None}
 
     def render(self, prompt: Prompt) -> dict[str, Any]:
-        """A prompt of vLLM's `LLM.generate`."""
+        """A prompt for vLLM's `LLM.generate`."""
         data: dict[str, Any] = {}
         if prompt.images:
             data["image"] = [picture(seed, prompt.size) for seed in prompt.images]

@@ -5,8 +5,8 @@
 `python -m benchmarks.testbed.models [--folder FOLDER] NAME...` does the same by hand. Building needs torch and
 transformers; it happens in a child process, so importing this module costs nothing and needs neither.
 
-Three things that vLLM asks of a tiny checkpoint: a head dimension of 32 or more in the language model, a width it can
-split by 2 (tensor parallel tests), and weight names as the published checkpoints spell them.
+vLLM requires three things of a tiny checkpoint: a head dimension of 32 or more in the language model, a width it can
+split by 2 (tensor parallel tests), and weight names as in the published checkpoints.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MODELS: dict[str, Builder] = {}
 
 
 def model_path(name: str) -> Path:
-    """The checkpoint's folder, built if it is not there. Two processes may ask at once: the first rename wins."""
+    """The checkpoint's folder, built if it does not exist. Two processes may do so at once: the first rename wins."""
     if name not in MODELS:
         raise KeyError(f"no test model is called {name!r}; there are {', '.join(sorted(MODELS))}")
     folder = ROOT / ".models" / name
@@ -53,12 +53,12 @@ def model_path(name: str) -> Path:
 
 
 def checkpoint(builder: Builder) -> Builder:
-    """Enter the builder into `MODELS` under its own name."""
+    """Register the builder in `MODELS` under its own name."""
     MODELS[builder.__name__] = builder
     return builder
 
 
-# --- what the builders share -----------------------------------------------------------------------------------------
+# --- shared by the builders ------------------------------------------------------------------------------------------
 
 
 def byte_tokenizer(specials: list[str], *, chat: str | None = None, named: Json | None = None, **roles: str) -> Any:
@@ -117,7 +117,7 @@ def tower_config(**changes: Any) -> Json:
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Fill in random weights, four times the usual deviation so that the picture shows in the logprobs, and save."""
+    """Fill in random weights, with four times the usual deviation so that pictures affect logprobs, and save."""
     import torch
 
     source = torch.Generator().manual_seed(1)
@@ -182,7 +182,7 @@ QWEN_PIXELS: Json = {
 
 
 def qwen_tokens(folder: Path) -> tuple[Json, Json]:
-    """Save the tokenizer; the token ids that the model's config and its text config name."""
+    """Save the tokenizer. Returns the token ids for the model's config and for its text config."""
     tokenizer = byte_tokenizer(QWEN_SPECIALS, chat=QWEN_CHAT, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.save_pretrained(folder)
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in QWEN_SPECIALS}
@@ -339,7 +339,7 @@ def gemma3(folder: Path) -> None:
 @checkpoint
 def gemma3_vit_b(folder: Path) -> None:
     """A tower of ViT-B's shape (86 M parameters, 384 px: 576 patches in, 144 tokens out) before a language model of
-    about 40 M, 0.5 GB: the demo's, whose encoder costs what small encoders cost.
+    about 40 M, 0.5 GB: the demo's model, with the encode cost of real small encoders.
     """
     text: Json = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
     text |= {"num_key_value_heads": 4}
@@ -485,7 +485,7 @@ def qwen2audio(folder: Path) -> None:
 
 @checkpoint
 def whisper(folder: Path) -> None:
-    """The encoder-decoder: its encoder output is no row of a prompt, and the cache has to keep away from it."""
+    """An encoder-decoder: its encoder output does not stand in the prompt, and the cache must not touch it."""
     from tokenizers import pre_tokenizers
     from transformers import (
         WhisperConfig,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for what surrounds the connector's delegates, vLLM's scheduler and runner, and an engine of both sides."""
+"""Stand-ins for the surroundings of the connector's delegates, vLLM's scheduler and runner; an engine of both sides."""
 
 import pickle
 import time
@@ -30,13 +30,13 @@ ensure_key()
 
 WIDTH = 8
 PATIENCE_S = 20.0
-"""By when something has to have come that should come at once; on a busy machine it may take its time."""
+"""Deadline for things that should happen at once; on a busy machine they may take longer."""
 
 SILENT: Any = SimpleNamespace(warning=lambda *_: None)
 """A logger that logs nothing."""
 
 
-# ---- what vLLM hands to a connector
+# ---- what vLLM passes to a connector
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Feature:
-    """A multimodal input of a request; without `data` it is metadata alone."""
+    """A multimodal input of a request; without `data` it is metadata only."""
 
     identifier: str
     mm_position: Position
@@ -68,19 +68,19 @@ class Request:
 
 
 def digest(name: str) -> str:
-    """An identifier as vLLM makes it of content."""
+    """An identifier in the form that vLLM derives from content."""
     return name.encode().hex().ljust(64, "0")
 
 
 def request(name: str, *identifiers: str, rows: int = 4, modality: str = "image", data: Any = "pixels") -> Request:
-    """Its items lie one after another, `rows` tokens each, ten tokens apart. The front end signed all of them."""
+    """A request whose items have `rows` tokens each and begin ten tokens apart. The front end signed all of them."""
     positions = [Position(10 * number, rows) for number in range(len(identifiers))]
     features = [Feature(i, p, modality, data) for i, p in zip(identifiers, positions, strict=True)]
     return Request(name, features, trace_headers=signed(None, identifiers, [True] * len(identifiers)))
 
 
 def scheduler_output(meta: Any = None, encodes: dict[str, list[int]] | None = None, tokens: int = 1) -> Any:
-    """The fields of vLLM's SchedulerOutput that a connector or the runners' EC code reads."""
+    """The fields of vLLM's SchedulerOutput that a connector or the runners' EC code read."""
     return SimpleNamespace(
         scheduled_encoder_inputs=encodes if encodes is not None else {},
         num_scheduled_tokens={},
@@ -92,12 +92,12 @@ def scheduler_output(meta: Any = None, encodes: dict[str, list[int]] | None = No
 
 
 def sent(output: Any) -> Any:
-    """What a worker process makes of it."""
+    """The output as a worker process receives it."""
     return pickle.loads(pickle.dumps(output))
 
 
 class VllmScheduler:
-    """Asks the scheduler side what vLLM's scheduler asks, in its order. `cached` is vLLM's own encoder cache."""
+    """Calls the scheduler side as vLLM's scheduler does, in the same order. `cached` is vLLM's own encoder cache."""
 
     def __init__(self, side: Any) -> None:
         self.side = side
@@ -107,7 +107,7 @@ class VllmScheduler:
     def offer(self, request: Request, computed: int = 0, blocks: bool = True) -> str | None:
         """Try to schedule a request: None if it was deferred, else `load` or `encode` or neither, item by item.
 
-        Without `blocks` the request is asked about and then finds no room in the KV cache.
+        Without `blocks` the hooks are called, but then the request finds no room in the KV cache.
         """
         if not self.side.ensure_cache_available(request, computed):
             return None
@@ -135,7 +135,7 @@ class VllmScheduler:
         self._output.total_num_scheduled_tokens -= 1
 
     def evict(self, *identifiers: str) -> None:
-        """vLLM needs the room in its own cache. The connector is notified at the end of the pass."""
+        """vLLM evicts them from its own cache. The connector is notified at the end of the pass."""
         self.cached.difference_update(identifiers)
         self._output.free_encoder_mm_hashes.extend(identifiers)
 
@@ -148,14 +148,14 @@ class VllmScheduler:
 
 
 def embedding(identifier: str, rows: int = 4) -> torch.Tensor:
-    """What the stand-in for an encoder makes of an item: always the same, and another for each item."""
+    """Output of the stand-in encoder for an item: always the same, and different for each item."""
     generator = torch.Generator().manual_seed(sum(identifier.encode()) * 1000 + rows)
     return torch.randn(rows, WIDTH, generator=generator)
 
 
 class Encoder:
-    """Takes `seconds` an item by a clock of its own, and next to nothing by any other: how long it really takes on a
-    busy machine nobody knows."""
+    """Takes `seconds` per item by its own clock, and almost no real time: on a busy machine real times are
+    unpredictable."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -166,12 +166,12 @@ class Encoder:
         return embedding(identifier, rows)
 
     def clock(self) -> EncodeClock:
-        """Shows what it took."""
+        """A clock that shows what it took."""
         return EncodeClock(lambda: Moment(lambda: self._passed_s))
 
 
 class Moment:
-    """As a device's event: `now` is read when it is recorded."""
+    """Like a device's event: `now` is read when it is recorded."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -224,7 +224,7 @@ class Runner:
 
 
 class Clock:
-    """In the place of `time` in a module, until the test is over: it stands still, until somebody moves it."""
+    """Replaces `time` in a module until the end of the test: it stands still until the test moves it."""
 
     def __init__(self, module: ModuleType, patch: "pytest.MonkeyPatch") -> None:
         self.now = time.monotonic()
@@ -262,9 +262,9 @@ class Served:
         keys: dict[str, Any] | None = None,
         **policy: Any,
     ) -> None:
-        """`runner` is another than a `Runner`; it serves the engine `name`, and if `watched` it reports its weights.
+        """`runner` replaces the `Runner`; it serves the engine `name`, and if `watched` it reports its weights.
 
-        `keys` are more of the cache's configuration.
+        `keys` are further configuration keys of the cache.
         """
         name = name or uuid.uuid4().hex
         self.name = name
@@ -298,16 +298,16 @@ class Served:
         return self
 
     def _scanned(self) -> bool:
-        """Remotes that answer quickly are asked, and never listed."""
+        """Remotes that answer quickly are queried, and never listed."""
         presence, disk = self.cache.below.presence, "disk" in self.cache.below.names
         return presence is not None and (presence.complete("disk") if disk else presence.all_complete)
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
-        """Passes with text alone until `condition` holds."""
+        """Run passes with only text until `condition` holds."""
         wait_until(what, condition, PATIENCE_S, doing=self.step)
 
     def stage(self, request: Request) -> None:
-        """Passes until the request, which carries nothing to encode, can be scheduled in the one that has begun."""
+        """Run passes until the request, which has nothing to encode, can be scheduled in the current one."""
         self.until(f"{request.request_id} can go", lambda: self.side.ensure_cache_available(request, 0))
 
     def step(self, *requests: Request, text: int = 1) -> None:
@@ -315,7 +315,7 @@ class Served:
         self.runner.run(self.vllm.end_pass(text), *requests)
 
     def schedule(self, request: Request, computed: int = 0) -> str:
-        """Pass after pass until the request is scheduled, then its step."""
+        """Run passes and their steps until the request has been scheduled."""
         answers: list[str | None] = []
 
         def offered() -> bool:
@@ -327,7 +327,7 @@ class Served:
         return str(answers[-1])
 
     def store(self, *identifiers: str, rows: int = 4) -> None:
-        """Have entries in the arena (and on disk, where they may) that vLLM's own cache does not hold."""
+        """Put entries into the arena (and on disk, where allowed) that vLLM's own cache does not hold."""
         first = request(f"first-{uuid.uuid4().hex}", *identifiers, rows=rows)
         self.schedule(first)
         self.side.request_finished(first)
@@ -336,13 +336,13 @@ class Served:
         self.step()
 
     def settle(self) -> dict[str, int]:
-        """Passes with text alone until nothing is on its way. Returns the counts."""
+        """Run passes with only text until nothing is under way. Returns the counts."""
         self.until("nothing is on its way", lambda: self.cache.book.settled)
         counts: dict[str, int] = self.side.snapshot()
         return counts
 
     def held(self) -> dict[str, int]:
-        """What is still held once nothing is on its way: empty, or a leak."""
+        """What is still held once nothing is under way: empty unless something leaks."""
         counts = self.settle()
         names = (*NOTHING_HELD, "fetches_under_way", "requests")
         return {name: counts[name] for name in names if counts[name]}

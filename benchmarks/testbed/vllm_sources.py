@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's source archives: what no wheel contains, and versions that cannot be installed here.
+"""vLLM's source archives: for files that no wheel contains, and for versions that cannot be installed here.
 
-`python -m benchmarks.testbed.vllm_sources VERSION FOLDER` fetches one as `pip download` finds it: by whatever index,
-proxy, certificates and credentials pip is configured with. pip itself would then build the archive to learn what it
-needs, so this stops at the file.
+`python -m benchmarks.testbed.vllm_sources VERSION FOLDER` fetches one as `pip download` does: with the index, proxy,
+certificates and credentials that pip is configured with. pip would then build the archive to determine its
+dependencies; this only fetches the file.
 """
 
 import hashlib
@@ -16,11 +16,11 @@ from benchmarks.testbed.models import ROOT
 
 
 class NotFetched(Exception):
-    """vLLM's source archive is not to be had, or is another one."""
+    """vLLM's source archive cannot be fetched, or is not the expected one."""
 
 
 def source_archive(version: str, folder: Path = ROOT / ".models") -> Path:
-    """The archive of this version, which is fetched if it is not in the folder. Raises NotFetched."""
+    """The archive of this version, fetched if it is not in the folder. Raises NotFetched."""
     archive = folder / file_name(version)
     if not archive.exists():
         folder.mkdir(exist_ok=True)
@@ -39,7 +39,7 @@ def file_name(version: str) -> str:
 
 
 def fetch(version: str, folder: Path) -> int:
-    """Exit status. The archive is compared with the digest that the index gives for it, if it gives one."""
+    """Returns the exit status. The archive is checked against the digest from the index, if there is one."""
     from pip._internal.commands.download import DownloadCommand
 
     name = file_name(version)

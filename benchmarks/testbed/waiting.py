@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tests, and what they run on, wait for what other threads and processes do."""
+"""Waiting for other threads and processes, for tests and the testbed."""
 
 import os
 import signal
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TypeVar
 
 DEADLINE_S = 20.0
-"""By when a condition has to hold that should hold at once: a hang is a failure that names what it waited for. On a
-busy machine a process may take ten seconds to start."""
+"""Deadline for conditions that should hold at once: a hang becomes a failure that names what it waited for. On a busy
+machine a process may take ten seconds to start."""
 
 T = TypeVar("T")
 
 observers: list[Callable[[str, float], None]] = []
-"""Called with what was waited for, and for how many seconds, once it has come."""
+"""Called after each successful wait, with its description and its seconds."""
 
 
 def wait_until(
@@ -28,9 +28,9 @@ def wait_until(
     pause_s: float | None = None,
     despite: type[Exception] | tuple[type[Exception], ...] = (),
 ) -> T:
-    """What `condition` returns, once that is true: it is called again and again, each time after `doing`, with a pause
-    between: `pause_s`, or a twentieth of what has been waited, from one to twenty milliseconds. AssertionError at the
-    deadline. Where one of them raises one of `despite`, it does not hold yet.
+    """Returns what `condition` returns, once that is truthy. `doing` and then `condition` are called repeatedly, with a
+    pause of `pause_s`, or by default a twentieth of the time waited so far, from one to twenty milliseconds. Raises
+    AssertionError at the deadline. If either of them raises one of `despite`, the condition does not hold yet.
     """
     began, raised = time.monotonic(), ""
     deadline = began + deadline_s
@@ -50,14 +50,14 @@ def wait_until(
 
 
 def freeze(pid: int) -> None:
-    """Stop a process, and wait until all of its threads stand still: on a busy machine they go on for a while."""
+    """Stop a process, and wait until all of its threads have stopped: on a busy machine they run on for a while."""
     os.kill(pid, signal.SIGSTOP)
     threads = Path(f"/proc/{pid}/task")
     wait_until("it has stopped", lambda: {state(thread) for thread in threads.iterdir()} <= {"T", "Z"})
 
 
 def state(folder: Path) -> str:
-    """Of the process or thread whose folder in /proc this is: one letter, as ps shows it."""
+    """State of the process or thread with this folder in /proc: one letter, as ps shows it."""
     try:
         return (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -72,7 +72,7 @@ def wait_for_server(
     kill: Callable[[], object],
     deadline_s: float = 60.0,
 ) -> None:
-    """Until it answers. If it ends, or at the deadline, it is killed: RuntimeError with the end of what it printed."""
+    """Wait until it answers. If it ends, or at the deadline, it is killed: RuntimeError with the end of its log."""
     try:
         wait_until(f"{name} answers", lambda: process.poll() is not None or answers(), deadline_s, pause_s=0.05)
         if process.poll() is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine without a cache that all engine tests compare with."""
+"""The engine without a cache that all engine tests compare against."""
 
 from collections.abc import Iterator
 

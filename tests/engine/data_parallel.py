@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel engines of one front end, as a process of its own: `python -m tests.engine.data_parallel DISK`.
+"""Two data-parallel engines with one front end, in a separate process: `python -m tests.engine.data_parallel DISK`.
 
-Both get the same two images at once, or, with a further argument, what it lists: rounds of asks (see `Ask`) as JSON.
-Prints, as its last line, a JSON object: each output, and each engine's status and arenas.
+Both get the same two images at once, or the rounds of asks (see `Ask`) that a further argument lists as JSON. Prints a
+JSON object as its last line: each output, and each engine's status and arenas.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ MAX_TOKENS = 8
 
 
 class Ask(NamedTuple):
-    """A prompt for one of the engines; its image may have a name."""
+    """A prompt for one of the engines; its image may be named."""
 
     prompt: Prompt
     rank: int
@@ -35,7 +35,7 @@ class Ask(NamedTuple):
 
 
 async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
-    """All of a round at once."""
+    """Send all asks of a round at once."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -79,7 +79,7 @@ async def serve(disk: str, rounds: Sequence[Sequence[Ask]]) -> dict[str, Any]:
 
 
 def arenas(pid: int) -> list[int]:
-    """By inode. A mapping holds a descriptor of its own."""
+    """Inodes of the process's arenas. A mapping holds its own descriptor."""
     links = Path(f"/proc/{pid}/fd").iterdir()
     return list({link.stat().st_ino for link in links if "lmcache-ec-arena" in os.readlink(link)})
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that come, go and are aborted while the engine runs. What is here runs in the engine's own process.
+"""Requests that arrive, end and are aborted while the engine runs. This code runs in the engine's own process.
 
-Time is counted in ticks: steps after which the engine had something to say. It is the same in every process layout,
-and where a request has to be caught in mid-prefill, another one that decodes beside it is the clock.
+Time is counted in ticks: steps after which the engine had output. It is the same in every process layout; to catch a
+request in mid-prefill, another request that decodes at the same time serves as the clock.
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ from benchmarks.testbed.media import Prompt
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A prompt with its time. With a `grid` it carries no pixels: only what sizes its images' place in the prompt.
+    """A prompt and its times. With a `grid` it carries no pixels, only the size of its images in the prompt.
 
-    `foreign`: it is made by a front end without this package's plugin. `processor` are arguments of the processor.
-    `tokens`: the prompt is sent as token ids. `hashes`: it is sent as vLLM renders it, with these in place of its own.
+    `foreign`: it comes from a front end without this package's plugin. `processor` are arguments for the processor.
+    `tokens`: the prompt is sent as token ids. `hashes`: it is sent as rendered by vLLM, with these replacing its own.
     """
 
     prompt: Prompt
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a request ended: "length", "error" or "abort". `first` and `last` are the ticks of its tokens, -1: none."""
+    """How a request ended: "length", "error" or "abort". `first` and `last` are ticks of its tokens, -1 for none."""
 
     reason: str
     output: Output
@@ -55,7 +55,7 @@ class Played(msgspec.Struct):
 
 
 def play(engine: Engine, requests: list[Any], idle_pass_amid: bool = False) -> Any:
-    """All `requests` to their ends. `idle_pass_amid` needs ONE_PROCESS: see `schedule_amid_execution`."""
+    """Run all `requests` to their ends. `idle_pass_amid` needs ONE_PROCESS: see `schedule_amid_execution`."""
     if idle_pass_amid:
         schedule_amid_execution(engine)
     before = preemptions(engine)
@@ -147,13 +147,13 @@ def rendered(engine: Engine, request: Request) -> dict[str, Any]:
 
 @contextmanager
 def foreign_front_end() -> Iterator[None]:
-    """Requests as a front end makes them that knows nothing of this package: as a client spelled them, unsigned."""
+    """Requests as from a front end without this package: with the client's own names, unsigned."""
     with patch("lmcache_ec.adapters.vllm.front_end.is_ours", lambda config: False):
         yield
 
 
 def chat_with_embeddings(engine: Engine, seed: int) -> Any:
-    """A chat with a picture and with embeddings that the client made itself: the model's output."""
+    """The model's output for a chat with a picture and with embeddings that the client computed itself."""
     import base64
     import io
 
@@ -182,7 +182,7 @@ def preemptions(engine: Engine) -> int:
 
 
 def schedule_amid_execution(engine: Engine) -> None:
-    """Have the scheduler make one more pass, which finds no token to schedule, before the next step is executed."""
+    """Make the scheduler run an extra pass, with no token to schedule, before the next step is executed."""
     executor = engine.llm.llm_engine.model_executor
     execute = executor.execute_model
 

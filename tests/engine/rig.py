@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test's side of a real engine: it asks, compares with an engine that has no cache, and looks at what is left."""
+"""The test's side of a real engine: it asks, compares with an engine without a cache, and checks for leftovers."""
 
 import os
 import uuid
@@ -21,11 +21,11 @@ from tests import warm_start
 from tests.engine.drive import Played, Request
 
 wait_until = partial(waiting.wait_until, deadline_s=60.0, pause_s=0.01)
-"""For what happens beside an engine, on a busy machine. A look at it takes time from those who do it."""
+"""For work next to an engine on a busy machine. Each check takes CPU time from that work."""
 
 PATIENCE = {"load_deadline_ms": 30_000, "start_timeout_s": 60.0}
-"""Two workers that spin leave the store process no core for a second and more, where there are only two: a request then
-waits for its answer. With less patience it is encoded, rightly, and saved in a later step."""
+"""On a machine with only two cores, two spinning workers leave the store process no core for a second or more, and a
+request waits for its answer. With less patience it would, correctly, be encoded and saved in a later step."""
 
 needs_v2_runner = pytest.mark.skipif(
     minor(vllm_version()) < (0, 32),
@@ -38,7 +38,7 @@ SEEN = Prompt(images=(1,), text="seen")
 
 
 class Reference:
-    """Engines without a connector, one per model and data type and each in one process, for the right outputs."""
+    """Engines without a connector, one process for each model and data type, which give the right outputs."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,7 +48,7 @@ class Reference:
     def outputs(
         self, model: str, prompts: Sequence[Prompt], max_tokens: int, dtype: str = "float32", **arguments: Any
     ) -> list[Output]:
-        """`arguments` are the engine's, and the same for all that is asked about a model and data type."""
+        """`arguments` are the engine's, and have to be the same in all calls for a model and data type."""
 
         def asked(prompt: Prompt) -> tuple[str, str, Prompt, int]:
             return model, dtype, prompt, max_tokens
@@ -66,7 +66,7 @@ class Reference:
         return [self._outputs[asked(prompt)] for prompt in prompts]
 
     def forget(self, model: str, dtype: str = "float32") -> None:
-        """End an engine that nothing will be asked of for a while."""
+        """End an engine that will not be needed for a while."""
         engine = self._engines.pop((model, dtype), None)
         if engine is not None:
             engine.kill()
@@ -77,7 +77,7 @@ class Reference:
 
 
 class Rig:
-    """An engine under test with a folder of its own; its disk tier is `disk`. `restart` starts the next one on it."""
+    """An engine under test with its own folder; its disk tier is `disk`. `restart` starts the next engine on it."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Rig:
         like: str = "",
         **arguments: Any,
     ) -> None:
-        """`keys` are of the extra configuration in `connector`; `like` is the model that the reference runs."""
+        """`keys` belong to the extra configuration in `connector`; `like` is the model that the reference runs."""
         self.disk = disk or folder / "disk"
         self.layout = layout
         self._model = str(model)
@@ -128,7 +128,7 @@ class Rig:
         )
 
     def restart(self) -> None:
-        """Kill front end, EngineCore and workers, and start anew: what remains is what is on disk."""
+        """Kill front end, EngineCore and workers, and start again: only what is on disk remains."""
         self.engine.kill()
         self.start()
 
@@ -136,20 +136,20 @@ class Rig:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """An orderly shutdown takes vLLM some seconds more, and is for `rig.engine.close` to test."""
+        """Kill the engine: an orderly shutdown takes vLLM some seconds longer, and `rig.engine.close` tests it."""
         if self.engine.process.returncode is None:
             self.engine.kill()
 
     # ---- requests
 
     def ask(self, *prompts: Prompt, max_tokens: int = 8, one_by_one: bool = False) -> int:
-        """All prompts at once, or one by one. Their outputs have to be right; returns how many items were encoded."""
+        """Ask all prompts at once, or one by one. Outputs have to be right; returns how many items were encoded."""
         report = self.engine.do(Generate(prompts, max_tokens, one_by_one))
         self.compare(report.outputs, prompts, max_tokens)
         return self.encodes(report.encodes)
 
     def play(self, *requests: Request, compare: bool = True, **how: Any) -> Played:
-        """As `tests.engine.drive.play`. The outputs of requests that ran to their end have to be right."""
+        """Like `tests.engine.drive.play`. The outputs of requests that ran to their end have to be right."""
         arguments = {"requests": msgspec.to_builtins(requests), **how}
         report = self.engine.do(Call("tests.engine.drive:play", arguments))
         played = msgspec.convert(report.value, Played)
@@ -160,7 +160,7 @@ class Rig:
         return played
 
     def encodes(self, identifiers: Sequence[str]) -> int:
-        """How many items those are: each rank encodes, and all ranks the same."""
+        """How many items these are: every rank encodes, and all ranks the same items."""
         assert len(identifiers) % self.layout.ranks == 0, f"the ranks did not encode alike: {identifiers}"
         return len(identifiers) // self.layout.ranks
 
@@ -170,8 +170,8 @@ class Rig:
             assert output.equals(right), f"{prompt}: {output}, without the cache {right}"
 
     def forget(self, noticed: bool = False) -> None:
-        """Empty vLLM's own encoder cache. vLLM does not notify the connector: it notices when it is asked about an item
-        that it took for cached, and has looked for none of these in the tiers before. `noticed`: it knows already.
+        """Empty vLLM's own encoder cache. vLLM does not notify the connector, which finds out when it is asked about an
+        item that it believed cached; until then it looks for no such item in the tiers. `noticed`: make it find out.
         """
         if noticed:
             self.ask(SEEN)
@@ -180,27 +180,27 @@ class Rig:
             self.ask(SEEN)
             self.rest()
 
-    # ---- what the cache holds and has counted
+    # ---- the cache's contents and counts
 
     def statuses(self) -> list[dict[str, Any]]:
-        """Of all engines of this name: one a data-parallel rank, none where the cache is off."""
+        """Statuses of all engines with this name: one per data-parallel rank, none if the cache is off."""
         return [status for status in engines() if status["engine"].startswith(self.name)]
 
     def status(self) -> dict[str, Any]:
-        """As the store process answers anyone. The second answer is later than all that it was sent before."""
+        """The store process's status. Asked twice: the second answer covers all messages sent to it before the call."""
         self.statuses()
         [status] = self.statuses()
         return status
 
     def settle(self) -> bool:
-        """Until the store process has nothing left to do; the next request's passes take in what it has sent. False."""
+        """Wait until the store process is idle; a request's passes then process its messages. Returns False."""
         wait_until("the store process is at rest", lambda: self.status()["jobs"] == 0)
         self.ask(NOTHING)
         return False
 
     def rest(self) -> None:
-        """Until vLLM's workers sleep. For a second after a step they spin: where there are no more cores than workers,
-        the store process gets no time meanwhile, and requests wait half a second for one that does not answer.
+        """Wait until vLLM's workers sleep. They spin for a second after a step: with no more cores than workers, the
+        store process gets no CPU time meanwhile, and requests wait half a second for one that does not answer.
         """
         workers = [pid for name, pid in self.engine.processes().items() if "Worker" in name]
         wait_until("the workers sleep", lambda: not any(_runs(pid) for pid in workers))
@@ -211,7 +211,7 @@ class Rig:
         return book
 
     def left_over(self) -> dict[str, int]:
-        """What is still held, and should not be, one text-only request after everything."""
+        """What is still held, but should not be, after a final text-only request."""
         held = ("reserved", "writing", "sealing", "filling", "orphaned")
         names = [f"places_{state}" for state in held] + [
             "pins",
@@ -259,13 +259,13 @@ class Rig:
 
 
 def described(pid: int, sockets: Mapping[str, str]) -> list[str]:
-    """What a process holds open: paths as they are, a socket as its kind, others without their numbers."""
+    """Targets of a process's descriptors: paths as they are, a socket as its kind, others without their numbers."""
     targets = [_target(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
     return sorted(sockets.get(target, target.split(":[")[0]) for target in targets if target)
 
 
 def socket_kinds() -> dict[str, str]:
-    """ "socket:[inode]" to its kind: "unix seqpacket" are the links of the cache, vLLM has none of these."""
+    """ "socket:[inode]" -> kind. "unix seqpacket" sockets are the cache's links; vLLM has none."""
     found = {}
     types = {"0001": "unix stream", "0002": "unix datagram", "0005": "unix seqpacket"}
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
@@ -282,7 +282,7 @@ def _runs(pid: int) -> bool:
 
 
 def _target(link: Path) -> str:
-    """Empty if the descriptor was closed meanwhile."""
+    """Target of the link; empty if the descriptor was closed meanwhile."""
     try:
         return os.readlink(link)
     except OSError:

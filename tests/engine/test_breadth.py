@@ -23,13 +23,13 @@ CASES = [
 
 
 def prompts(model: str) -> tuple[tuple[Prompt, ...], int]:
-    """One item, two in one prompt, one of each kind together; and how many distinct items these are."""
+    """Prompts with one item, two items, and one item of each kind; and the number of distinct items."""
     wording = WORDINGS[model]
     if wording.audio is not None:
         return (Prompt(audios=(1,)), Prompt(audios=(2, 1))), 2
     if wording.video is not None:
         return (Prompt(images=(1,)), Prompt(videos=(2,)), Prompt(images=(3, 1), videos=(4,), size=(84, 112))), 5
-    if model == "paligemma":  # one image a prompt
+    if model == "paligemma":  # one image per prompt
         return (Prompt(images=(1,)), Prompt(images=(2,))), 2
     return (Prompt(images=(1,)), Prompt(images=(2, 3), size=(84, 112))), 3
 
@@ -39,7 +39,7 @@ def prompts(model: str) -> tuple[tuple[Prompt, ...], int]:
 def test_an_item_is_encoded_once_and_loaded_by_a_new_process(
     model: str, dtype: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """One after another, so that bf16 arithmetic is the same whenever an entry arrives."""
+    """Asked one by one, so that bf16 arithmetic does not depend on when an entry arrives."""
     asked, items = prompts(model)
     with Rig(model, Layout.ONE_PROCESS, tmp_path, reference, dtype=dtype) as rig:
         assert rig.ask(*asked, one_by_one=True) == items
@@ -54,7 +54,7 @@ def test_an_item_is_encoded_once_and_loaded_by_a_new_process(
 
 @pytest.mark.slow
 def test_embeddings_sent_by_the_client_pass_through_and_are_never_saved(tmp_path: Path, reference: Reference) -> None:
-    """vLLM treats them as the outputs of an encoder that does not run."""
+    """vLLM treats them as encoder outputs, without running an encoder."""
     chats = [Call("tests.engine.drive:chat_with_embeddings", {"seed": seed}) for seed in (1, 2, 1)]
     with EngineProcess(
         "llava", Layout.ONE_PROCESS, folder=tmp_path / "plain", dtype="float32", enable_prompt_embeds=True
@@ -77,7 +77,7 @@ def test_embeddings_sent_by_the_client_pass_through_and_are_never_saved(tmp_path
 
 @pytest.mark.slow
 def test_the_cache_works_beside_speculative_decoding(tmp_path: Path, reference: Reference) -> None:
-    """Drafts are made from n-grams, the only method that runs on a CPU. Drafting needs items one pass earlier."""
+    """Drafts come from n-grams, the only method that runs on a CPU. Drafting needs items one pass earlier."""
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
     asked = (Prompt(images=(1,), text="la la la la la la"), Prompt(videos=(2,)), Prompt(images=(1, 3)))
     with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference, speculative_config=speculative) as rig:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A remote that is dead, from the start or from now on: what it costs a real engine's scheduling, in counts."""
+"""A remote that is dead from the start or dies later: its cost for a real engine's scheduling, in counts."""
 
 import itertools
 from collections.abc import Sequence
@@ -26,8 +26,8 @@ def engine(folder: Path, reference: Reference, remotes: Sequence[str]) -> Rig:
 
 
 def costs(rig: Rig) -> tuple[list[int], int, list[int]]:
-    """Of two requests with new images beside one that decodes: in which of its steps each has its first token, what
-    was encoded, and what the scheduler side has counted."""
+    """For two requests with new images next to one that decodes: in which of the latter's steps each has its first
+    token, the number of encodes, and the scheduler side's counts."""
     prompts = [Prompt(images=tuple(itertools.islice(_numbers, images))) for images in (1, 2)]
     before = rig.counts()
     played = rig.play(
@@ -52,7 +52,7 @@ def test_a_remote_that_is_dead_from_the_start_costs_no_more_than_having_none(
         server.kill()
         with engine(tmp_path / "with", reference, [server.url]) as rig:
             rig.scanned()
-            rig.ask(Prompt(images=(next(_numbers),)))  # how large an image is, is learned by the first
+            rig.ask(Prompt(images=(next(_numbers),)))  # the first image shows how large images are
             dead = costs(rig)
     with engine(tmp_path / "without", reference, []) as rig:
         rig.scanned()
@@ -72,7 +72,7 @@ def test_a_remote_that_dies_costs_nothing_once_its_death_is_noticed(tmp_path: Pa
     with redis_server(tmp_path / "redis") as server, engine(tmp_path / "disk", reference, [server.url]) as rig:
         rig.ask(Prompt(images=(next(_numbers),)))
         server.kill()
-        rig.ask(Prompt(images=(next(_numbers),)))  # it finds out
+        rig.ask(Prompt(images=(next(_numbers),)))  # this request discovers that the remote is dead
         wait_until("that is seen", lambda: rig.status()["tiers"][1]["rests"])
         _, encodes, (deferred, fetches, timeouts, *_) = costs(rig)
         assert (encodes, deferred, fetches, timeouts) == (3, 0, 0, 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own encode-prefill-decode proxy, unchanged, before a producer and a consumer as `configs/` has them: whatever
-goes through it is encoded by the producer alone, and answered as a server without this package answers it."""
+"""vLLM's own encode-prefill-decode proxy, unmodified, in front of a producer and a consumer configured as in
+`configs/`: only the producer encodes, and answers equal those of a server without this package."""
 
 import json
 import threading
@@ -34,7 +34,7 @@ PATIENCE = {"LMCACHE_EC_LOAD_DEADLINE_MS": "10000", "LMCACHE_EC_START_TIMEOUT_S"
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """It gives the right answers: no connector, and nobody else's pictures."""
+    """The server that gives the right answers: no connector, and no shared pictures."""
     with OpenAIServer(MODEL, tmp_path_factory.mktemp("plain")) as server:
         yield server
 
@@ -47,7 +47,7 @@ def pictures() -> Iterator[Pictures]:
 
 @dataclass
 class Deployment:
-    """`proxy` sends the consumer what stands in for the media; `media_proxy`, with --no-rewrite, the media."""
+    """`proxy` sends the consumer placeholders for the media; `media_proxy`, with --no-rewrite, sends the media."""
 
     producer: OpenAIServer
     consumer: OpenAIServer
@@ -56,8 +56,8 @@ class Deployment:
     plain: OpenAIServer
 
     def asked(self, *pictures: Json, encodes: int | None, media: bool = False, **body: Any) -> None:
-        """Through a proxy: the answer is right, the producer encodes that many (None: any number), the consumer
-        nothing."""
+        """Ask through a proxy: the answer is right, the producer encodes that many (None: any number), the consumer
+        none."""
         answer = ask((self.media_proxy if media else self.proxy).url, *pictures, **body)
         assert answer.equals(self.plain.ask(*pictures, **body))
         encoded = self.producer.encoded()
@@ -85,7 +85,7 @@ def deployed(
 
 
 def configured(name: str, folder: Path, remote: str, vouching: bool) -> Path:
-    """A file of `configs/`, edited as its user does: the store's address, and the line that vouches for names."""
+    """A file of `configs/`, edited as by a user: the store's address, and the line that vouches for names."""
     text = (ROOT / "configs" / f"{name}.yaml").read_text()
     text = text.replace(yaml.safe_load(text)["ec"]["remote_url"], remote)
     assert text.count(VOUCHING) == 1
@@ -116,7 +116,7 @@ def joined(
 
 
 def test_only_the_producer_encodes_pictures(joined: Deployment, pictures: Pictures) -> None:
-    """One; the same one twice; three; an answer as a stream; by URL and sent along; named by the client."""
+    """One picture; the same one twice; three; a streamed answer; by URL and as data; named by the client."""
     urls = [image_part(pictures.put(f"{seed}.png", png(seed))) for seed in range(5)]
     joined.asked(urls[0], encodes=1)
     joined.asked(urls[1], urls[1], encodes=1)
@@ -140,7 +140,7 @@ def test_the_arguments_of_the_processor_are_part_of_a_pictures_name(joined: Depl
 
 
 def test_media_that_the_proxy_passes_on_are_not_encoded_by_the_consumer_either(joined: Deployment) -> None:
-    """Neither side is given a name, so both name the picture by its content."""
+    """Neither side gets a name, so both name the picture by its content."""
     joined.asked(image_part(30), encodes=1, media=True)
     joined.asked(image_part(31), image_part(30), image_part(32), encodes=2, media=True)
     joined.asked(image_part(33), encodes=1, media=True, cache_salt="tenant")
@@ -193,18 +193,18 @@ def test_a_producer_that_is_killed_and_comes_back(joined: Deployment) -> None:
 def test_a_picture_that_is_replaced_behind_a_vouched_url_is_served_as_it_was(
     joined: Deployment, pictures: Pictures
 ) -> None:
-    """As both files state: a picture that is replaced behind its URL is still served as it was."""
+    """Both files document that a picture replaced behind its URL is still served as it was."""
     url = image_part(pictures.put("vouched.png", png(80)))
     joined.asked(url, encodes=1)
     before = joined.plain.ask(url)
     pictures.put("vouched.png", png(81))
     assert ask(joined.proxy.url, url).equals(before)
     assert not joined.plain.ask(url).equals(before)
-    joined.asked(url, encodes=1, media=True)  # content has a name of its own
+    joined.asked(url, encodes=1, media=True)  # here the content gives the name
 
 
 class Answers:
-    """A server that gives every request the same answer, and keeps what it was asked."""
+    """A server that gives every request the same answer, and records the requests."""
 
     def __init__(self, answer: Json) -> None:
         self.asked: list[Json] = []
@@ -229,7 +229,7 @@ class Answers:
 
 
 def test_the_proxy_accepts_a_producers_announcement_of_a_video_with_its_sound(tmp_path: Path) -> None:
-    """It keeps the video in the request. Both engines are stand-ins: no model that fits here takes the two together."""
+    """It keeps the video in the request. Both engines are stand-ins: no model that fits here accepts both together."""
     announced = announcement(("video", hashed_name(CLIENT, "1" * 64)), ("audio", hashed_name(CLIENT, "2" * 64)))
     producer, consumer = Answers({"ec_transfer_params": announced}), Answers({"choices": []})
     video = {"type": "video_url", "video_url": {"url": "http://host/video.mp4"}}
@@ -243,7 +243,7 @@ def test_the_proxy_accepts_a_producers_announcement_of_a_video_with_its_sound(tm
 def test_by_default_a_picture_is_no_longer_served_once_it_was_replaced_behind_its_url(
     plain: OpenAIServer, pictures: Pictures, tmp_path: Path
 ) -> None:
-    """Names that the proxy gives stay in the producer's memory, so the consumer gets the media, and encodes them. With
+    """Entries named by the proxy stay in the producer's memory, so the consumer gets the media and encodes them. With
     --no-rewrite it does not have to."""
     with (
         redis_server(tmp_path / "redis") as redis,
@@ -255,7 +255,7 @@ def test_by_default_a_picture_is_no_longer_served_once_it_was_replaced_behind_it
             assert ask(joined.proxy.url, url).equals(plain.ask(image_part(seed)))
             assert joined.consumer.encoded() == 1
         assert joined.producer.log.read_text().count("persist_client_ids") == 1
-        joined.producer.encoded()  # so far, under names that stay in its memory
+        joined.producer.encoded()  # so far under names that stay in its memory
         for seed in (92, 93):
             pictures.put("today.png", png(seed))
             joined.asked(url, encodes=1, media=True)

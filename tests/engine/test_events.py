@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine publishes which pictures it holds. It answers as one without a cache does, whoever subscribes."""
+"""A real engine publishes which pictures it holds. Subscribers do not change its answers."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ LISTENS += "index = WarmIndex(sys.argv[1:]); print(index.wait(30), flush=True); 
 
 
 def test_a_router_learns_which_pictures_an_engine_holds(tmp_path: Path, reference: Reference) -> None:
-    """By vLLM's identifiers of what the encoder ran for. Entries that come from disk count as held as well."""
+    """By vLLM's identifiers of encoded items. Entries that come from disk count as held, too."""
     endpoint = f"ipc:///tmp/ec-{uuid.uuid4()}"
     first, second = Prompt(images=(1,)), Prompt(images=(2,))
     keys = {"events_endpoint": endpoint}

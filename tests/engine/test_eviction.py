@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a crawl through an arena that is too small for it leaves there, by `cache_policy` in LMCache's file."""
+"""What remains in a too small arena after a crawl, depending on `cache_policy` in LMCache's file."""
 
 from pathlib import Path
 
@@ -23,8 +23,8 @@ def crawled(round_: int) -> list[Prompt]:
 def test_pictures_in_steady_use_survive_a_crawl_if_eviction_is_by_cost(
     policy: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """Two pictures in use, and between two uses of them five that are never asked for again: there is room
-    for five or six."""
+    """Two pictures in use, and between two uses five others that are never asked for again: there is room for five or
+    six."""
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"ec:\n  max_local_cpu_size: {ARENA_FOR_SIX}\n  cache_policy: {policy}\n")
     with Rig(
@@ -50,7 +50,7 @@ def test_pictures_in_steady_use_survive_a_crawl_if_eviction_is_by_cost(
 def test_entries_evicted_from_memory_come_from_the_disk_once_vllm_has_emptied_its_own_cache(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """The first request, too: vLLM does not notify a connector that its cache was emptied."""
+    """Even for the first request, although vLLM does not notify a connector that its cache was emptied."""
     keys = {"max_local_cpu_size": float(ARENA_FOR_SIX)}
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:
         assert rig.ask(*POPULAR, max_tokens=1) == len(POPULAR)

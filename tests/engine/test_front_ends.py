@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way by which a request comes into an engine: content is kept and shared, and what clients call their media
-reaches no honest request, in this engine's life or the next. Outputs are those of an engine without a cache."""
+"""Every way a request enters an engine: entries named by content are kept and shared; names that clients give their
+media affect no honest request, in this engine's life or the next. Outputs equal those of an engine without a cache."""
 
 import json
 import subprocess
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(900)  # a test starts up to four servers
 
 MODEL = "qwen3vl"
 TEXT = "what is it that is to be seen in this picture?"
-"""With a picture more than a block of the KV cache."""
+"""Together with a picture, more than a block of the KV cache."""
 
 BESIDE = {"LMCACHE_EC_LOAD_DEADLINE_MS": "30000", "LMCACHE_EC_START_TIMEOUT_S": "60"}
 PREFIX = {"enable_prefix_caching": True, "block_size": 32}
@@ -72,7 +72,7 @@ def ask(server: OpenAIServer, seed: int, uuid: str | None = None, **body: Any) -
 
 
 def features(server: OpenAIServer, seed: int, *, named: str | None = None, **body: Any) -> Json:
-    """A request with the processed media, as a disaggregated renderer sends it; `named` in place of their digest."""
+    """A request with processed media, as a disaggregated renderer sends it; `named` replaces their digest."""
     rendered = server.render(image_part(seed), text=TEXT, **body)
     if named is not None:
         rendered["features"]["mm_hashes"]["image"] = [named]
@@ -86,13 +86,13 @@ def digest(rendered: Json) -> str:
 
 
 def written(server: OpenAIServer, disk: Path) -> list[str]:
-    """The names of all entries on disk, once nothing more comes."""
+    """The names of all entries on disk, once all writes are done."""
     wait_until("all is written", lambda: server.status()["jobs"] == 0)
     return sorted(file.stem for file in disk.rglob("*.safetensors"))
 
 
 def lie(server: OpenAIServer, victim: str, right: Right) -> None:
-    """Clients give their pictures the digest of another one."""
+    """Clients name their pictures by the digest of another one."""
     assert ask(server, 2, victim).equals(right(2))
     assert ask(server, 2, victim, mm_processor_kwargs={"do_convert_rgb": True}).equals(right(2))
     assert server.generate(features(server, 2, named=victim)).equals(right(2))
@@ -151,7 +151,7 @@ def test_salts_keep_names_apart(right: Right, tmp_path: Path) -> None:
         assert ask(server, 4, cache_salt="one").equals(right(4))
         server.encoded()
         server.forget()
-        assert ask(server, 4).equals(right(4))  # content is everybody's
+        assert ask(server, 4).equals(right(4))  # content names are shared
         assert server.encoded() == 0
 
 
@@ -162,7 +162,7 @@ def test_both_api_processes_sign_the_names_that_they_make(tmp_path: Path) -> Non
     asked: list[int] = []
 
     def both_were_asked() -> bool:
-        """The kernel gives each connection to one of them."""
+        """Ask until both front ends got requests: the kernel gives each connection to one of them."""
         asked.extend(more := list(islice(seeds, 8)))
         list(clients.map(lambda seed: ask(server, seed), more))
         lines = [line for line in server.log.read_text().splitlines() if "Received request" in line]
@@ -176,8 +176,7 @@ def test_both_api_processes_sign_the_names_that_they_make(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_rendered_features_never_stand_in_for_another_pictures_pixels(right: Right, tmp_path: Path) -> None:
-    """Memory has no room for an entry, so a picture is encoded again and again from what vLLM's processor cache holds
-    of it."""
+    """Memory has no room for an entry, so a picture is encoded repeatedly from vLLM's processor cache."""
     with served(tmp_path / "server", None, keys={"max_local_cpu_size": 1e-5}) as server:
         assert ask(server, 1).equals(right(1))
         victim = digest(features(server, 1))
@@ -195,7 +194,7 @@ def test_rendered_features_never_stand_in_for_another_pictures_pixels(right: Rig
 
 @pytest.mark.slow
 def test_prompts_of_tokens_and_prompts_that_were_rendered_before(tmp_path: Path, reference: Reference) -> None:
-    """In Python, where a prompt that this process has rendered keeps what is known about its media."""
+    """In Python, where a prompt rendered by this process keeps the information about its media."""
     picture, other = Prompt(images=(1,)), Prompt(images=(2,))
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference) as rig:
         [victim] = rig.play(Request(picture, tokens=True)).encodes
@@ -218,7 +217,7 @@ def test_data_parallel_engines_behind_one_front_end(tmp_path: Path, reference: R
     picture, other = data_parallel.PROMPTS
 
     def serve(*rounds: list[Ask]) -> list[str]:
-        """The identifiers that were encoded. All outputs have to be right."""
+        """Returns the encoded identifiers. All outputs have to be right."""
         before = len(read_encodes(log))
         done = subprocess.run(
             [sys.executable, "-m", "tests.engine.data_parallel", str(disk), msgspec.json.encode(rounds).decode()],
@@ -252,7 +251,7 @@ def test_data_parallel_engines_behind_one_front_end(tmp_path: Path, reference: R
 def test_a_front_end_that_is_started_elsewhere(
     package: bool, key: str, kept: int, right: Right, tmp_path: Path
 ) -> None:
-    """What it does not sign stays in memory, and one line in the log says so."""
+    """Items that it does not sign stay in memory, and one line is logged about that."""
     disk = tmp_path / "disk"
     connector = {
         "ec_connector": "ECLMCacheConnector",

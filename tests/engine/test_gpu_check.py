@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu-check MODEL=`, with real engines on a CPU: on the first real card only the card is new."""
+"""`make gpu-check MODEL=` with real engines on a CPU, so that on a real card only the card is untested."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ MODEL = "qwen2vl"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the one of a `make demo` that may run beside."""
+    """A separate folder, in case `make demo` runs at the same time."""
     monkeypatch.setattr(demo, "FOLDER", tmp_path)
     monkeypatch.setattr(demo, "ENTRIES", tmp_path / "entries")
 
 
 def proves_what_it_is_there_for(found: dict[str, Any]) -> None:
-    """Each photograph is encoded without the cache and with an empty one, and never again."""
+    """Each photograph is encoded without the cache and with an empty cache, and never again."""
     assert found["wrong"] == ""
     encodes = {name: found[name]["encodes"] for name in ("off", "cold", "repeat", "restart")}
     assert encodes == {"off": 6, "cold": 6, "repeat": 0, "restart": 0}

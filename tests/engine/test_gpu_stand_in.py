@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of `make gpu-check` over a stand-in for the card. Beside the engines: it measures, and takes as long as one."""
+"""All of `make gpu-check` over a stand-in for the card. Among the engine tests, since it measures and takes as long."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own cache in a real engine, evicted in vLLM's order or in ours, as `--ec-manager-config` sets."""
+"""vLLM's own cache in a real engine, with eviction in vLLM's order or in ours, as set by `--ec-manager-config`."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ MODEL = "gemma3"
 ROUNDS, CRAWLED = 6, 8
 POPULAR = tuple(Prompt(images=(seed,)) for seed in (1, 2))
 ROOM_FOR_FOUR = 64
-"""Rows of vLLM's cache, and tokens of a step: an image of this model has 16 rows."""
+"""Rows of vLLM's cache, and tokens per step: an image of this model has 16 rows."""
 ARENA_FOR_FIVE = 0.0001
 LAYOUTS = [Layout.ONE_PROCESS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in list(Layout)[1:])]
 
@@ -29,8 +29,8 @@ def crawled(round_: int) -> list[Prompt]:
 def test_the_cache_on_the_device_keeps_pictures_in_steady_use(
     manager: str, layout: Layout, tmp_path: Path, reference: Reference
 ) -> None:
-    """Two pictures in use, and between two uses of them eight that are never asked for again: neither the device nor
-    the arena has room for all ten. `ask` checks that the outputs are those of an engine without a cache."""
+    """Two pictures in use, and between two uses eight others that are never asked for again: neither the device nor the
+    arena has room for all ten. `ask` compares the outputs with those of an engine without a cache."""
     chosen: dict[str, Any] = {}
     if manager != "vllm":
         chosen["ec_manager_config"] = {"encoder_cache_manager_cls": MANAGER, "manager_config": {"policy": manager}}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine a process layout, with little of everything: prefill chunks of 16 tokens, KV blocks for 352, an arena of
-2 MB and priorities. Whatever happens to requests, outputs are those of an engine without a cache, nothing is encoded
-without need, and one text-only request later nothing is left over.
+"""One engine per process layout, with little of everything: prefill chunks of 16 tokens, KV blocks for 352, an arena of
+2 MB and priorities. Whatever happens to requests, outputs equal those of an engine without a cache, nothing is encoded
+unnecessarily, and after one more text-only request nothing is left over.
 
-Media are numbered by test, so that each test's are new.
+Media are numbered by test, so that each test has new ones.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ TIGHT: dict[str, Any] = {
 }
 KEYS = {"max_local_cpu_size": 0.002, "load_deadline_ms": 30_000, "start_timeout_s": 60.0, "store_timeout_s": 60.0}
 LARGE = (256, 256)
-"""64 tokens: more than a chunk."""
+"""64 tokens, more than a chunk."""
 
 CLOCK = Request(Prompt(text="tick"), max_tokens=60, priority=-1)
-"""Decodes beside the others, first of all: while it does, each step is a tick."""
+"""Decodes next to the others with the highest priority: while it does, each step is a tick."""
 
 
 @pytest.fixture(scope="module", params=list(Layout), ids=lambda layout: layout.name.lower())
@@ -58,7 +58,7 @@ def images(*seeds: int, size: tuple[int, int] = (112, 112), text: str = "hello")
 
 
 def test_memory_follows_what_is_stored(rig: Rig) -> None:
-    """One arena per engine, whatever the number of its processes; its pages are allocated as entries are stored."""
+    """One arena per engine, however many processes it has; its pages are allocated as entries are stored."""
     [(arena, before)] = rig.arenas().items()
     assert before == 0
     rig.ask(*(images(100 + number) for number in range(8)))
@@ -102,7 +102,7 @@ def test_beside_a_stored_image_only_the_new_one_is_encoded(rig: Rig) -> None:
 
 
 def test_an_image_longer_than_a_prefill_chunk(rig: Rig) -> None:
-    prompt = images(600, size=(384, 384))  # 144 tokens of 48 a step
+    prompt = images(600, size=(384, 384))  # 144 tokens, 48 per step
     assert rig.ask(prompt) == 1
     rig.settle()
     rig.forget()
@@ -110,7 +110,7 @@ def test_an_image_longer_than_a_prefill_chunk(rig: Rig) -> None:
 
 
 def test_preemption(rig: Rig) -> None:
-    """There are KV blocks for one and a half of the two requests: one is preempted, and resumed."""
+    """There are KV blocks for one and a half of the two requests: one is preempted and resumed."""
     pair = [Request(images(700 + number, text="x" * 130), max_tokens=60) for number in range(2)]
     new = rig.play(*pair)
     assert new.preemptions > 0
@@ -123,7 +123,7 @@ def test_preemption(rig: Rig) -> None:
 
 
 def test_waiting_for_blocks(rig: Rig) -> None:
-    """The image is asked about in every pass while its request waits, and allocated once."""
+    """vLLM asks about the image in every pass while its request waits, and allocates it once."""
     first = Request(Prompt(text="y" * 200), max_tokens=40)
     second = Request(images(800, text="z" * 130), arrives=1)
     for encodes in (1, 0):
@@ -145,7 +145,7 @@ def test_abort_before_prefill(rig: Rig) -> None:
 
 
 def test_abort_in_mid_prefill(rig: Rig) -> None:
-    """The first of two large images is in vLLM's cache, or on its way there, and the second is yet to come."""
+    """The first of two large images is in vLLM's cache, or on its way there; the second is not scheduled yet."""
     doomed = Request(images(1000, 1001, size=LARGE), arrives=1, aborted=5)
     played = rig.play(CLOCK, doomed)
     assert played.endings[1].reason == "abort"
@@ -162,7 +162,7 @@ def test_abort_in_mid_prefill(rig: Rig) -> None:
 
 
 def test_a_first_seen_image_waits_for_nothing(rig: Rig) -> None:
-    """The folder has been scanned, so no tier can have it: there is no look-up and no deferred pass."""
+    """The folder has been scanned, so no tier can have the image: no look-up and no deferred pass."""
     before = rig.counts()
     assert rig.ask(images(1100), images(1101, 1102), Prompt(videos=(1103,))) == 4
     after = rig.counts()
@@ -172,14 +172,14 @@ def test_a_first_seen_image_waits_for_nothing(rig: Rig) -> None:
 
 
 def test_the_last_step_before_idle(rig: Rig) -> None:
-    """What the very last step encoded reaches the disk although no step follows."""
+    """The output of the very last step reaches the disk although no step follows."""
     before = len(rig.files())
     assert rig.ask(images(1200), max_tokens=1) == 1
     wait_until("the entry is on disk", lambda: len(rig.files()) == before + 1)
 
 
 def test_fifty_images_exceed_the_arena_and_a_hot_one_stays(rig: Rig) -> None:
-    """The hot one is in vLLM's own cache all the time and leaves the arena: it is neither deferred nor fetched."""
+    """The hot image stays in vLLM's own cache and leaves the arena: it is neither deferred nor fetched."""
     hot, many = images(1300), [images(1301 + number) for number in range(50)]
     assert rig.ask(hot) == 1
     for prompt in many:
@@ -195,7 +195,7 @@ def test_fifty_images_exceed_the_arena_and_a_hot_one_stays(rig: Rig) -> None:
     before = rig.counts()
     rig.rest()
     assert rig.ask(hot) == 0
-    assert rig.counts()["loads_disk"] == before.get("loads_disk", 0) + 1  # it had left the arena indeed
+    assert rig.counts()["loads_disk"] == before.get("loads_disk", 0) + 1  # it had indeed left the arena
     rig.forget(noticed=True)
     rig.ask(*many)
     assert rig.counts()["evictions"] > before["evictions"]
@@ -203,8 +203,8 @@ def test_fifty_images_exceed_the_arena_and_a_hot_one_stays(rig: Rig) -> None:
 
 def test_zero_token_steps_amid_a_save(rig: Rig) -> None:
     """One request waits for the disk; the other's only step is scheduled, and passes without tokens follow. The store
-    process is stopped until that step has encoded, and what is on disk is asked for first: else it may be there before
-    any pass looks for it."""
+    process is stopped until that step has encoded, and the stored image is asked for first: otherwise it may arrive
+    before any pass looks for it."""
     stored, new = images(1400), images(1450)
     assert rig.ask(stored) == 1
     rig.ask(*(images(1401 + number) for number in range(45)), max_tokens=1)
@@ -226,7 +226,7 @@ def test_zero_token_steps_amid_a_save(rig: Rig) -> None:
 
 
 def test_media_by_identifier_alone(rig: Rig) -> None:
-    """A request that carries no pixels fails alone where its identifier is unknown, and is served where it is known."""
+    """A request without pixels fails alone if its identifier is unknown, and is served if it is known."""
     prompt, grid = images(1500), (1, 8, 8)
     sent = Request(prompt, uuids=("holiday",))
     known = Request(prompt, uuids=("holiday",), grid=grid)
@@ -243,9 +243,9 @@ def test_media_by_identifier_alone(rig: Rig) -> None:
 
 
 def test_engine_processes_touch_no_tier(rig: Rig) -> None:
-    """While requests are encoded, saved, fetched and loaded, only the store process has the folder open. Of sockets,
-    the scheduler side has a link to each rank and one to the store process; a rank has its link, the first one also
-    one to the store process, and no address at which it waits any longer."""
+    """While items are encoded, saved, fetched and loaded, only the store process has the folder open. The scheduler
+    side has a link to each rank and one to the store process; a rank has its own link, the first rank also one to the
+    store process, and none listens at its address any more."""
     ranks = rig.layout.ranks
     prompts = [images(1600 + number) for number in range(30)]
     seen: set[str] = set()
@@ -279,18 +279,18 @@ def test_nothing_accumulates(rig: Rig) -> None:
     round(1750)
     assert rig.descriptors() == before
     after = rig.threads()
-    # Itself, the sealer, a tier's four readers, writer, scanner and follower of news, as they are needed; the epoch's.
+    # Main thread, sealer, a tier's four readers, its writer, scanner and news follower (on demand), the epoch's thread.
     assert after.pop("store") <= 10
     del threads["store"]
     assert after == threads
 
 
 def test_a_new_process_encodes_nothing(rig: Rig) -> None:
-    """Killed and started again, the engine loads all from disk, first for the same prompts and then beside others."""
+    """Killed and restarted, the engine loads everything from disk, first for the same prompts, then in other ones."""
     prompts = (images(1800), Prompt(videos=(1801,)), images(1802, 1803), images(1804, size=LARGE))
     files = len(rig.files())
     assert rig.ask(*prompts) == 5
-    wait_until("all is on disk", lambda: rig.settle() or len(rig.files()) == files + 5)  # a write may be put off a pass
+    wait_until("all is on disk", lambda: rig.settle() or len(rig.files()) == files + 5)  # a write may be a pass late
     rig.restart()
     deferred = [rig.counts()["deferred_passes"]]
     for prompt in prompts:
@@ -299,8 +299,8 @@ def test_a_new_process_encodes_nothing(rig: Rig) -> None:
         deferred.append(rig.counts()["deferred_passes"])
     counts = rig.counts()
     assert counts["loads_disk"] == 5
-    if rig.layout is not Layout.ONE_PROCESS:  # where vLLM does not sleep, a pass that schedules nothing takes 60 us
+    if rig.layout is not Layout.ONE_PROCESS:  # there vLLM does not sleep, and an empty pass takes 60 us
         assert counts["early_look_ups"] == 5
-        assert min(after - before for before, after in pairwise(deferred)) <= 2  # the busiest moments are the machine's
+        assert min(after - before for before, after in pairwise(deferred)) <= 2  # more at times on a busy machine
     rig.forget()
     assert rig.ask(images(1803, 1800), Prompt(images=(1802,), videos=(1801,))) == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is removed behind an engine's back is there again for the next one, if it was in memory."""
+"""Entries removed behind an engine's back are available to the next engine again, if they were in memory."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ NEW = Prompt(images=(4,))
     engine="restarted",
 )
 def test_a_restart_is_warm_though_the_folder_and_the_remote_were_emptied(tmp_path: Path, reference: Reference) -> None:
-    """Both are written again while other requests run. What was encoded while the remote was away reaches it, too."""
+    """Both are written again while other requests run. Entries encoded while the remote was down reach it, too."""
     with redis_server(tmp_path / "redis") as redis:
 
         def in_redis() -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's /metrics shows what has happened, whoever serves it and whatever has become of the store process."""
+"""vLLM's /metrics is right, whichever process serves it and whatever happened to the store process."""
 
 import math
 import os
@@ -49,11 +49,11 @@ def served(folder: Path, disk: Path, **arguments: Any) -> OpenAIServer:
 
 
 Series = tuple[str, tuple[str, ...]]
-"""A name without the prefix, and the values of its labels in the order of their names, without vLLM's own."""
+"""A name without the prefix, and its label values in the order of the label names, without vLLM's own labels."""
 
 
 def scraped(server: OpenAIServer, by_engine: bool = False) -> dict[Series, float]:
-    """Added up over engines, or by engine: its number is then the first label."""
+    """Values summed over engines, or per engine, with its number as the first label."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as answer:
         text = answer.read().decode()
     sums: defaultdict[Series, float] = defaultdict(float)
@@ -71,7 +71,7 @@ def total(series: dict[Series, float], name: str) -> float:
 
 
 def settled(server: OpenAIServer, **expected: float) -> dict[Series, float]:
-    """What is scraped once these totals are. An engine reports what happened since its last step with its next one."""
+    """All values, once these totals are reached. An engine reports what happened since its last step with its next."""
     seen: dict[Series, float] = {}
 
     def reported() -> bool:
@@ -92,7 +92,7 @@ def sizes(disk: Path) -> list[int]:
 
 
 def ask_all(server: OpenAIServer, seeds: Iterable[int]) -> int:
-    """One after the other. How many were encoded."""
+    """Ask one after another. Returns how many were encoded."""
     for seed in seeds:
         server.ask(image_part(seed))
     return server.encoded()
@@ -137,7 +137,7 @@ def test_scraped_metrics_match_what_has_happened_even_if_the_store_process_is_ki
         assert len(sizes(disk)) == 6
 
         server.kill()
-        server.start()  # counters begin anew: Prometheus sees that
+        server.start()  # counters restart at 0, which Prometheus detects
         assert ask_all(server, range(6)) == 0
         seen = settled(server, hits_total=6, tier_hits_total=6)
         assert seen["hits_total", ("disk",)] == 6
@@ -152,7 +152,7 @@ def test_scraped_metrics_match_what_has_happened_even_if_the_store_process_is_ki
         assert seen["memory_entries", ()] == 6
 
         def logged() -> bool:
-            """vLLM logs nothing of an interval in which nobody asked."""
+            """Ask first: vLLM logs nothing for an interval without requests."""
             ask_all(server, range(6))
             return "EC Transfer metrics: Hit rate (%)=" in server.log.read_text()
 
@@ -180,7 +180,7 @@ def test_several_front_ends_and_engines_count_everything_once(layout: dict[str, 
 
 @pytest.mark.slow
 def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer(tmp_path: Path) -> None:
-    """In a real Prometheus, for an engine with a disk and a Redis that is started twice."""
+    """In a real Prometheus, for an engine with a disk and a Redis; the engine is started twice."""
     with (
         redis_server(tmp_path / "redis") as redis,
         served(tmp_path / "server", tmp_path / "disk", remote_url=redis.url) as server,
@@ -197,13 +197,13 @@ def test_under_load_every_query_of_the_dashboard_and_of_the_alerts_has_an_answer
         unanswered = set(queries)
 
         def answered() -> bool:
-            """Seeds that come again and seeds that are new."""
+            """Ask for repeated and for new seeds, then run the queries."""
             turn = next(turns)
             list(clients.map(lambda seed: server.ask(image_part(seed)), [*range(8), 100 + turn]))
             server.forget()
             for query in list(unanswered):
                 values = prometheus.values(query)
-                if not all(map(math.isnan, values)):  # none at all, or none but those of tiers that did nothing
+                if not all(map(math.isnan, values)):  # no value, or only those of tiers that did nothing
                     unanswered.discard(query)
             return not unanswered
 

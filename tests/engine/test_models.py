@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models end to end: off, cold, repeated, and in a new process after the first was killed."""
+"""Models end to end: without the cache, cold, repeated, and in a new process after the first was killed."""
 
 from collections import Counter
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_gemma3(layout: Layout, tmp_path: Path, reference: Reference) -> None:
 
 
 def widths(engine: Engine) -> list[dict[str, int]]:
-    """In the engine's process: what was measured at its start, by vLLM since 0.32, and what our measure finds."""
+    """In the engine's process: the widths measured at its start (by vLLM since 0.32), and those that we measure."""
     from lmcache_ec.adapters.vllm.versions import encoded_widths, output_widths
 
     worker = engine.llm.llm_engine.model_executor.driver_worker.worker
@@ -49,7 +49,7 @@ def widths(engine: Engine) -> list[dict[str, int]]:
 
 
 def test_widths_are_known_before_anything_is_encoded(tmp_path: Path, reference: Reference) -> None:
-    """Four layers in a row, for each modality. An output of unknown width is not saved."""
+    """Each row joins four layers, in both modalities. An output of unknown width is not saved."""
     with Rig("qwen3vl", Layout.ONE_PROCESS, tmp_path, reference) as rig:
         known, measured = rig.engine.do(Call(f"{__name__}:widths", {})).value
         assert known == measured
@@ -57,7 +57,7 @@ def test_widths_are_known_before_anything_is_encoded(tmp_path: Path, reference: 
 
 
 def test_whisper_is_served_as_without_the_cache(tmp_path: Path, reference: Reference) -> None:
-    """vLLM would never load for it: the connector logs that it is off, and does nothing."""
+    """vLLM would never load for it: the connector logs that it is off and does nothing."""
     prompts = tuple(Prompt(audios=(number,), text="") for number in (1, 2))
     with Rig("whisper", Layout.ONE_PROCESS, tmp_path, reference) as rig:
         for _ in range(2):
@@ -69,8 +69,8 @@ def test_whisper_is_served_as_without_the_cache(tmp_path: Path, reference: Refer
 def test_a_cache_that_is_switched_off_leaves_no_trace_and_outputs_are_right(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """`ec.enabled: false`: outputs are right, and there is nothing of the cache: no arena, store process, link or
-    folder. Switched on, vLLM's processes have the links in addition, and no other socket or file.
+    """`ec.enabled: false`: outputs are right, and no part of the cache exists: no arena, store process, link or folder.
+    Switched on, vLLM's processes only have the links in addition, and no other socket or file.
     """
     prompts = (Prompt(images=(1, 2)), Prompt(videos=(3,)))
     unknown = Request(Prompt(images=(4,)), uuids=("never seen",), grid=(1, 8, 8))
@@ -100,7 +100,7 @@ def test_a_cache_that_is_switched_off_leaves_no_trace_and_outputs_are_right(
 
 
 def reachable(targets: list[str]) -> Counter[str]:
-    """Sockets, and files that have a name; the rest is memory, pipes and the like."""
+    """Sockets and named files; the rest is memory, pipes and the like."""
     return Counter(
         target
         for target in targets

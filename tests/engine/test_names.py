@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that lie: whatever a client calls its picture, no other request sees it, and no restart brings it back."""
+"""False names: whatever a client names its picture, no other request gets it, and no restart brings it back."""
 
 import hashlib
 import shutil
@@ -16,7 +16,7 @@ MODEL = "gemma3"
 PICTURE = Prompt(images=(1,))
 OTHERS = [Prompt(images=(seed,)) for seed in (2, 3, 4)]
 SAME_PIXELS = {"do_convert_rgb": True}
-"""Arguments of the processor that change nothing: vLLM hashes them together with the name."""
+"""Processor arguments without an effect: vLLM hashes them together with the name."""
 
 
 def test_a_name_given_by_a_client_affects_no_other_request_and_no_other_engine(
@@ -25,7 +25,7 @@ def test_a_name_given_by_a_client_affects_no_other_request_and_no_other_engine(
     url = hashlib.sha256(b"https://host/today.png").hexdigest()
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference) as rig:
         [identifier] = rig.play(Request(PICTURE)).encodes
-        assert len(bytes.fromhex(identifier)) == 32  # content keeps vLLM's spelling
+        assert len(bytes.fromhex(identifier)) == 32  # content keeps vLLM's identifier
         rig.engine.kill()
         shutil.rmtree(rig.disk)
         rig.start()
@@ -61,7 +61,7 @@ def test_a_name_given_by_a_client_affects_no_other_request_and_no_other_engine(
 def test_without_digests_pictures_named_by_clients_are_kept_and_those_numbered_by_vllm_are_not(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """Prefix caching and processor cache are both off."""
+    """With prefix caching and processor cache both off."""
     sku = Request(PICTURE, uuids=("sku-77-image-2",))
     tenants = [
         Request(OTHERS[0], uuids=("holiday",), cache_salt="one"),
@@ -89,7 +89,7 @@ def test_without_digests_pictures_named_by_clients_are_kept_and_those_numbered_b
 def test_entries_under_a_clients_own_names_leave_memory_only_if_the_operator_vouches_for_them(
     persist: bool, tmp_path: Path, reference: Reference
 ) -> None:
-    """Tenants' names stay apart either way."""
+    """Tenants' names stay separate either way."""
     named = Request(PICTURE, uuids=("../../the client's own name",))
     salted = Request(OTHERS[0], uuids=("../../the client's own name",), cache_salt="tenant")
     keys = {"persist_client_ids": persist}
@@ -113,7 +113,7 @@ def test_entries_under_a_clients_own_names_leave_memory_only_if_the_operator_vou
 def test_a_name_used_for_pictures_of_two_sizes_keeps_the_entry_that_was_stored_first(
     tmp_path: Path, reference: Reference
 ) -> None:
-    """What was stored first has the name: the other is encoded each time, and nothing is deleted or written for it.
+    """The first entry keeps the name: the other picture is encoded each time, and nothing is deleted or written for it.
 
     Without vLLM's processor cache, which would confuse the two because of their name.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that may encode otherwise finds nothing of what the one before it stored on the same disk."""
+"""An engine that may encode differently finds none of the entries that its predecessor stored on the same disk."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ PROMPT = Prompt(images=(1,))
 
 
 def overwrite_vision_tower(checkpoint: Path, only: str = "") -> None:
-    """Other weights of the same names and sizes in the same file, as a training run leaves them."""
+    """Write other weights with the same names and sizes into the same file, as a training run does."""
     from safetensors.torch import load_file, save_file
 
     [file] = checkpoint.glob("*.safetensors")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What needs a scheduling pass to be caught in the act, in an engine of one process: passes and steps are one there."""
+"""Events within a scheduling pass, in an engine with one process, where each step follows its pass directly."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +14,10 @@ from tests.engine.rig import Reference, Rig
 from tests.engine.test_layouts import KEYS, LARGE, MODEL, TIGHT, images
 
 OLDER = Request(Prompt(text="c" * 24), max_tokens=30)
-"""Two blocks of 11, to the end."""
+"""Needs two of the 11 blocks until its end."""
 
 URGENT = Request(Prompt(text="b" * 49), arrives=2, max_tokens=20)
-"""Needs its third block in the step in which the victim's last image is due, and there is none."""
+"""Needs its third block, which is not free, in the step in which the victim's last image is due."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def victim(*seeds: int, aborted: int | None = None) -> Request:
 
 
 def test_preempted_in_the_step_that_loads(rig: Rig) -> None:
-    """The load is sent although its request is not: vLLM counts the item as cached from now on."""
+    """The load is sent although its request is not: from then on vLLM counts the item as cached."""
     assert rig.ask(images(1, 2, size=LARGE), images(3, 4, size=LARGE)) == 4
     rig.settle()
     rig.forget()
@@ -51,8 +51,8 @@ def test_preempted_in_the_step_that_loads(rig: Rig) -> None:
 
 
 def test_preempted_in_the_step_that_encodes(rig: Rig) -> None:
-    """No encode follows the allocation, so the place goes back in the same pass. vLLM 0.32 itself takes the item for
-    cached and dies when the request comes back ("Encoder cache miss", without a connector, too): here it is aborted.
+    """No encode follows the allocation, so the place is freed in the same pass. vLLM 0.32 itself counts the item as
+    cached and dies when the request resumes ("Encoder cache miss", even without a connector): here it is aborted.
     """
     played = rig.play(OLDER, victim(11, 12, 13, 14, aborted=20), URGENT)
     assert [ending.reason for ending in played.endings] == ["length", "abort", "length"]
@@ -65,8 +65,8 @@ def test_preempted_in_the_step_that_encodes(rig: Rig) -> None:
 
 
 def test_a_zero_token_pass_between_reservation_and_copy(rig: Rig) -> None:
-    """15 tokens: one chunk. vLLM 0.30 cuts the prompt of a lone request into chunks, too, and a pass amid a longer one
-    would schedule its next chunk."""
+    """15 tokens: one chunk. vLLM 0.30 also splits the prompt of a single request into chunks, and a pass amid a longer
+    prompt would schedule its next chunk."""
     new = Request(images(20, size=(64, 64), text="h"), max_tokens=1)
     saves = rig.counts()["saves"]
     assert rig.encodes(rig.play(new, idle_pass_amid=True).encodes) == 1
@@ -77,8 +77,8 @@ def test_a_zero_token_pass_between_reservation_and_copy(rig: Rig) -> None:
 
 
 def test_a_save_that_found_no_room_is_done_later(tmp_path: Path, reference: Reference) -> None:
-    """An arena for two entries, held by a store process that is stopped: the third is not saved, but it is hot, and
-    vLLM's own cache saves its encode until the engine is started again.
+    """An arena for two entries, held by a stopped store process: the third is not saved, but it is hot, and vLLM's own
+    cache avoids its encode until the engine is restarted.
     """
     keys = {**KEYS, "max_local_cpu_size": 0.000105}
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path, reference, keys=keys) as rig:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec status --record` beside a real engine."""
+"""`lmcache-ec status --record` with a real engine."""
 
 import json
 import signal
@@ -12,12 +12,12 @@ from benchmarks.testbed.media import Prompt
 from tests.engine.rig import Reference, Rig, wait_until
 
 HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-"""A shell's background jobs, and what they start, ignore Ctrl-C."""
+"""A shell's background jobs and their children ignore Ctrl-C."""
 COMMAND = [sys.executable, "-c", f"{HANDLED}; from lmcache_ec.cli import main; main()"]
 
 
 def test_a_recording_of_an_engine_is_a_trace_that_plan_replays(tmp_path: Path, reference: Reference) -> None:
-    """First five pictures, so that encodes have been measured. Then two, one of them twice, in their order."""
+    """First five pictures, so that encodes have been measured. Then two pictures, one of them twice, in order."""
     file = tmp_path / "trace.csv"
     prompts = [Prompt(images=(seed,)) for seed in range(7)]
     with Rig("gemma3", Layout.MULTI_PROCESS, tmp_path, reference) as rig:
@@ -27,7 +27,7 @@ def test_a_recording_of_an_engine_is_a_trace_that_plan_replays(tmp_path: Path, r
             [*COMMAND, "status", "--record", str(file), "--engine", rig.name], stdout=subprocess.PIPE, text=True
         ) as recorder:
             wait_until("the recorder is connected", file.exists)
-            rig.settle()  # its pass takes in that somebody records
+            rig.settle()  # its pass notices the recorder
             assert rig.ask(prompts[5], prompts[6], prompts[5], max_tokens=1, one_by_one=True) == 2
             recorder.send_signal(signal.SIGINT)
             out, _ = recorder.communicate(timeout=60)

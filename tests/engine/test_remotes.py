@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share nothing but a remote store: what one has encoded, no other encodes."""
+"""Engines that share only a remote store: what one of them has encoded, no other encodes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ NEW = Prompt(images=(9,))
 
 @dataclass
 class Stores:
-    """Remotes in the order in which they are asked, and what an engine's environment needs for them."""
+    """Remotes in the order in which they are asked, and the environment that an engine needs for them."""
 
     urls: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,7 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
 
 
 def test_a_replica_is_warm_from_its_first_request(stores: Stores, tmp_path: Path, reference: Reference) -> None:
-    """It starts while the first one serves, with an empty disk and an empty arena, and then keeps what it fetched."""
+    """It starts while the first one serves, with an empty disk and an empty arena, and keeps what it fetches."""
 
     def replica(name: str) -> Rig:
         keys, environment = {"remotes": stores.urls}, stores.environment
@@ -62,7 +62,7 @@ def test_a_replica_is_warm_from_its_first_request(stores: Stores, tmp_path: Path
 
 
 def test_a_producer_and_a_consumer_on_two_hosts(stores: Stores, tmp_path: Path, reference: Reference) -> None:
-    """No folder is shared, and the consumer has never seen a width. The producer answers that all is stored."""
+    """They share no folder, and the consumer has never seen a width. The producer announces that all is stored."""
 
     def engine(role: str) -> Rig:
         connector, keys = {"ec_role": f"ec_{role}"}, {"remotes": stores.urls}

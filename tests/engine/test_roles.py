@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that only encodes and one that only loads, joined by a disk folder alone."""
+"""An engine that only encodes and one that only loads, connected only by a disk folder."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def an_engine(role: str, tmp_path: Path, reference: Reference, disk: Path, **cha
 
 
 def test_a_consumer_loads_what_a_producer_encodes(tmp_path: Path, reference: Reference) -> None:
-    """The consumer is given no widths, encodes what nobody has stored itself, and never writes."""
+    """The consumer is given no widths, encodes itself what no engine has stored, and never writes."""
     disk = tmp_path / "disk"
     with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
         report = producer.engine.do(Generate(PROMPTS, 1))
@@ -47,12 +47,12 @@ def test_a_consumer_loads_what_a_producer_encodes(tmp_path: Path, reference: Ref
 
 
 def test_a_producer_encodes_all_that_is_not_stored_and_nothing_else(tmp_path: Path, reference: Reference) -> None:
-    """Started again on the same pictures it encodes nothing. vLLM counts what was skipped as cached; if it is lost
-    from the folder then, it is encoded all the same, and no answer promises what is not there."""
+    """Restarted with the same pictures it encodes nothing. vLLM counts skipped items as cached; if they are then lost
+    from the folder, they are encoded nevertheless, and no answer promises an item that is not stored."""
     disk, requests = tmp_path / "disk", [Request(prompt, max_tokens=1) for prompt in PROMPTS]
 
     def asked(producer: Rig) -> int:
-        """How many items were encoded; every answer promises each of them, and each can be fetched."""
+        """How many items were encoded. Every answer promises all its items, and each can be fetched."""
         played = producer.play(*requests, compare=False)
         items = [item for ending in played.endings for item in (ending.ec_transfer_params or {}).values()]
         assert (len(items), all(item["metadata"] for item in items)) == (ITEMS, True)
@@ -81,7 +81,7 @@ def test_a_producer_encodes_all_that_is_not_stored_and_nothing_else(tmp_path: Pa
 
 
 def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path, reference: Reference) -> None:
-    """An encode-prefill-decode proxy passes on what the producer's answer announces, and leaves the picture out."""
+    """An encode-prefill-decode proxy forwards what the producer's answer announces, without the picture."""
     disk, picture = tmp_path / "disk", Prompt(images=(1,))
     with an_engine("producer", tmp_path, reference, disk, mm_encoder_only=True) as producer:
         [ending] = producer.play(Request(picture, max_tokens=1), compare=False).endings
@@ -89,7 +89,7 @@ def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path,
     assert announced is not None
     [(identifier, item)] = announced.items()
     grid = item["metadata"]["image_grid_thw"]
-    waits = {"load_deadline_ms": 4000}  # as long as the consumer waits for what nobody has stored
+    waits = {"load_deadline_ms": 4000}  # how long the consumer waits for an item that is not stored
     with an_engine("consumer", tmp_path, reference, disk, keys=waits) as consumer:
         bare = Request(picture, uuids=(identifier,), grid=tuple(grid), ec_transfer_params=announced)
         played = consumer.play(bare)
@@ -98,7 +98,7 @@ def test_a_consumer_needs_no_media_for_what_a_producer_announces(tmp_path: Path,
         other = Request(picture, uuids=("f" * 64,), grid=tuple(grid), ec_transfer_params=unheard)
         assert [ending.reason for ending in consumer.play(other, bare).endings] == ["error", "length"]
         [file] = consumer.files()
-        wrong = Request(picture, uuids=(identifier,), grid=(1, 4, 8))  # another size than what has the name
+        wrong = Request(picture, uuids=(identifier,), grid=(1, 4, 8))  # not the size of the item with this name
         assert [ending.reason for ending in consumer.play(wrong).endings] == ["error"]
         consumer.forget()
         assert [ending.reason for ending in consumer.play(wrong, bare).endings] == ["error", "length"]

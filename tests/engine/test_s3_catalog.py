@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share a bucket with a catalog: what one has encoded no other encodes, and nobody lists."""
+"""Engines that share a bucket with a catalog: what one has encoded no other encodes, and none lists the bucket."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_replicas_with_a_catalog_share_entries_and_never_look_up_new_pictures(
             wait_until("all is written", lambda: one.status()["jobs"] == 0)
             make_catalog(url, str(one.status()["namespace"]))
             with replica("two") as two:
-                assert two.ask(*PROMPTS) == 0  # whether the catalog has been read by then or not
+                assert two.ask(*PROMPTS) == 0  # whether or not the catalog has been read by then
 
                 wait_until("two has read it", lambda: two.status()["scan_complete"])
                 wait_until("one has read it", lambda: one.status()["store"]["s3_listed"] >= ITEMS)
@@ -64,7 +64,7 @@ def test_replicas_with_a_catalog_share_entries_and_never_look_up_new_pictures(
 
 
 def make_catalog(url: str, namespace: str) -> None:
-    """As the first replica of a large namespace does."""
+    """Build a catalog, as the first replica of a large namespace does."""
     tier = open_s3(url)
     assert tier._cataloged is not None
     tier._cataloged.catalog.pace = Pace(large=0)

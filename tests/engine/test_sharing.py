@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two engines on one host share a disk folder, and nothing else."""
+"""Two engines on one host that share only a disk folder."""
 
 import json
 import subprocess
@@ -17,12 +17,12 @@ from tests.engine.rig import Reference, Rig, wait_until
 
 MODEL = "gemma3"
 SOON_S = 5.0
-"""A second on a machine that has nothing else to do; until the next listing it would be half a minute."""
+"""It takes a second on an idle machine; waiting for the next listing would take half a minute."""
 
 
 def test_two_engines_share_a_folder_and_no_arena(tmp_path: Path, reference: Reference) -> None:
-    """The second loads what the first has stored, before it started and since; what both encode at once is one entry;
-    one ends, the other serves."""
+    """The second engine loads what the first has stored, before it started and since; an item that both encode at once
+    becomes one entry; when one ends, the other still serves."""
     disk = tmp_path / "disk"
     stored, both, new, later = (Prompt(images=(number,)) for number in range(4))
     with Rig(MODEL, Layout.ONE_PROCESS, tmp_path / "one", reference, disk=disk) as one:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that signs its entries, over a folder in which somebody else puts others in their place."""
+"""An engine that signs its entries, over a folder in which an attacker replaces them."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_no_forged_output_reaches_an_answer_and_the_next_engine_is_warm_again(
 
 
 def _forged(data: bytes) -> bytes:
-    """The same header, its signature included, before another payload, with a digest that is right."""
+    """The same header, including its signature, with another payload and the right digest for it."""
     blob = bytearray(data)
     start = 8 + int.from_bytes(data[:8], "little")
     blob[start:] = bytes(len(blob) - start)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote stores that answer late: who waits for them, in scheduling steps of a real engine.
+"""Remote stores that answer late: which requests wait for them, in scheduling steps of a real engine.
 
-Another request decodes beside the one that is watched, and each step in which it does is a tick. How long a request
-waits is the tick of its first token, compared with one whose image is in vLLM's own cache, for which nobody can wait.
+Another request decodes next to the watched one, and each of its decode steps is a tick. A request's wait is the tick of
+its first token, compared with a request whose image is in vLLM's own cache and which therefore never waits.
 """
 
 import itertools
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 MODEL = "qwen3vl"
 CLOCK = Request(Prompt(text="tick"), max_tokens=400)
 WAITS = 20
-"""Ticks; whoever waits for a store that answers in 200 ms is kept for many more, and nobody else for so many."""
+"""Ticks; a request that waits for a store that answers in 200 ms takes many more, and no other takes this many."""
 
 _numbers = itertools.count(100)
 
@@ -44,7 +44,7 @@ class Store:
 def store(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference: Reference
 ) -> Iterator[Store]:
-    """One that holds STORED, and answers at once until a test wants it otherwise."""
+    """A store that holds STORED, and answers at once unless a test changes that."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "redis":
         with redis_server(folder) as redis, relay(redis.port) as between:
@@ -72,18 +72,18 @@ def _fill(store: Store, folder: Path, reference: Reference) -> None:
 
 
 def replica(store: Store, folder: Path, reference: Reference, load_deadline_ms: int = 30_000) -> Rig:
-    """An engine with a disk and an arena that are empty."""
+    """An engine with an empty disk and an empty arena."""
     keys = {"remotes": [store.url], "load_deadline_ms": load_deadline_ms, "blocking_timeout_secs": 20.0}
     return Rig(MODEL, Layout.ONE_PROCESS, folder, reference, keys=keys, environment=store.environment)
 
 
 def new(images: int = 1) -> Prompt:
-    """Images that no test had before: what is encoded here is stored."""
+    """Images that no test has used before, since encoded images are stored."""
     return Prompt(images=tuple(itertools.islice(_numbers, images)))
 
 
 def waited(rig: Rig, prompt: Prompt) -> tuple[int, int]:
-    """Ticks from the arrival of a request to its first token while another one decodes, and what was encoded."""
+    """Ticks from the arrival of a request to its first token while another decodes, and the number of encodes."""
     played = rig.play(CLOCK, Request(prompt, arrives=3))
     clock, watched = played.endings
     assert [clock.reason, watched.reason] == ["length", "length"]
@@ -96,7 +96,7 @@ def test_a_new_image_waits_for_no_step_and_a_stored_one_waits_only_for_its_load(
 ) -> None:
     with replica(store, tmp_path, reference) as rig:
         store.between.delay_s = answer_s
-        rig.ask(new(2))  # two answers, and Redis, which was quick, is found slow, and then listed
+        rig.ask(new(2))  # two answers: Redis, quick so far, is now known as slow, and is listed
         wait_until("it is listed", lambda: rig.status()["store"][f"{store.name}_listed"] >= len(STORED))
         rig.scanned()
         hot = new()
@@ -122,7 +122,7 @@ def test_a_new_image_waits_for_no_step_and_a_stored_one_waits_only_for_its_load(
     engine="alive",
 )
 def test_a_waiting_request_is_released_at_the_deadline(store: Store, tmp_path: Path, reference: Reference) -> None:
-    """Whether the store is not known yet (nothing is listed), or has the image and does not deliver it in time."""
+    """Both if the store's contents are not known yet (nothing listed) and if it does not deliver its image in time."""
     with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
         wait_until("it is listed", lambda: store.name == "redis" or rig.status()["scan_complete"])
         store.between.delay_s = 10.0
@@ -145,7 +145,7 @@ def test_a_waiting_request_is_released_at_the_deadline(store: Store, tmp_path: P
 def test_a_request_to_a_new_replica_of_a_slow_store_is_released_at_the_deadline(
     store: Store, tmp_path: Path, reference: Reference
 ) -> None:
-    """From the first request on, whatever the store process has learned by then."""
+    """From the first request on, whatever the store process knows by then."""
     store.between.delay_s = 2.0
     with replica(store, tmp_path, reference, load_deadline_ms=300) as rig:
         for number, prompt in enumerate((*STORED, new(), new())):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items that carry nothing to encode, in an engine whose device fails: their request ends, and nothing else does."""
+"""Items with nothing to encode, in an engine whose device fails: only their request ends."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ BARE = Request(PICTURE, uuids=WHOLE.uuids, grid=(1, 8, 8))
 
 
 def fail_copies(engine: object) -> None:
-    """In the engine's process: its device copies nothing from the arena any more, however it is asked."""
+    """In the engine's process: make every copy from the arena to the device fail."""
     copier = engine.worker_connector._worker._copier  # type: ignore[attr-defined]
 
     def broken(*_: object) -> None:
@@ -29,8 +29,8 @@ def fail_copies(engine: object) -> None:
 
 
 def forget_payloads(engine: object) -> None:
-    """In the engine's process. In vLLM 0.30 an engine takes what it has kept under an item's name, with its pixels, for
-    what the request carries."""
+    """In the engine's process: empty vLLM's processor cache. In vLLM 0.30 an engine would use the item that it has kept
+    under the same name, with its pixels, as if the request carried it."""
     engine.llm.llm_engine.reset_mm_cache()  # type: ignore[attr-defined]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One LMCache file for KV and encoder outputs: what switches the cache on and off, and what stands beside it."""
+"""One LMCache file for KV and encoder outputs: switching the cache on and off, and using it with a KV connector."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ LMCACHE_KV = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
 
 
 def lmcache_file(folder: Path, text: str) -> dict[str, str]:
-    """The environment that names a file of this text."""
+    """Write a file with this text. Returns the environment that names it."""
     file = folder / "lmcache.yaml"
     file.write_text(text.format(disk=folder))
     return {"LMCACHE_CONFIG_FILE": str(file)}
@@ -69,7 +69,7 @@ def test_every_source_of_the_configuration_can_switch_it_off(where: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", [EXAMPLE_KV, LMCACHE_KV], ids=lambda kv: kv["kv_connector"])
 def test_the_cache_works_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
-    """Both read one file and serve one engine; neither prevents a warm restart of the other."""
+    """Both read the same file and serve one engine; neither prevents a warm restart of the other."""
     stored = {"shared_storage_path": str(tmp_path / "kv")} if kv is EXAMPLE_KV else {}
     environment = lmcache_file(tmp_path, "chunk_size: 16\nlocal_cpu: true\nmax_local_cpu_size: 0.1\nec: {{}}\n")
     transfer = {**kv, "kv_connector_extra_config": stored}
@@ -86,8 +86,8 @@ def test_the_cache_works_beside_a_kv_connector(kv: dict[str, Any], tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_image_whose_kv_is_cached_is_not_loaded(tmp_path: Path, reference: Reference) -> None:
-    """A restarted engine finds the KV of the whole prompt but its last tokens: nobody asks for the image. With another
-    text before it the KV is of no use, and the image is loaded."""
+    """A restarted engine finds the KV of the prompt except its last tokens: no request needs the image. With another
+    text before it the KV is useless, and the image is loaded."""
     covered = Prompt(images=(3,), text="and a text that is longer than a block " * 2)
     uncovered = Prompt(images=(3,), text="another text, to the same image")
     stored = {"shared_storage_path": str(tmp_path / "kv")}

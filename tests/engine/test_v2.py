@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine on vLLM's V2 model runner, the default on GPUs: here its Triton kernels are interpreted."""
+"""A real engine on vLLM's V2 model runner, the default on GPUs; here its Triton kernels are interpreted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory, reference: Reference) -> Itera
 
 
 def runner(engine: object) -> str:
-    """In the engine's process."""
+    """In the engine's process: the module of its model runner."""
     return type(engine.runner).__mro__[1].__module__  # type: ignore[attr-defined]
 
 
@@ -45,7 +45,7 @@ def test_an_item_is_encoded_once_and_loaded_beside_new_ones(rig: Rig) -> None:
 
 
 def fail_loads(engine: object) -> None:
-    """In the engine's process: the rank can load nothing any more."""
+    """In the engine's process: make every load of the rank fail."""
     side = engine.worker_connector._worker  # type: ignore[attr-defined]
 
     def broken(*_: object) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change under a running engine: nothing of the old ones is served, nothing of the new ones is stored
+"""Weights that change in a running engine: no output of the old ones is served, and no output of the new ones is stored
 under the old name. All outputs are compared with those of an engine without a cache, changed in the same way."""
 
 import shutil
@@ -25,14 +25,14 @@ LAYOUTS = [Layout.ONE_PROCESS, Layout.MULTI_PROCESS, pytest.param(Layout.TP2, ma
 
 @pytest.fixture(scope="module")
 def twin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    """The engine without a cache. Who changes its weights changes them back."""
+    """The engine without a cache. Tests that change its weights change them back."""
     twin = EngineProcess(MODEL, Layout.ONE_PROCESS, folder=tmp_path_factory.mktemp("twin"), begin=warm_start.begin)
     yield twin
     twin.kill()
 
 
 class Changing:
-    """An engine under test and its twin, through the same changes of their weights."""
+    """An engine under test and its twin, with the same weight changes applied to both."""
 
     def __init__(self, rig: Rig, twin: EngineProcess) -> None:
         self.rig = rig
@@ -49,19 +49,19 @@ class Changing:
             call(engine, weights.reload, path=path)
 
     def restart(self) -> None:
-        """The engine under test has the weights of its checkpoint again, and so has its twin."""
+        """Restart the engine under test; it and its twin then have the checkpoint's weights again."""
         self.rig.restart()
         self.rig.scanned()
         self.undo()
 
     def undo(self) -> None:
-        """Of the twin."""
+        """Undo the twin's weight changes."""
         while self._changes:
             function, factor = self._changes.pop()
             call(self._twin, function, factor=1 / factor)
 
     def ask(self, *prompts: Prompt) -> int:
-        """One by one; returns how many were encoded. The outputs are those of the weights that the engine has now."""
+        """Ask one by one; returns how many were encoded. The outputs have to match the engine's current weights."""
         report = self.rig.engine.do(Generate(prompts, one_by_one=True))
         self._twin.do(Forget())
         expected = self._twin.do(Generate(prompts, one_by_one=True)).outputs
@@ -102,7 +102,7 @@ def build(tmp_path: Path, reference: Reference, twin: EngineProcess) -> Iterator
 def test_new_weights_encode_again_and_leave_nothing_on_disk_whenever_vllms_caches_are_reset(
     layout: Layout, build: Build
 ) -> None:
-    """First calls that do not change the encoder: the entry of P1 stays where it is."""
+    """First, calls that do not change the encoder: the entry of P1 stays where it is."""
     engine = build(layout)
     assert engine.ask(P1) == 1
     stored = engine.rig.files()
@@ -112,14 +112,14 @@ def test_new_weights_encode_again_and_leave_nothing_on_disk_whenever_vllms_cache
     assert engine.ask(P1) == 0
     assert (engine.count("loads_cpu"), engine.count("weight_changes")) == (1, 0)
 
-    engine.rig.forget()  # vLLM's own order: pause and reset, then the update
+    engine.rig.forget()  # vLLM's own order: pause, reset, update
     engine.change(weights.apply, 2.0)
     assert engine.ask(P1, P2) == 2
     engine.change(weights.apply, 2.0)
-    engine.rig.forget()  # the other way round
+    engine.rig.forget()  # reset after the update
     assert engine.ask(P1, P2) == 2
     engine.change(weights.apply, 2.0)
-    assert engine.ask(P3) == 1  # not at all: what vLLM itself holds is vLLM's affair, what is new is not
+    assert engine.ask(P3) == 1  # no reset: vLLM may serve what it holds itself; new items are ours
     engine.rig.forget()
     assert engine.ask(P1, P2, P3) == 2, "in memory it is kept all the same"
     assert engine.rig.left_over() == {}
@@ -133,7 +133,7 @@ def test_new_weights_encode_again_and_leave_nothing_on_disk_whenever_vllms_cache
 def test_reloading_the_same_weights_keeps_the_entries_and_another_checkpoint_does_not(
     build: Build, tmp_path: Path
 ) -> None:
-    """By vLLM's own method. On a CPU it packs the tower's linear layers out of reach: only these differ here."""
+    """By vLLM's own method. On a CPU vLLM packs the tower's linear layers out of reach: here only these differ."""
     engine = build()
     assert engine.ask(P1) == 1
     own, other = str(model_path(MODEL)), tmp_path / "other" / MODEL
@@ -147,7 +147,7 @@ def test_reloading_the_same_weights_keeps_the_entries_and_another_checkpoint_doe
 
 
 def test_updated_weights_that_may_persist_have_a_namespace_made_from_their_digest(build: Build) -> None:
-    """Once the weights of the checkpoint are back, the engine finds what it had stored for them."""
+    """Once the checkpoint's weights are back, the engine finds the entries that it had stored for them."""
     engine = build(persist_updated_weights=True)
     assert engine.ask(P1) == 1
     start = engine.rig.status()["namespace"]
@@ -194,7 +194,7 @@ def test_a_version_names_the_weights_that_it_is_set_for_and_no_others(build: Bui
 
 
 def test_weight_writes_that_bypass_all_calls_are_noticed_before_an_entry_is_copied(build: Build) -> None:
-    """By the model's `load_weights` at once; by hand in the next step that copies, if the last look is old enough."""
+    """`load_weights` of the model at once; direct writes in the next step that copies, once a check is due again."""
     engine = build(weights_check_s=0.001)
     assert engine.ask(P1) == 1
     stored = engine.rig.files()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel, as a user installs it beside a vLLM that is there."""
+"""The wheel, as a user installs it next to an existing vLLM."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ print(ECConnectorFactory._registry["ECLMCacheConnector"]().__name__, lmcache_ec.
 
 
 def run(*command: str, folder: Path) -> str:
-    """Away from the clone, and with nothing of it on the path."""
+    """Run a command outside the clone, with nothing of the clone on the path."""
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
     done = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=240)
     assert not done.returncode, done.stdout + done.stderr
@@ -32,7 +32,7 @@ def run(*command: str, folder: Path) -> str:
 
 def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_path: Path) -> None:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    copy = tmp_path / "copy"  # setuptools leaves its work in the folder that it builds, and finds it the next time
+    copy = tmp_path / "copy"  # setuptools leaves files in the folder, and would reuse them
     for name in ("lmcache_ec", "adapters"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -50,8 +50,8 @@ def test_a_wheel_installs_beside_vllm_and_vllm_finds_the_connector_in_it(tmp_pat
     python = venv / "bin" / "python"
     run(*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel), folder=tmp_path)
     [site] = venv.glob("lib/python*/site-packages")
-    # Behind the wheel on the path. Only the path: .pth files there, the editable install's among them, are not read,
-    # but that of `tests.cpu_torch` has to be.
+    # Behind the wheel on the path. Only a path: .pth files in it, such as the editable install's, are not read, but
+    # that of `tests.cpu_torch` is needed.
     shim = "import torchvision_ops\n" if find_spec("torchvision_ops") else ""
     (site / "beneath.pth").write_text(f"{sysconfig.get_path('purelib')}\n{shim}")
     name, version, file = run(str(python), "-c", FOUND, folder=tmp_path).splitlines()[-1].split()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to change the weights of a running engine. What is here runs in the engine's own process, or in its workers."""
+"""Ways to change the weights of a running engine. This code runs in the engine's own process, or in its workers."""
 
 from functools import partial
 from typing import Any
@@ -7,11 +7,11 @@ from typing import Any
 from benchmarks.testbed.engine_env import Engine
 
 INSECURE = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-"""Lets a function through to the workers of an engine with more than one process."""
+"""Lets a test send a function to the workers of an engine with several processes."""
 
 
 def scale_encoder(model: Any, factor: float) -> None:
-    """In place, what a training run does to tower and projector. Powers of two lose nothing."""
+    """Change tower and projector in place, like a training run. Powers of two are exact."""
     for name, parameter in model.named_parameters():
         if not name.startswith("language_model."):
             parameter.data.mul_(factor)
@@ -28,22 +28,22 @@ def count_parameters(model: Any) -> int:
 
 
 def apply(engine: Engine, factor: float) -> None:
-    """By the call that takes any function of the model."""
+    """By the call that applies any function to the model."""
     engine.llm.apply_model(partial(scale_encoder, factor=factor))
 
 
 def apply_to_language_model(engine: Engine, factor: float) -> None:
-    """What a training run does that leaves the encoder alone."""
+    """Like a training run that does not change the encoder."""
     engine.llm.apply_model(partial(scale_language_model, factor=factor))
 
 
 def reload(engine: Engine, path: str) -> None:
-    """From a checkpoint, another one or the same, as vLLM's own method does."""
+    """From a checkpoint, the same or another one, by vLLM's own method."""
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
 
 
 def read(engine: Engine) -> None:
-    """Calls that might have changed weights, and did not."""
+    """Calls that could have changed weights, but did not."""
     engine.llm.apply_model(count_parameters)
     engine.llm.sleep(level=1)
     engine.llm.wake_up()
@@ -54,7 +54,7 @@ def set_version(engine: Engine, version: str) -> None:
 
 
 def load_in_process(engine: Engine, factor: float) -> None:
-    """Past all calls, a tensor at a time, as trainers do that share the process with an engine of one process."""
+    """Bypassing all calls, one tensor at a time, like trainers that share the process with a one-process engine."""
     model = engine.runner.get_model()
     for name, parameter in list(model.named_parameters()):
         if name == "vision_tower.vision_model.post_layernorm.weight":
@@ -63,5 +63,5 @@ def load_in_process(engine: Engine, factor: float) -> None:
 
 
 def write_in_process(engine: Engine, factor: float) -> None:
-    """Past everything: into the memory of the weights."""
+    """Bypassing everything: directly into the memory of the weights."""
     scale_encoder(engine.runner.get_model(), factor)

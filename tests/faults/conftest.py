@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the model does without the cache is found out once for all tests here."""
+"""The model's outputs without the cache are computed once for all tests here."""
 
 import msgspec
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine under a fault: what the model does by itself, an engine with its store process, and what that leaves."""
+"""An engine under a fault: the model's outputs without a cache, an engine with its store process, and its leftovers."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ MODEL = "gemma3"
 NAMESPACE = "faults-0123456789abcdef"
 MAX_TOKENS = 4
 PATIENCE = {"load_deadline_ms": 60_000, "start_timeout_s": 60}
-"""On a busy machine a load has to be a load all the same."""
+"""On a busy machine a load must not turn into an encode."""
 
 NEAR = 1e-4
-"""How far two runs of the encoder may be apart: batches change the order of sums."""
+"""Tolerance between two runs of the encoder: batching changes the order of sums."""
 
 _QUIET = Prompt(text="nothing to see")
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What the model makes of each picture without the cache: output, identifier, and encoder output in `folder`."""
+    """The model's results for each picture without the cache: output, identifier, and encoder output in `folder`."""
 
     folder: Path
     identifiers: dict[int, str]
@@ -71,7 +71,7 @@ class Truth:
         return disk / EncoderCacheKey(NAMESPACE, self.identifiers[seed]).object_name
 
     def store(self, disk: Path, seeds: Collection[int]) -> None:
-        """Entries of these pictures, as an earlier engine left them."""
+        """Store entries of these pictures, as an earlier engine would have."""
         for seed in seeds:
             identifier = self.identifiers[seed]
             tensor = self.tensor(identifier)
@@ -83,7 +83,7 @@ class Truth:
             self.path(disk, seed).write_bytes(entry)
 
     def stored(self, disk: Path) -> set[str]:
-        """Identifiers of all files. Each has to verify, be named for what it holds, and hold its own bytes."""
+        """Identifiers of all files. Each has to verify, have the name of its contents, and hold the right bytes."""
         return {self._held_by(path) for path in disk.rglob("*.safetensors")}
 
     def _held_by(self, path: Path) -> str:
@@ -102,7 +102,7 @@ class Truth:
 
 
 class Served:
-    """An engine with the cache over the folder `disk`. Further `keys` are those of `ec:`; `engine` drives it."""
+    """An engine with the cache over the folder `disk`, driven by `engine`. Further `keys` are those of `ec:`."""
 
     def __init__(
         self,
@@ -145,9 +145,9 @@ class Served:
     # ---- requests
 
     def ask(self, *seeds: int, together: bool = False, forget: bool = True) -> set[int]:
-        """A request for each picture; outputs have to be those without the cache. Returns which were encoded.
+        """A request for each picture; outputs have to equal those without the cache. Returns which were encoded.
 
-        vLLM's own encoder cache is emptied before, so that each picture is either loaded or encoded, once on each rank.
+        vLLM's own encoder cache is emptied first, so that each picture is either loaded or encoded, once on each rank.
         """
         if forget:
             self.engine.do(Forget())
@@ -167,12 +167,12 @@ class Served:
     # ---- what the store process reports
 
     def status(self) -> dict[str, Any] | None:
-        """None while no store process of this engine answers."""
+        """The store process's status; None while no store process of this engine answers."""
         found = [status for status in engines() if status["engine"].startswith(self.id)]
         return max(found, key=lambda status: int(status["incarnation"]), default=None)
 
     def until(self, what: str, condition: Callable[[dict[str, int], dict[str, int]], object]) -> None:
-        """Passes without a picture until `condition(book, store)` holds of the counts."""
+        """Run passes without a picture until `condition(book, store)` holds for the counts."""
 
         def met() -> object:
             self.idle()
@@ -185,14 +185,14 @@ class Served:
             raise AssertionError(f"{error}; {self.status()}") from None
 
     def settle(self) -> dict[str, int]:
-        """Until nothing is held or under way in the arena. Returns the book's counts."""
+        """Wait until nothing is held or under way in the arena. Returns the book's counts."""
         self.until("nothing is held", lambda book, _: not any(held(book).values()))
         status = self.status()
         assert status is not None
         return dict(status["book"])
 
     def ready(self) -> Self:
-        """Serving, and the folder scanned."""
+        """Wait until it serves and the folder is scanned."""
         wait_until("the folder is scanned", lambda: (self.status() or {}).get("scan_complete"))
         return self
 
@@ -226,7 +226,7 @@ class Served:
     # ---- the end
 
     def close(self) -> None:
-        """An orderly shutdown, after which nothing may be left."""
+        """Shut down in order; nothing may be left afterwards."""
         traces = Traces(self)
         self.engine.close()
         traces.assert_gone()
@@ -244,14 +244,14 @@ class Served:
 
 
 def held(book: Mapping[str, int]) -> dict[str, int]:
-    """What has to be zero when nothing is under way."""
+    """The counts that must be zero when nothing is under way."""
     states = [f"places_{state}" for state in ("reserved", "writing", "sealing", "filling", "orphaned")]
     sizes = ["dirty_bytes", "filling_bytes", "leased_bytes"]
     return {name: book[name] for name in (*states, *sizes, "pins", "leases", "orders", "fetches_under_way", "staged")}
 
 
 class Traces:
-    """All that could be left of an engine: taken while it runs, looked for after its end."""
+    """Everything that could be left of an engine: collected while it runs, checked after its end."""
 
     def __init__(self, served: Served) -> None:
         self.disk = served.disk
@@ -275,21 +275,21 @@ class Traces:
         return [pid for pid, when in self._started.items() if process_state(pid) != "Z" and started(pid) == when]
 
     def holders(self) -> list[int]:
-        """Processes, whichever, that still have this engine's arena or presence filter open or mapped."""
+        """Any processes that still have this engine's arena or presence filter open or mapped."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
         return [pid for pid in pids if memory_files(pid) & self._memory]
 
     def assert_gone(self) -> None:
-        """Every process has ended by itself; no socket, no memory, no temporary is left."""
+        """Check that every process has ended by itself and that no socket, memory or temporary file is left."""
         wait_until(f"{self.running()} have ended", lambda: not self.running())
-        # A process counts as ended once its first thread has; what it held goes with its last one.
+        # A process counts as ended once its first thread has; its resources are freed with its last thread.
         wait_until("no socket and no memory is left", lambda: not self.sockets() and not self.holders())
         assert not list(Path("/dev/shm").glob("lmcache*"))
         assert not temporaries(self.disk)
 
 
 def started(pid: int) -> str:
-    """When the process began, in ticks: identities of processes are used again."""
+    """When the process began, in ticks, since pids are reused."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -297,7 +297,7 @@ def started(pid: int) -> str:
 
 
 def memory_files(pid: int) -> set[int]:
-    """Inodes of the memory files of ours that a process has open or mapped."""
+    """Inodes of our memory files that a process has open or mapped."""
     found = set()
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():

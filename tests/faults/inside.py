@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a test has the engine's own process do, by `Call("tests.faults.inside:<name>", {...})`."""
+"""Functions that a test runs in the engine's own process, by `Call("tests.faults.inside:<name>", {...})`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def reveal(engine: Engine, first: int, last: int, max_tokens: int, folder: str) -> list[list[Any]]:
     """For pictures `first` to `last`: seed, identifier and output; the encoder's output goes to <identifier>.npy.
 
-    One process and no connector: this is what the model does by itself.
+    With one process and no connector, these are the model's own results.
     """
     import numpy as np
 
@@ -32,7 +32,7 @@ def reveal(engine: Engine, first: int, last: int, max_tokens: int, folder: str) 
 
 
 def abort_after_first_token(engine: Engine, seed: int) -> int:
-    """Ask for a long answer about a picture and abort it once the first token is there. Returns how many were."""
+    """Ask for a long answer about a picture and abort it at the first token. Returns the number of tokens so far."""
     from benchmarks.testbed.engine_env import greedy
 
     assert engine.wording is not None
@@ -46,7 +46,7 @@ def abort_after_first_token(engine: Engine, seed: int) -> int:
 
 
 def metadata_only(engine: Engine, identifier: str) -> list[Any]:
-    """A request that carries placeholder metadata and an identifier: its finish reason and number of tokens."""
+    """A request with placeholder metadata and an identifier. Returns its finish reason and number of tokens."""
     import torch
 
     from benchmarks.testbed.engine_env import greedy

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are not what their names say, and loads that fail: encoded again, right, and made good."""
+"""Files that do not match their names, and loads that fail: pictures are encoded again, and entries repaired."""
 
 from collections.abc import Iterator
 from pathlib import Path

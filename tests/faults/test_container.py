@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose process is PID 1, as in most containers: its end is the end of all."""
+"""An engine whose process is PID 1, as in most containers: its end kills all other processes."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def store_pids(engine: EngineProcess, state: str = "") -> Iterator[int]:
 
 
 def entries_in(server: RedisServer) -> int:
-    """The name of what the store holds is a key, too."""
+    """Count the entries only: the name of the store's content is a key, too."""
     return len(server.client().keys("*.safetensors"))
 
 

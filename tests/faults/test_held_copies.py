@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies, seals and writes that are held while their places are wanted again: every file holds its own picture."""
+"""Copies, seals and writes that are held while their places are needed again: every file holds its own picture."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks.testbed.engine_runner import Call, Forget
 from tests.faults.harness import NAMESPACE, Served, Truth
 
 ROOM = 4
-"""Entries that fit the arena."""
+"""Entries that fit into the arena."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     engine="alive",
 )
 def test_a_place_is_not_reused_while_its_copy_is_held_even_if_the_request_is_aborted(served: Served) -> None:
-    """The store process is stopped as well: it sees a place only after everybody who believes to own it has copied."""
+    """The store process is stopped, too: it sees a place only after all holders of that place have copied."""
     before = served.settle()
     with stopped(served.store_pid()):
         with served.copies_held():
@@ -74,7 +74,7 @@ def test_an_arena_full_of_unsealed_entries_costs_no_more_than_saves(served: Serv
     engine="alive",
 )
 def test_a_disk_that_hangs_while_the_arena_turns_over_gets_each_entry_s_own_bytes(truth: Truth, tmp_path: Path) -> None:
-    """Entries beyond the budget for unwritten ones are evicted: no write may still be pending from their places."""
+    """Entries beyond the budget of unwritten ones are evicted: no write may still be pending from their places."""
     obstacle = tmp_path / "disk" / NAMESPACE / ".tmp" / "stuck"
     pictures = range(1, 1 + 6 * ROOM)
     with Served(truth, tmp_path, arena_entries=ROOM, store_timeout_s=600) as served:

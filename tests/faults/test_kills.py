@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deaths of an engine's processes right after a save was handed over: the entry is on disk, and nothing else is left.
+"""Deaths of an engine's processes right after a save was handed over: the entry reaches the disk; nothing else is left.
 
-The store process is held from before the request until after the deaths, so that the whole write comes afterwards.
+The store process is held from before the request until after the deaths, so that the whole write happens afterwards.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.faults.harness import NAMESPACE, Served, Traces, Truth, wait_until
 
 @pytest.fixture(scope="module")
 def served(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """An engine in vLLM's default layout. The last test that uses it kills a part of it."""
+    """An engine in vLLM's default layout. The last test to use it kills part of it."""
     folder = tmp_path_factory.mktemp("parts")
     with Served(truth, folder, Layout.MULTI_PROCESS, arena_entries=4, store_timeout_s=600) as served:
         yield served.ready()
@@ -48,7 +48,7 @@ def test_places_are_not_reused_while_their_copies_are_held_in_another_process(se
 
 
 def dies_and_leaves_its_entry(served: Served, title: str, seed: int) -> None:
-    """vLLM ends the others, although the store process is held. The front end stays until it is closed."""
+    """vLLM ends the other processes, although the store process is held. The front end stays until it is closed."""
     traces = Traces(served)
     others = {name: pid for name, pid in served.engine.processes().items() if name.startswith("VLLM::")}
     [victim] = [pid for name, pid in others.items() if name.startswith(title)]
@@ -115,7 +115,7 @@ def test_all_are_killed_at_once_then_with_the_store_process_too(truth: Truth, tm
 
 
 def half_written(truth: Truth, disk: Path) -> None:
-    """What a store process leaves that is killed while it writes: no entry by its name, and the next one removes it."""
+    """Leave a file as from a store process killed in mid-write: its name is no entry's, and the next one removes it."""
     whole = truth.path(disk, 1).read_bytes()
     workshop = disk / NAMESPACE / ".tmp"
     workshop.mkdir(exist_ok=True)
@@ -132,7 +132,7 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
     """A terminal sends SIGINT to its whole foreground process group."""
 
     def heed() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests were started with
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # whatever the tests inherited
 
     in_a_group_of_its_own = partial(new_interpreter, process_group=0, preexec_fn=heed)
     with Served(truth, tmp_path, Layout.MULTI_PROCESS, begin=in_a_group_of_its_own) as served:
@@ -155,7 +155,7 @@ def test_ctrl_c_reaches_all_but_the_store_process(truth: Truth, tmp_path: Path) 
     engine="alive",
 )
 def test_one_of_two_ranks_fails_to_load_and_an_orderly_end_writes_all(truth: Truth, tmp_path: Path) -> None:
-    """Then both ranks encode: otherwise the encoder's collectives would hang."""
+    """Both ranks then have to encode: otherwise the encoder's collectives would hang."""
     disk = tmp_path / "disk"
     truth.store(disk, [1, 2])
     with Served(truth, tmp_path, Layout.TP2) as served:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that carries only metadata and names nothing stored: it fails alone, whatever the store process does."""
+"""A request with only metadata that names no stored item: it fails alone, whatever the store process does."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store process held, killed, or at odds with its disk, under an engine that goes on: no loss, no mix-up."""
+"""The store process held, killed, or failing on its disk, while the engine runs on: no loss, no mix-up."""
 
 import os
 import resource
@@ -18,7 +18,7 @@ KNOWN = range(1, 7)
 """Pictures that an earlier engine left on disk."""
 
 MANY = range(11, 61)
-"""Fifty new ones."""
+"""Fifty new pictures."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_a_stopped_store_process_costs_a_bounded_wait_and_all_works_again_once_i
         assert served.ask(first) == {first}  # asked for, waited for, encoded
         assert served.ask(others[0]) == {others[0]}
         assert served.ask(first, others[0]) == {first, others[0]}
-        assert served.status() is None  # whoever asks gives up, which the store process finds out when it goes on
+        assert served.status() is None  # the asker gives up, which the store process finds out later
     served.settle()
     assert served.ask(*others[1:]) == set()
     assert served.ask(first, others[0]) == set()
@@ -75,7 +75,7 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(served: Served)
 
 @contextmanager
 def full(store: int) -> Iterator[None]:
-    """A file system without room: files of the process `store` may grow to half an entry, no further."""
+    """A full file system: files of the process `store` may only grow to half an entry."""
     limits = resource.prlimit(store, resource.RLIMIT_FSIZE)
     resource.prlimit(store, resource.RLIMIT_FSIZE, (8192, limits[1]))
     try:
@@ -131,7 +131,7 @@ def test_a_disk_that_fills_up_or_disappears_costs_only_the_writes(served: Served
 def test_a_store_process_killed_or_left_stopped_is_replaced_and_pending_entries_are_written(
     truth: Truth, tmp_path: Path
 ) -> None:
-    """Nothing is encoded twice because of it: what was not sealed is copied again, from vLLM's own cache."""
+    """Nothing is encoded twice because of it: unsealed entries are copied again, from vLLM's own cache."""
     with Served(truth, tmp_path, store_timeout_s=2) as served:
         with stuck(served.disk / NAMESPACE / ".tmp" / "stuck"):
             assert served.ask(1) == {1}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make fuzz`: the tests of the parsers with thousands of examples each, round after round, until the time is over."""
+"""`make fuzz`: the parsers' tests with thousands of examples each, round after round, until the time is up."""
 
 import argparse
 import subprocess

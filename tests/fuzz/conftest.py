@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make fuzz` runs these tests with this profile, again and again."""
+"""`make fuzz` runs these tests with this profile, repeatedly."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a remote's server answers, given anything: an answer of the tier or an error, in bounded time and memory, and
+"""Arbitrary answers from a remote's server: the tier gives an answer or an error, in bounded time and memory, and
 nothing is written past a buffer."""
 
 import json
@@ -31,7 +31,7 @@ ABSENT = struct.pack("9i", 400, 0, 1, 0, 0, 0, 0, 0, 0)
 NUMBERS = st.integers(0, 12) | st.sampled_from([200, 400, -1, 40, 41, 1 << 22, (1 << 31) - 1, -(1 << 31)])
 IDENTIFIERS = (f"picture {number}" for number in count())
 FEWER = settings(deadline=None, max_examples=settings().max_examples // 2)
-"""Each of these asks a server."""
+"""For tests that ask a server for each example."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +46,7 @@ def _settings_of_this_machine_are_not_used() -> Iterator[None]:
 
 
 def read(tier: LMCacheRemoteTier | S3Tier, length: int) -> None:
-    """Every way in which an answer is read."""
+    """Read answers in every way."""
     key = EncoderCacheKey("ns", next(IDENTIFIERS))
     guarded = bytearray(b"\xa5" * (length + 16))
     with suppress(TierError):
@@ -62,7 +62,7 @@ def read(tier: LMCacheRemoteTier | S3Tier, length: int) -> None:
 
 
 class Scripted:
-    """Answers each request with `answer` and ends the connection; while that is None, that nothing is there."""
+    """Answers each request with `answer` and closes the connection; if that is None, it reports a miss."""
 
     def __init__(self) -> None:
         self.answer: bytes | None = None
@@ -101,7 +101,7 @@ def scripted() -> Iterator[tuple[Scripted, LMCacheRemoteTier]]:
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Of what a connector asks memory for."""
+    """Check that a connector allocates a bounded amount of memory."""
     asked: list[int] = []
     made = lmcache_connection._memory_object
 
@@ -168,7 +168,7 @@ def folder_tier() -> Iterator[tuple[Path, LMCacheRemoteTier]]:
 
 
 class Bucket(ThreadingHTTPServer):
-    """Answers any request but that of the start with `body` and `headers`, as long as the former is in truth."""
+    """Answers every request with `status`, `body` and `headers`; by default, that there is no such key."""
 
     daemon_threads = True
 

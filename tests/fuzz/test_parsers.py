@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of what comes from outside, given anything: no crash, no wait, memory bounded, no write past a buffer."""
+"""Parsers of external input, given anything: no crash, no wait, bounded memory, no write past a buffer."""
 
 import json
 import os
@@ -39,7 +39,7 @@ JSON = st.recursive(
 
 @contextmanager
 def at_most(length: int) -> Iterator[None]:
-    """Of memory, beyond what was there before."""
+    """Check that the block allocates at most this much memory."""
     tracemalloc.start()
     try:
         yield
@@ -74,7 +74,7 @@ PLACES: list[Callable[[dict[str, Any]], tuple[dict[str, Any], str]]] = [
 def test_an_entry_with_anything_in_a_field_of_its_header_is_verified_or_refused_and_not_changed(
     place: Callable[[dict[str, Any]], tuple[dict[str, Any], str]], value: object, extra: int, tail: bytes
 ) -> None:
-    """Its digest is right, as a forger would make sure."""
+    """Its digest is right, as a forger would make it."""
     header = json.loads(json.dumps(HEADER))
     fields, name = place(header)
     fields[name] = value
@@ -119,7 +119,7 @@ def test_a_name_in_a_listing_is_parsed_only_if_an_entry_can_have_it(name: str) -
 
 
 class Line(Scattering):
-    """A socket on which these bytes arrive, in pieces, before it ends."""
+    """A socket on which these bytes arrive in pieces before it closes."""
 
     def __init__(self, data: bytes, piece: int) -> None:
         self._left, self._piece = data, piece
@@ -175,7 +175,7 @@ def test_whatever_a_server_sends_becomes_a_reply_or_an_error_and_nothing_is_writ
 
 
 def test_many_values_that_are_each_small_enough_can_be_too_much_together() -> None:
-    """A page of a listing has a maximum length: an endless one is refused."""
+    """A page of a listing has a maximum length: longer ones are refused."""
     value = b"$1000000\r\n" + bytes(1_000_000) + b"\r\n"
     parser = PayloadParser(1)
     parser.on_connect(Line(b"*200\r\n" + value * 30, 1 << 20))
@@ -198,7 +198,7 @@ def test_whatever_parameters_a_client_sends_only_text_is_taken_from_them(params:
 @given(st.binary(max_size=60) | st.lists(st.integers(0, (1 << 64) - 1), min_size=5, max_size=5))
 @settings(deadline=None)
 def test_whatever_the_account_holds_entries_are_written_and_a_survey_corrects_it(state: bytes | list[int]) -> None:
-    """Also with the right checksum, as a malicious neighbour would write it."""
+    """Even with the right checksum, as a malicious neighbour would write it."""
     import zlib
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A busy machine is no slow store process: these tests ask for what must come, not for how fast."""
+"""Patience for a busy machine, which is not a slow store process: these tests check results, not speed."""
 
 import pytest
 

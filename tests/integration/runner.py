@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V1 model runner, as far as its encoder cache goes: around a real connector, without a model."""
+"""The encoder cache part of vLLM's V1 model runner, around a real connector, without a model."""
 
 import functools
 import zlib
@@ -18,19 +18,19 @@ from lmcache_ec.adapters.vllm.topology import engine_name
 
 
 class EngineDied(Exception):
-    """What would have ended the engine, or made a request read another item's bytes."""
+    """A failure that would have ended a real engine, or made a request read another item's bytes."""
 
 
 @functools.cache
 def encoded(identifier: str, rows: int) -> torch.Tensor:
-    """What the encoder makes of an item: [rows, 8] in BF16, always the same, and another for each name and length."""
+    """The encoder's output for an item: [rows, 8] in BF16, always the same, and different for each name and length."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{identifier} {rows}".encode()))
     return torch.randn(rows, WIDTH, generator=generator).bfloat16()
 
 
 @dataclass
 class Prompt:
-    """What the runner keeps of a request until it learns that it has ended."""
+    """What the runner keeps about a request until it learns that the request has ended."""
 
     features: list[MultiModalFeatureSpec]
     computed: int
@@ -40,21 +40,21 @@ class Prompt:
 class V1Runner:
     """One rank: frees, loads, encodes, saves and gathers, in the order of vllm/v1/worker/gpu_model_runner.py.
 
-    It runs in the test's thread, and sees of the scheduler what a worker process would: a pickled copy of its output.
+    It runs in the test's thread, and gets what a worker process gets from the scheduler: a pickled copy of its output.
     """
 
     connector: ECLMCacheConnector
     cache: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: torch.nn.Linear = field(default_factory=lambda: torch.nn.Linear(1, 1, bias=False))
-    """The encoder's: one factor of its outputs, a power of two."""
+    """The encoder's weights: one factor of its outputs, a power of two."""
     encodes: int = 0
     loads: int = 0
     _prompts: dict[str, Prompt] = field(default_factory=dict)
-    _made_by: dict[str, float] = field(default_factory=dict)  # of what is in the cache: the factor
+    _made_by: dict[str, float] = field(default_factory=dict)  # the factor for each item in the cache
 
     @classmethod
     def of(cls, config: Any) -> "V1Runner":
-        ours.watched.add(engine_name(config))  # as if an executor had been made
+        ours.watched.add(engine_name(config))  # as if an executor had been created
         runner = cls(ECLMCacheConnector(config, ECConnectorRole.WORKER))
         runner.connector.start_worker_services()
         runner.weights.weight.data.fill_(1.0)
@@ -66,12 +66,12 @@ class V1Runner:
         return float(self.weights.weight)
 
     def change_weights(self, factor: float) -> None:
-        """By a call to the worker, that vLLM waits for."""
+        """By a call to the worker that vLLM waits for."""
         with self.connector.weights_may_change("update_weights", None, lambda: self.weights):
             self.weights.weight.data.fill_(factor)
 
     def run(self, output: SchedulerOutput) -> None:
-        """A step. Raises EngineDied where a real runner would raise, or would gather what is not the item."""
+        """A step. Raises EngineDied where a real runner would raise, or would gather wrong data for an item."""
         output = sent(output)
         self._update(output)
         if not output.total_num_scheduled_tokens:
@@ -114,7 +114,7 @@ class V1Runner:
                 self.connector.save_caches(self.cache, feature.identifier)
 
     def _gather(self, output: SchedulerOutput) -> None:
-        """Every item that this step's tokens reach into has to be there, and to be what its encoder makes of it."""
+        """Every item that this step's tokens overlap has to be there, and to equal its encoder's output."""
         for name, tokens in output.num_scheduled_tokens.items():
             prompt = self._prompts[name]
             for index, feature in enumerate(prompt.features):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores as they are in the field: full, read only, throttled, demoted. What can be read goes on being read.
+"""Stores as they occur in practice: full, read only, throttled, demoted. Readable entries are still read.
 
-One new and one stored picture in turn, without a disk; counted are the hits of stored ones.
+New and stored pictures alternate, without a disk; the hits of stored ones are counted.
 """
 
 import itertools
@@ -41,7 +41,7 @@ def front(s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Front]:
 
 @pytest.fixture
 def bucket(s3: Seaweed, front: S3Front) -> str:
-    """The URL of a prefix that holds what is stored, through the front."""
+    """The URL, through the front end, of a prefix that holds the stored pictures."""
     prefix = uuid.uuid4().hex
 
     def held() -> int:
@@ -64,7 +64,7 @@ def fill(url: str, held: Callable[[], int]) -> None:
 
 
 def in_turn(bench: Bench, stored: list[str] = STORED, prefix: str = "new") -> int:
-    """Hits of stored pictures, each asked for after a new one was written, or was not."""
+    """Hits of stored pictures, each asked for after an attempt to write a new one."""
     hits = 0
     for number, identifier in enumerate(stored):
         bench.encode([f"{prefix}-{number}"])
@@ -115,7 +115,7 @@ def test_a_full_store_is_read_and_written_again_when_it_has_room(
 
 
 def written(bench: Bench) -> bool:
-    """Whether the remote has taken something by now; each call is a pass of the scheduler."""
+    """Whether the remote has accepted a write by now; each call is a pass of the scheduler."""
     bench.encode([f"later-{uuid.uuid4().hex}"])
     bench.settle()
     return bool(bench.status()["store"].get("redis_writes") or bench.status()["store"].get("s3_writes"))
@@ -125,7 +125,7 @@ def written(bench: Bench) -> bool:
     "one write in ten is refused", "Valkey", "no hit is lost; written later", recovery="what was refused is made up for"
 )
 def test_one_refused_write_in_ten_costs_no_hit_and_is_done_later(redis: RedisServer) -> None:
-    """For a moment each: the store is full, and has room again."""
+    """Each time the store is full for a moment, and then has room again."""
     with Bench(None, remotes=[redis.url], **KEYS) as bench:
         bench.serving()
         hits = 0
@@ -246,7 +246,7 @@ def test_a_store_without_conditional_writes_is_written_without_them(
 
 @pytest.mark.fault("one response in ten is an error", "S3", "nothing is lost beyond the failed requests")
 def test_no_more_answers_are_lost_than_fail(bucket: str, front: S3Front) -> None:
-    """One in ten, of each kind of request, again and again: obstore tries three times, so it is three in a row."""
+    """One request in ten fails, of every kind: obstore tries three times, so only three failures in a row count."""
     turns = itertools.count()
 
     def one_in_ten(request: Request) -> tuple[int, str] | None:
@@ -296,7 +296,7 @@ def test_an_ailing_bucket_does_not_stop_the_start_and_is_used_once_it_is_well(
     "still loading its data set at startup", "Valkey", "the engine starts without it", recovery="it is used"
 )
 def test_a_server_that_is_loading_its_data_does_not_stop_the_start(tmp_path: Path) -> None:
-    """Loading takes long enough to be noticed: a third of a second for each key."""
+    """Loading takes long enough to be noticed: a third of a second per key."""
     with redis_server(tmp_path / "redis", "--enable-debug-command", "local") as server:
         fill(server.url, lambda: stored_in(server))
         server.client().save()

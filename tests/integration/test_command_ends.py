@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `lmcache-ec` ends when it is interrupted, or its output is closed: quietly."""
+"""`lmcache-ec` ends quietly when it is interrupted or its output is closed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-# A shell's background jobs, and what they start, ignore Ctrl-C.
+# A shell's background jobs and their children ignore Ctrl-C.
 HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 FIRST = """
 import os, signal
@@ -27,12 +27,12 @@ COMMAND = [
     "-c",
     f"{HANDLED}; from lmcache_ec.cli import main{FIRST}signal.signal = first_moment; main()",
 ]
-"""It prints a line once it handles the signal, which is the first thing that it does."""
+"""It prints a line once it handles the signal, which it does first of all."""
 
 
 @pytest.mark.parametrize("after_s", [0.005, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3])
 def test_ctrl_c_ends_a_command_quietly_from_its_first_moment_on(after_s: float) -> None:
-    """Also while modules are loaded. A shell shows status 130 either way."""
+    """Even while modules are loaded. A shell shows status 130 either way."""
     with subprocess.Popen([*COMMAND, "top", "--interval", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as top:
         assert top.stderr is not None
         assert top.stderr.readline() == b"begun\n"
@@ -78,7 +78,7 @@ def test_a_command_whose_reader_has_closed_the_pipe_ends_quietly(
 
 
 def test_a_command_imports_only_what_it_needs() -> None:
-    """A monitor asks for the status again and again: importing what all commands need would take longer than that."""
+    """A monitor polls the status: importing the modules of all commands would take longer than the command itself."""
     code = """
 import sys
 from lmcache_ec.cli.commands import app

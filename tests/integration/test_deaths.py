@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's processes killed, or never all there: what was handed over lands, and nothing else is left."""
+"""The engine's processes killed, or never complete: entries handed over are stored, and nothing else is left."""
 
 import mmap
 import os
@@ -41,7 +41,7 @@ DRAIN_S = 20.0
 
 
 class Engine:
-    """A scheduler side and a rank, each in a process of its own that can be killed."""
+    """A scheduler side and a rank, each in its own process that can be killed."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(uuid.uuid4())
@@ -57,7 +57,7 @@ class Engine:
         self.rank.call("run", step, report=False)
 
     def kill(self, *victims: str) -> None:
-        """All at once, as far as one process can."""
+        """SIGKILL all at once, as far as one process can."""
         pids = {"scheduler": self.scheduler.process.pid, "rank": self.rank.process.pid, "store": self.store}
         for victim in victims:
             os.kill(pids[victim] or 0, signal.SIGKILL)
@@ -67,7 +67,7 @@ class Engine:
         self.rank.kill()
 
     def nothing_left(self) -> bool:
-        """Whether the host shows nothing of it: no process, no memory, no socket."""
+        """Whether the host shows no trace of it: no process, memory or socket."""
         processes = process_state(self.store) != "Z" or store_processes(self.arena)
         address = rank_address(self.name, 0)[1:]
         return not processes and not abstract_sockets(address, f"status-{self.store}-")
@@ -114,7 +114,7 @@ def test_an_entry_handed_over_right_before_a_kill_is_written_and_nothing_is_left
 def test_entries_handed_over_before_the_store_process_has_read_anything_survive_a_kill(
     engine: Engine, tmp_path: Path
 ) -> None:
-    """The links hold all that was handed over, and answers that nobody has read."""
+    """The links hold everything that was handed over, and unread answers."""
     engine.copied(IMAGES[:5])
     wait_until("it has answered", lambda: all(path_of(tmp_path, name).exists() for name in IMAGES[:5]))
     with stopped(engine.store):
@@ -133,7 +133,7 @@ def test_entries_handed_over_before_the_store_process_has_read_anything_survive_
     recovery="the store process has ended",
 )
 def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_for(tmp_path: Path) -> None:
-    """Played over the bare links: a `Rank` would close them as soon as it notices."""
+    """Simulated over the bare links: a `Rank` would close them as soon as it notices."""
     name = str(uuid.uuid4())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as address:
         address.bind(rank_address(name, 0))
@@ -164,7 +164,7 @@ def test_a_rank_that_hands_over_after_the_scheduler_side_was_killed_is_waited_fo
 
 
 def link_messages(link: Link, *kinds: type[Message]) -> list[tuple[type[Message], int]]:
-    """Wait for one message of each kind, in this order: its kind and its descriptor."""
+    """Wait for one message of each kind, in this order. Returns kinds and descriptors."""
     found: list[tuple[type[Message], int]] = []
 
     def all_came() -> bool:
@@ -195,7 +195,7 @@ def test_processes_that_are_all_killed_together_leave_nothing_behind_and_serve_n
         try:
             return any(path.stat().st_size > MIB for path in temporaries(tmp_path))
         except FileNotFoundError:
-            return False  # one of the small ones has just got its name
+            return False  # a small one has just been renamed
 
     wait_until("a file is half written", half_written)
     engine.kill("store", "scheduler", "rank")
@@ -227,7 +227,7 @@ def test_a_disk_that_hangs_keeps_the_store_process_no_longer_than_the_drain(tmp_
         assert not stored(tmp_path)
 
 
-# ---- ranks that are not there
+# ---- missing ranks
 
 
 def nothing_is_promised(bench: Scheduler) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arena whose memory a device registers: what is registered when, who makes its pages, and how it is given back.
+"""An arena whose memory a device registers: what is registered when, what allocates its pages, and how it is released.
 
-Real scheduler side, store process and workers; in the place of `torch.cuda` is what keeps its rules (`tests.cuda`).
+Real scheduler side, store process and workers; `torch.cuda` is replaced by a stand-in with its rules (`tests.cuda`).
 """
 
 import logging
@@ -50,12 +50,12 @@ def store(rig: Rig, card: Card, *names: str) -> None:
 
 
 def grown(rig: Rig) -> None:
-    """Until nothing is being registered."""
+    """Wait until nothing is being registered."""
     rig.until("the arena has grown", lambda: rig.cache._ranks.growth._segment is None)
 
 
 def served(rig: Rig, *names: str) -> bool:
-    """Whether a step that loads them gets what was stored."""
+    """Whether a step that loads them gets the stored bytes."""
     rig.rank.cache.clear()
     rig.load(names)
     return not any(difference(rig.rank.loaded(name), name, SPEC) for name in names)
@@ -177,7 +177,7 @@ def test_a_refusal_later_on_ends_the_growth_and_keeps_what_is_there(
     assert "rank 0 can use no more of LocalCPU" in line
 
 
-# ---- how it is given back
+# ---- how it is released
 
 
 def test_a_worker_that_ends_unregisters_before_it_unmaps(cuda: Cuda, card: Card) -> None:
@@ -191,7 +191,7 @@ def test_a_worker_that_ends_unregisters_before_it_unmaps(cuda: Cuda, card: Card)
 def test_a_worker_that_serves_on_loads_what_was_promised_and_then_gives_everything_back(
     cuda: Cuda, card: Card, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The addresses can be reused by whoever maps memory next."""
+    """The next mapping can reuse the addresses."""
     passed_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
     monkeypatch.setattr(lmcache_ec.rank, "time", clock)

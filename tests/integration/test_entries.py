@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was encoded once is found again: in the arena, in the folder, by a new engine and by a neighbour."""
+"""Items encoded once are found again: in the arena, in the folder, by a new engine and by a neighbour."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ IMAGES = names("image", 8)
 
 
 def kept(folder: Path, identifiers: list[str]) -> None:
-    """An engine that encoded, stored and went."""
+    """An engine that encodes, stores and ends."""
     with Bench(folder) as bench:
         bench.encode(identifiers)
         bench.settle()
@@ -70,7 +70,7 @@ def test_an_entry_of_unknown_length_is_fetched_and_one_that_is_nowhere_is_a_miss
     kept(tmp_path, IMAGES[:2])
     with Bench(tmp_path) as bench:
         assert bench.fetch(IMAGES[0], size=0)
-        assert bench.fetch(IMAGES[1], size=length(IMAGES[1], 5))  # a wrong guess is no miss
+        assert bench.fetch(IMAGES[1], size=length(IMAGES[1], 5))  # a wrong guess is not a miss
         assert bench.read(IMAGES[:2]) == {identifier: payload(identifier) for identifier in IMAGES[:2]}
         assert not bench.fetch(IMAGES[2], size=0)
         bench.settle()
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_a_miss_and_the_next_save_replaces_it(
 def test_an_entry_too_large_for_this_arena_is_left_for_engines_with_larger_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A neighbour with a larger arena and longer prompts has stored it, and it is valid under its name."""
+    """A neighbour with a larger arena and longer prompts has stored it; it is valid under its name."""
     rows = MIB // 128
     with Bench(tmp_path) as bench:
         bench.encode(["long"], rows)
@@ -166,7 +166,7 @@ def test_a_file_longer_than_any_entry_here_keeps_its_name_and_nobody_waits_for_i
 
 @pytest.mark.parametrize("how", VERSIONS)
 def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(tmp_path: Path, how: str) -> None:
-    """While an update rolls out, engines of both versions use one folder."""
+    """During a rolling update, engines of both versions use one folder."""
     kept(tmp_path, IMAGES[:2])
     path = path_of(tmp_path, IMAGES[0])
     other = of_another_version(path.read_bytes(), how)
@@ -190,7 +190,7 @@ def test_a_file_of_another_version_is_a_miss_and_is_left_as_it_is(tmp_path: Path
 
 
 def questions(bench: Bench) -> dict[str, int]:
-    """What the tiers were asked, but for the looks whether one was emptied, which come with time."""
+    """Counts of requests to the tiers, except the periodic checks whether one was emptied."""
     return {name: count for name, count in bench.status()["store"].items() if not name.endswith("_looks")}
 
 
@@ -275,7 +275,7 @@ def test_entries_of_another_namespace_are_not_found(tmp_path: Path) -> None:
     (tmp_path / NAMESPACE).rename(tmp_path / "another-0123456789abcdef")
     with Bench(tmp_path) as bench:
         assert not bench.fetch(IMAGES[0])
-    # ... nor under this one: the entry itself names what it is of.
+    # ... nor under this one: the entry itself names its namespace.
     (tmp_path / "another-0123456789abcdef").rename(tmp_path / NAMESPACE)
     with Bench(tmp_path) as bench:
         assert bench.fetch(IMAGES[0])
@@ -303,7 +303,7 @@ def test_fetches_beyond_the_budget_of_fills_wait_for_their_turn_and_none_is_a_mi
 
 
 def flushed(bench: Bench, step: Step, wait_s: float = DEADLINE_S) -> set[str]:
-    """What a producer's saving rank knows to be durable when its step ends, at most so much later."""
+    """What a producer's saving rank knows to be durable when its step ends, waiting for at most `wait_s`."""
     worker = bench.workers[0]
     outcomes, _ = worker.copy(step)
     handed = {save.place: worker.rank.hand_over(replace(save, flush=True)) for save in step.saves}
@@ -322,7 +322,7 @@ def test_a_producer_knows_what_is_durable_without_a_pass_of_the_scheduler(tmp_pa
 
 
 def test_the_writes_a_producer_waited_for_are_known_to_the_scheduler_side_when_the_step_ends(tmp_path: Path) -> None:
-    """Its answer announces what is stored, and no pass comes in between."""
+    """Its answer announces what is stored, without a pass in between."""
     with Bench(tmp_path) as bench:
         for number in range(50):
             identifier = f"image-{number}"

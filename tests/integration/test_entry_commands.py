@@ -39,7 +39,7 @@ SPEC = entry.TensorSpec(4, 64, "BF16")
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's settings."""
+    """Without any of this machine's settings."""
     for name in list(os.environ):
         if name.startswith(("LMCACHE_", "AWS_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -52,7 +52,7 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 class Stores:
-    """A disk and a Redis of the configuration that the commands read, both empty; with `add_s3` an S3 remote, too."""
+    """An empty disk and an empty Redis, in the configuration that the commands read; `add_s3` adds an S3 remote."""
 
     def __init__(self, folder: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder / "disk"
@@ -81,7 +81,7 @@ def stores(tmp_path: Path, redis: RedisServer, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def three(stores: Stores, s3: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Stores:
-    """With an S3 remote."""
+    """Stores with an S3 remote."""
     stores.add_s3(s3, monkeypatch)
     return stores
 
@@ -137,7 +137,7 @@ def test_each_entry_is_listed_once_with_the_tiers_that_hold_it(three: Stores) ->
         sha("only disk"): (["disk"], "only disk", length),
         sha("only redis"): (["redis"], "only redis", length),
         sha("\x1b[31mred\n"): (["redis"], "\x1b[31mred\n", length),
-        sha("only s3"): (["s3"], None, length),  # a request to S3 for each is made where it is asked for
+        sha("only s3"): (["s3"], None, length),  # S3 is only queried per entry if asked for
     }
     assert report["entries"][-1]["sha256"] == sha("only disk")  # the oldest
     assert {row["identifier"] for row in answered("ls", "ns", "--identifiers")["entries"]} >= {"only s3"}
@@ -283,9 +283,9 @@ def test_verify_checks_each_entry_of_each_tier_and_neither_counts_as_a_use_nor_c
     assert answered("verify", "--tier", "disk")["tiers"]["disk"]["corrupt"] == 0
     assert len(list(three.folder.rglob("*.safetensors"))) == 4 + len(VERSIONS)
     assert three.disk.stored_bytes == sum(file.stat().st_size for file in three.folder.rglob("*.safetensors"))
-    assert run("verify", "--remove", "--tier", "s3").exit_code == 1  # they were found
+    assert run("verify", "--remove", "--tier", "s3").exit_code == 1  # some were found
     assert run("verify", "--tier", "s3").exit_code == 0
-    assert len(list(three.redis.list("ns"))) == 11  # nobody asked for these
+    assert len(list(three.redis.list("ns"))) == 11  # not asked for
 
 
 def test_an_entry_that_an_engine_has_rewritten_since_it_was_read_is_not_removed(
@@ -456,7 +456,7 @@ def test_a_disk_that_is_full_keeps_what_it_has_unless_eviction_is_asked_for(
     own = [f"own {number}" for number in range(3)]
     put(stores.disk, *own)
     for path in stores.folder.rglob("*.safetensors"):
-        os.utime(path, (time.time() - 3600,) * 2)  # Redis reports in whole seconds when an entry was used
+        os.utime(path, (time.time() - 3600,) * 2)  # Redis reports times of use in whole seconds
     put(stores.redis, *(f"picture {number}" for number in range(4)))
     result = run("warm", "--from", "redis", "--threads", "1")
     assert (result.exit_code, "2 copied" in result.stdout) == (0, True)
@@ -524,7 +524,7 @@ def test_clear_asks_first_and_removes_all_that_is_ours_from_a_tier(stores: Store
 
 
 def in_a_process(*arguments: str) -> subprocess.Popen[str]:
-    # A shell's background jobs, and what they start, ignore Ctrl-C.
+    # A shell's background jobs and their children ignore Ctrl-C.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     command = [sys.executable, "-c", f"{heed}; from lmcache_ec.cli import main; main()", *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -535,7 +535,7 @@ def in_a_process(*arguments: str) -> subprocess.Popen[str]:
 def test_a_hundred_thousand_entries_are_warmed_and_verified_through_interruptions(
     stores: Stores, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Progress is shown within a second of the first work, Ctrl-C ends it at once, and the same command continues."""
+    """Progress appears within a second of the first work, Ctrl-C ends it at once, and the same command continues."""
     number = 100_000
     client = stores.server.client(password=CANARY)
     for first in range(0, number, 1000):

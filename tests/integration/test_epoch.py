@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new epoch under running engines: nothing of the one before is found, and nothing is lost of the new one."""
+"""A new epoch for running engines: no entry of the previous one is found, and none of the new one is lost."""
 
 import json
 import os
@@ -21,7 +21,7 @@ IMAGES = names("image", 3)
 
 
 def begin(folder: Path, *arguments: str) -> int:
-    """By the command. Returns the new epoch."""
+    """Begin an epoch by the command. Returns the new epoch."""
     extra = json.dumps({"local_disk": str(folder)})
     done = CliRunner().invoke(app, ["epoch", "--yes", "--json", "--extra", extra, *arguments])
     assert done.exit_code == 0, done.output
@@ -33,7 +33,7 @@ def follows(bench: Bench, epoch: int) -> None:
 
 
 def on_disk(folder: Path) -> dict[str, set[str]]:
-    """Namespace to identifiers; each entry verifies, under its own name alone."""
+    """Namespace -> identifiers; each entry verifies, and only under its own name."""
     found: dict[str, set[str]] = {}
     for path in folder.rglob("*.safetensors"):
         data = path.read_bytes()
@@ -99,7 +99,7 @@ def test_all_engines_of_a_folder_follow_and_go_on_sharing(tmp_path: Path) -> Non
 def test_the_higher_epoch_of_the_folder_and_the_configuration_applies(tmp_path: Path) -> None:
     with Bench(tmp_path, epoch=2) as bench:
         assert bench.cache.namespace == f"{NAMESPACE}-e2"
-        raise_epoch(tmp_path, 1)  # by hand: the command knows the configuration
+        raise_epoch(tmp_path, 1)  # by hand: the command reads the configuration
         bench.encode(IMAGES)
         bench.settle()
     with Bench(tmp_path, epoch=2) as bench:
@@ -159,9 +159,9 @@ def test_garbage_in_the_file_of_a_running_engine_is_one_line_in_the_log_and_the_
         bench.encode(IMAGES)
         bench.settle()
         (tmp_path / "new").write_text("garbage")
-        (tmp_path / "new").rename(file)  # at once: half of it would be reported, too
+        (tmp_path / "new").rename(file)  # atomically: a partial file would be reported, too
         bench.until("that is reported", lines)
-        os.kill(bench.serving(), signal.SIGKILL)  # and the next store process serves all the same
+        os.kill(bench.serving(), signal.SIGKILL)  # the next store process still serves
         bench.serving()
         assert all(map(bench.serves, IMAGES))
         bench.cache.book.forget_all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a real store process publishes, followed over real sockets: by subscribers that die, stop, or come late."""
+"""Events that a real store process publishes over real sockets, with subscribers that die, stop, or join late."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ for _ in sys.stdin:
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    """The kernel takes no long path."""
+    """An endpoint in a short path, since the kernel does not accept long ones."""
     with tempfile.TemporaryDirectory(prefix="ec-") as folder:
         yield f"ipc://{folder}/events"
 
 
 def free_port() -> int:
-    """And that of its snapshots."""
+    """A port that is free, together with the port of its snapshots."""
     while True:
         with socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", 0))
@@ -66,7 +66,7 @@ def live(bench: Bench) -> dict[str, int]:
 
 
 def known(index: WarmIndex, endpoint: str) -> dict[str, int] | None:
-    """What is known of a replica that is followed in step."""
+    """What is known about a replica that is followed in step."""
     followed = index._followed.get(endpoint)
     return dict(followed.mirror.entries) if followed is not None and followed.mirror.in_step else None
 
@@ -77,7 +77,7 @@ def equal(bench: Bench, index: WarmIndex, endpoint: str) -> None:
 
 @contextmanager
 def subscriber(endpoint: str) -> Iterator[subprocess.Popen[str]]:
-    """In a process of its own, following in step."""
+    """A subscriber in its own process, following in step."""
     command = [sys.executable, "-c", SUBSCRIBER, endpoint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -89,7 +89,7 @@ def subscriber(endpoint: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def known_to(process: subprocess.Popen[str]) -> int:
-    """How many entries it knows of."""
+    """How many entries the subscriber knows."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
@@ -102,7 +102,7 @@ def known_to(process: subprocess.Popen[str]) -> int:
 
 @pytest.mark.parametrize("scheme", ["ipc", "tcp"])
 def test_encoded_entries_are_warm_here_and_evicted_ones_are_not(scheme: str, tmp_path: Path, endpoint: str) -> None:
-    """Also for late subscribers, and for an entry that comes from the disk instead of an encode."""
+    """Also for late subscribers, and for an entry that comes from the disk and not from an encode."""
     endpoint = endpoint if scheme == "ipc" else f"tcp://127.0.0.1:{free_port()}"
     with (
         Bench(tmp_path / "disk", events_endpoint=endpoint, arena_bytes=12 * 4096) as bench,
@@ -160,7 +160,7 @@ def test_a_store_process_that_was_killed_is_a_new_session_with_the_same_entries(
 
 
 def test_an_engine_that_was_killed_is_known_to_hold_nothing(tmp_path: Path, endpoint: str) -> None:
-    """Its store process publishes it before it writes what is left, and gives the address back at once."""
+    """Its store process publishes that before it finishes its writes, and releases the address at once."""
     engine = str(uuid.uuid4())
     worker, scheduler = Worker(engine), Remote(Scheduler, tmp_path / "disk", engine, events_endpoint=endpoint)
     try:
@@ -209,7 +209,7 @@ def test_other_weights_clear_what_was_known_and_change_the_namespace(tmp_path: P
 
 
 def test_an_address_in_use_costs_events_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One line in the log says so, and once it is free what is held is published."""
+    """One line is logged, and once the address is free the held entries are published."""
     port = free_port()
     endpoint = f"tcp://127.0.0.1:{port}"
     with (
@@ -275,7 +275,7 @@ def admit(*identifiers: str) -> CpuChanges:
 
 
 def test_a_subscriber_that_missed_more_than_waits_for_it_gets_a_snapshot(publisher: Publisher, endpoint: str) -> None:
-    """It is stopped while far more is published than its queue and the kernel's buffers take."""
+    """It is stopped while far more is published than its queue and the kernel's buffers hold."""
     with WarmIndex([endpoint]) as index, subscriber(endpoint) as stuck:
         with stopped(stuck.pid):
             for number in range(20_000):
@@ -314,11 +314,11 @@ def test_replicas_come_and_go_while_others_are_followed(publisher: Publisher, en
         with pytest.raises(ValueError, match="must be"):
             index.add("nonsense")
     index.close()
-    index.add(endpoint)  # after the end: of no effect
+    index.add(endpoint)  # after the end: no effect
 
 
 def test_a_client_of_vllms_kv_events_reads_a_snapshot_as_it_reads_a_replay(publisher: Publisher, endpoint: str) -> None:
-    """Frames as in vllm/distributed/kv_events.py: from a DEALER an empty one and a number; then batches, up to -1."""
+    """Frames as in vllm/distributed/kv_events.py: a DEALER sends an empty one and a number; then batches, up to -1."""
     publisher.publish(admit("one", "two"))
     with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
         replay.setsockopt(zmq.LINGER, 0)
@@ -342,7 +342,7 @@ def test_events_can_be_selected_by_their_topic(publisher: Publisher, endpoint: s
             each.setsockopt(zmq.LINGER, 0)
             each.subscribe(topic)
             each.connect(endpoint)
-        assert ours.poll(int(DEADLINE_S * 1000))  # a beat, at the latest
+        assert ours.poll(int(DEADLINE_S * 1000))  # a heartbeat, at the latest
         assert ours.recv_multipart()[0] == b"ec"
         assert not other.poll(0)
 

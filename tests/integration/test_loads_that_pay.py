@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real store process over a Redis that answers late, and an encoder that takes its time: what is waited for.
+"""A real store process over a Redis that answers late, and a slow encoder: what requests wait for.
 
-Redis takes at least as long as it is set to, and on a busy machine longer. So where a load is to be the quicker way,
-the encoder, whose time is its own, takes seconds.
+Redis takes at least the configured time, and longer on a busy machine. So where a load has to be faster, the encoder,
+which has its own clock, takes seconds.
 """
 
 import time
@@ -23,7 +23,7 @@ Serve = Callable[..., Served]
 
 @pytest.fixture(scope="module")
 def between(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
-    """In front of a Redis that has STORED. It passes on at once until a test wants it otherwise."""
+    """A relay in front of a Redis that has STORED. It forwards at once unless a test changes that."""
     with redis_server(tmp_path_factory.mktemp("redis")) as redis, relay(redis.port) as between:
         served = Served(None, keys=_keys(between))
         try:
@@ -36,7 +36,7 @@ def between(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Relay]:
 
 @pytest.fixture
 def serve(between: Relay) -> Iterator[Serve]:
-    """Engines with nothing in memory, whose encoder takes `encode_s` an item."""
+    """Engines with nothing in memory, whose encoder takes `encode_s` per item."""
     running: list[Served] = []
 
     def start(tier_s: float, encode_s: float, load_policy: str = "auto") -> Served:
@@ -63,7 +63,7 @@ def _keys(between: Relay) -> dict[str, Any]:
 
 
 def ask(served: Served, *identifiers: str, data: Any = "pixels") -> list[str]:
-    """One request after another, as an idle engine serves them: what became of its item."""
+    """One request after another, as in an idle engine: whether its item was loaded or encoded."""
     became = []
     for identifier in identifiers:
         asking = request(f"asking for {identifier}", identifier, data=data)
@@ -142,7 +142,7 @@ def test_items_without_media_and_announced_items_are_waited_for_however_long_tha
 def test_a_request_waits_as_long_as_an_encode_takes_and_no_longer(
     serve: Serve, between: Relay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a tier that was quick and now hangs: it still has twenty seconds to answer."""
+    """For a tier that was fast and now hangs: it still has twenty seconds to answer."""
     served = serve(0.0, 5.0)
     learn_encodes(served)
     assert ask(served, *STORED[:5]) == ["load"] * 5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine takes of its host, and that it gives everything back."""
+"""The resources that an engine takes from its host, all of which it returns."""
 
 import os
 import subprocess

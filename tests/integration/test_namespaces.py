@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec namespaces` and `lifecycle`: what no engine uses any more is found, and removed, and nothing else."""
+"""`lmcache-ec namespaces` and `lifecycle`: data that no engine uses any more are found and removed, and no others."""
 
 import json
 import os
@@ -33,7 +33,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's settings, and no store process of a neighbour that does not answer."""
+    """Without this machine's settings, and without a neighbour's store process that does not answer."""
     for name in list(os.environ):
         if name.startswith(("LMCACHE_", "AWS_")) or name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
@@ -83,7 +83,7 @@ def age(folder: Path, namespace: str, days: float) -> None:
 
 
 def seen(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """All that a change would show in: names, files, sizes, times of use."""
+    """Everything that would reveal a change: names, files, sizes, times of use."""
     files = {path: path.stat() for path in folder.rglob("*")}
     return {str(path): (status.st_ino, status.st_size, status.st_mtime_ns) for path, status in files.items()}
 
@@ -105,8 +105,8 @@ def test_every_tier_of_the_configuration_is_counted_and_nothing_in_it_changes(
     with closing(open_redis(url)) as tier:
         fill(tier, "new", 4)
     fill(open_s3(bucket), "old", 5)
-    (folder / "old" / ".tmp" / f"9.{'0' * 24}").write_bytes(b"of a dead")  # what the next survey of an engine removes
-    (folder / ".usage").unlink()  # and what it makes
+    (folder / "old" / ".tmp" / f"9.{'0' * 24}").write_bytes(b"of a dead")  # an engine's next survey removes it
+    (folder / ".usage").unlink()  # and creates this
     before = seen(tmp_path)
 
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(folder))
@@ -126,7 +126,7 @@ def test_every_tier_of_the_configuration_is_counted_and_nothing_in_it_changes(
     assert seen(tmp_path) == before
 
     lines = run("namespaces").stdout.splitlines()
-    assert [line.split()[:2] for line in lines[1:5]] == [list(name) for name in counted]  # the oldest of a tier first
+    assert [line.split()[:2] for line in lines[1:5]] == [list(name) for name in counted]  # each tier's oldest first
     assert [line for line in lines if "(written)" in line] == [lines[4]]
 
 
@@ -142,7 +142,7 @@ def test_an_unreachable_tier_is_one_line_and_the_others_are_listed(
     [line] = result.stderr.splitlines()
     assert line.startswith("redis: ")
     assert "nothing listens there" in line
-    # What cannot be asked might know of a use: it is not for the others alone to decide what is unused.
+    # An unreachable store might know of a use: the others alone cannot decide what is unused.
     age(tmp_path / "disk", "old", 40)
     refused = run("namespaces", "--unused-for", "30", "--remove-unused", "--yes")
     assert (refused.exit_code, "redis may know of a later use" in refused.stderr) == (1, True)
@@ -208,7 +208,7 @@ def test_remove_asks_first_and_removes_only_the_named_namespace_from_the_named_t
 
     for answer in ("n\n", ""):
         assert run(*remove, answer=answer).exit_code == 1
-    assert run(*remove, "--json").exit_code == 2  # nobody can be asked
+    assert run(*remove, "--json").exit_code == 2  # it cannot ask for confirmation
     assert entries(found()) == everything
 
     asked = run(*remove, "--tier", "redis", answer="y\n")
@@ -240,11 +240,11 @@ def test_a_namespace_is_unused_if_no_tier_has_seen_it_used_for_that_long(
         remote.remove("dead")
         fill(remote, "elsewhere")
     one = next((tmp_path / "recent").rglob("*.safetensors"))
-    os.utime(one, (time.time() - 400 * DAY_S,) * 2)  # one old entry makes no namespace old
+    os.utime(one, (time.time() - 400 * DAY_S,) * 2)  # one old entry does not make its namespace old
     monkeypatch.setenv("LMCACHE_EC_LOCAL_DISK", str(tmp_path))
     monkeypatch.setenv("LMCACHE_EC_REMOTE_URL", url)
     assert entries(found("--unused-for", "30")) == {("disk", "dead"): 3}
-    redis.client(password=CANARY).config_set("maxmemory-policy", "allkeys-lfu")  # now it knows of no time
+    redis.client(password=CANARY).config_set("maxmemory-policy", "allkeys-lfu")  # now it has no times of use
     try:
         assert entries(found("--unused-for", "30")) == {("disk", "dead"): 3}
         assert "unknown" in run("namespaces").stdout
@@ -257,7 +257,7 @@ def test_a_namespace_is_unused_if_no_tier_has_seen_it_used_for_that_long(
 
 
 def test_nothing_is_removed_without_force_while_a_store_process_of_unknown_namespace_runs(tmp_path: Path) -> None:
-    """Another user's engine, for example. Here it is a socket at which nobody answers."""
+    """Another user's engine, for example. Here it is a socket without an answer."""
     fill(disk(tmp_path), "old")
     remove = ("namespaces", "--extra", json.dumps({"local_disk": str(tmp_path)}), "--remove", "old", "--yes")
     with socket.socket(socket.AF_UNIX) as silent:

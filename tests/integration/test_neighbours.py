@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on one folder: what one stores the other finds long before it lists the folder again, and a miss still asks
-nobody. That it is looked several times a second: `tests/tiers/test_stack.py`."""
+"""Engines on one folder: what one stores the other finds long before it lists the folder again, and a miss still sends
+no request. For the several looks per second see `tests/tiers/test_stack.py`."""
 
 import os
 import random
@@ -23,12 +23,12 @@ def fetches(bench: Bench) -> int:
 
 
 def asks(bench: Bench, identifier: str) -> bool:
-    """Whether it may be on disk, as far as is known by now. Then it is fetched."""
+    """Whether it may be on disk, as far as is known by now. If so, it is fetched."""
     return bench.cache.fetch(identifier, 0, time.monotonic())
 
 
 def finds(bench: Bench, identifier: str) -> None:
-    """What is on disk is asked for, and served."""
+    """Check that an entry on disk is asked for and served."""
     bench.until(f"{identifier} is asked for", partial(asks, bench, identifier))
     bench.until("it has come", lambda: not bench.snapshot()["fetches_under_way"])
     assert bench.serves(identifier)
@@ -53,7 +53,7 @@ def test_a_neighbours_new_entry_is_found_before_the_next_listing_and_a_miss_asks
 
 
 def test_an_entry_that_a_neighbour_stores_while_an_engine_starts_is_found_too(tmp_path: Path) -> None:
-    """Before, during and after the listing, by chance: each entry is either listed or announced as news."""
+    """Before, during or after the listing, at random: each entry is either listed or announced as news."""
     with Bench(tmp_path) as one:
         for number in range(5):
             with Bench(tmp_path) as two:
@@ -71,14 +71,14 @@ def some_of(folder: Path, identifiers: list[str], some: int) -> bool:
 
 
 def test_entries_written_before_a_store_process_was_killed_are_found_before_the_next_listing(tmp_path: Path) -> None:
-    """Killed in the middle of writing. Between an entry's name and its news there is room for one entry, which the
-    next listing finds."""
+    """It is killed in the middle of writing. At most one entry can have its name but no news yet; the next listing
+    finds it."""
     moments, found, unheard, kills, later = random.Random(0), 0, 0, 0, count()
     with Bench(tmp_path) as two, Bench(tmp_path) as third:
         two.scanned()
 
         def all_news_is_read() -> None:
-            """What was sent before is known once something is known that was sent after a look had begun."""
+            """All earlier news is known once news is known that was sent after a look had begun."""
             for _ in range(2):
                 third.encode([marker := f"later-{next(later)}"])
                 third.settle()
@@ -121,7 +121,7 @@ def test_the_news_of_a_neighbour_that_was_stopped_or_has_lost_the_folder_is_read
         finds(two, "after")
 
 
-@pytest.mark.slow  # until the next listing
+@pytest.mark.slow  # it waits for the next listing
 def test_a_deleted_entry_is_no_longer_looked_up_after_the_next_listing(tmp_path: Path) -> None:
     with Bench(tmp_path) as one:
         one.encode(IMAGES)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache_ec.Cache`: the tiers for a program without an engine, and beside engines."""
+"""`lmcache_ec.Cache`: the tiers for a program, with and without engines on the same stores."""
 
 import os
 import re
@@ -59,7 +59,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*.safetensors")}
 
 
-# ---- what goes in comes out
+# ---- what is put can be read
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -122,7 +122,7 @@ def test_an_entry_is_found_as_soon_as_it_was_put(cache: Cache) -> None:
 def test_an_entry_is_written_once_until_it_is_deleted(cache: Cache) -> None:
     assert cache.put("cat", PICTURE).result() == ("disk",)
     assert cache.put("cat", PICTURE).result() == ("disk",)
-    assert cache.put("cat", PICTURE + 1).result() == ("disk",)  # as docs/python.md says: contents are not compared
+    assert cache.put("cat", PICTURE + 1).result() == ("disk",)  # as in docs/python.md: contents are not compared
     assert cache.put("cat", PICTURE[:3]).result() == ()
     assert (got(cache, "cat").numpy() == PICTURE).all()
     assert "cat" in cache
@@ -239,7 +239,7 @@ def _threads(prefix: str) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefix)]
 
 
-# ---- what cannot be
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_the_public_names_are_those_that_are_listed() -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
 def test_the_programs_in_the_documentation_run(page: str, tmp_path: Path) -> None:
-    """Each block in a folder of its own, with the configuration that the page writes, if it does."""
+    """Each block in its own folder, with the configuration from the page, if there is one."""
     text = (ROOT / page).read_text()
     programs = [block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "lmcache_ec" in block]
     assert programs

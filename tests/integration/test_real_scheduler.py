@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own schedulers, both sides of the real connector and a real store process, under random requests.
 
-A seed decides the sizes of all caches, the requests, and when what fails. What the store process has done by then is
-its own affair: a seed that failed once may pass when it is run again, and is worth running a few times.
+A seed determines the sizes of all caches, the requests, and when which part fails. The progress of the store process is
+not deterministic: a seed that failed once may pass the next time, and is worth running several times.
 """
 
 import enum
@@ -47,24 +47,24 @@ PASSES = 600
 PATIENCE_S = 60.0
 BLOCK_TOKENS = 16
 SCARCE_BLOCKS = 16
-"""Room for the longest request, and not for two."""
+"""Room for the longest request, but not for two of them."""
 LARGEST_ROWS = 15
 LONGEST_PROMPT = 160
 TWINS = ("one name", digest("one name"))
-"""Names that clients give to two things of different length; vLLM fails some requests that use them, we others."""
+"""Names that clients give to two items of different length; vLLM fails some requests that use them, we fail others."""
 
 
 class Fault(enum.StrEnum):
-    """What fails in a run."""
+    """The part that fails in a run."""
 
     NOTHING = "nothing"
     KILLS = "kills"
-    """The store process is killed, again and again."""
+    """The store process is killed repeatedly."""
     RANK = "rank"
-    """A hook of the worker's fails: the rank leaves the cache while requests wait with what they have leased."""
+    """A worker hook fails: the rank leaves the cache while requests with leases wait."""
     SCHEDULER = "scheduler"
-    """A hook of the scheduler's fails, anywhere in a pass. There is no item without pixels in these runs: one that was
-    promised in that very pass can only be encoded."""
+    """A scheduler hook fails, anywhere in a pass. These runs have no items without pixels: an item that was promised in
+    the same pass can only be encoded."""
 
 
 HOOKS = {
@@ -86,7 +86,7 @@ HOOKS = {
         "cache.book.report",
     ),
 }
-"""Where a hook fails, from the connector's delegate."""
+"""Where a hook fails, as a path from the connector's delegate."""
 
 
 METADATA_ONLY = {
@@ -95,7 +95,7 @@ METADATA_ONLY = {
     Fault.RANK: (0.5,),
     Fault.SCHEDULER: (0.0,),
 }
-"""The share of items that carry nothing to encode."""
+"""Shares of items with nothing to encode."""
 
 HELD = (
     *(f"places_{state}" for state in ("reserved", "writing", "sealing", "filling", "orphaned")),
@@ -106,10 +106,10 @@ HELD = (
 
 
 class Prompts:
-    """Random requests over a fixed set of items, and what is certain of their ends."""
+    """Random requests over a fixed set of items, and what is certain about their endings."""
 
     def __init__(self, dice: random.Random, metadata_only: float) -> None:
-        """`metadata_only` is the share of items that carry nothing to encode."""
+        """`metadata_only` is the share of items with nothing to encode."""
         self._dice = dice
         self._metadata_only = metadata_only
         init_none_hash(sha256)
@@ -136,7 +136,7 @@ class Prompts:
         return self.request(min(position, LONGEST_PROMPT) + dice.randint(1, 20), features)
 
     def request(self, tokens: int, features: list[MultiModalFeatureSpec]) -> Request:
-        """Half of the requests share the prefix that they can, and so KV blocks."""
+        """Half of the requests share as much prefix, and so KV blocks, as they can."""
         name = f"request {self.asked}"
         self.asked += 1
         if any(feature.data is None or feature.identifier in TWINS for feature in features):
@@ -155,7 +155,7 @@ class Prompts:
 
 @dataclass
 class Wait:
-    """How long a request has waited, at least; `since` the wait that still lasts began. Seconds."""
+    """Minimum time a request has waited, in seconds; `since` is the start of the current wait."""
 
     total_s: float = 0.0
     since: float | None = None
@@ -163,10 +163,10 @@ class Wait:
 
 
 class Waits:
-    """Stands between vLLM's scheduler and `ensure_cache_available`: nobody is put off who has waited long enough.
+    """Wraps `ensure_cache_available`: checks that no request is deferred once it has waited long enough.
 
-    A wait only looks shorter than it was, so that a slow machine fails nobody. A request without pixels for an item is
-    failed in place of being scheduled; vLLM learns of it with a step's output, which may be two passes behind.
+    A wait is only ever underestimated, so that a slow machine fails no test. A request without pixels for an item is
+    failed instead of scheduled; vLLM learns that from a step's output, which may be two passes behind.
     """
 
     def __init__(self, connector: Any, deadline_s: float) -> None:
@@ -203,9 +203,9 @@ class Engine:
         self.endings: dict[str, FinishReason] = {}
         self.resets = self.preemptions = 0
         self.ordered: Counter[str] = Counter()
-        """Encodes and loads that have been sent out with steps."""
+        """Encodes and loads that have been sent with steps."""
         self.handed: list[dict[str, Any]] = []
-        """What vLLM's front ends have got for the metrics."""
+        """What vLLM's front ends have received for the metrics."""
 
         deadline_ms = dice.choice([1, 20, 200])
         config = _configuration(dice, folder, deadline_ms)
@@ -228,7 +228,7 @@ class Engine:
         self.scheduler.add_request(request)
 
     def step(self) -> None:
-        """A pass, its step, and what vLLM makes of the output that is due."""
+        """A pass, its step, and vLLM's processing of the output that is due."""
         self.waits.pass_began = time.monotonic()
         output = self.scheduler.schedule()
         self.preemptions += len(output.preempted_req_ids or ())
@@ -240,7 +240,7 @@ class Engine:
         while len(self._steps) > behind:
             self._take_in(*self._steps.popleft())
         if not output.total_num_scheduled_tokens:
-            time.sleep(0.001)  # as vLLM's EngineCore does, to let others have the core
+            time.sleep(0.001)  # as vLLM's EngineCore does, to yield the core
 
     def _sampled(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """A token for each request that is past its prompt."""
@@ -260,7 +260,7 @@ class Engine:
                     self.endings[answer.request_id] = answer.finish_reason
 
     def until(self, what: str, condition: Callable[[], object]) -> None:
-        """Passes, with a text-only request in each of them that would be empty, until `condition` holds."""
+        """Run passes until `condition` holds, with a text-only request in each that would be empty."""
 
         def met() -> object:
             found = condition()
@@ -273,7 +273,7 @@ class Engine:
         wait_until(what, met, PATIENCE_S, pause_s=0)
 
     def end_all(self) -> None:
-        """Until every request has ended: by itself, or with the deadline of what it waits for."""
+        """Run until every request has ended, by itself or at the deadline of what it waits for."""
 
         def ended() -> bool:
             if self.scheduler.has_requests() or self._steps:
@@ -289,8 +289,8 @@ class Engine:
     # ---- what happens to an engine
 
     def disturb(self) -> None:
-        """Now and then, what clients and operators do."""
-        # Policy `fcfs` alone: under `priority` vLLM 0.32 drops the encodes of a request that it preempts in the step
+        """Now and then, an action of clients or operators."""
+        # Policy `fcfs` only: under `priority` vLLM 0.32 drops the encodes of a request that it preempts in the step
         # that scheduled them, and leaves them in its encoder cache (`Scheduler.schedule`, v1/core/sched/scheduler.py).
         dice, scheduler = self._dice, self.scheduler
         if len(scheduler.requests) < 8 and dice.random() < 0.5:
@@ -311,7 +311,7 @@ class Engine:
             self.side.cache._store.process.kill()
 
     def break_hook(self) -> None:
-        """From the next call or one of the calls after it on, a hook of the connector's raises. Others never do."""
+        """From the next call or a later one on, one hook of the connector raises. Others never do."""
         if self._fault not in HOOKS:
             return
         *owners, name = self._dice.choice(HOOKS[self._fault]).split(".")
@@ -379,7 +379,7 @@ def _no_grammars() -> Any:
 
 @contextmanager
 def life(seed: int, scheduler: type[Scheduler], fault: Fault, folder: Path) -> Iterator[Engine]:
-    """An engine that random requests and `fault` have come over, once all its requests have ended."""
+    """An engine after random requests and `fault`, once all its requests have ended."""
     dice = random.Random(seed)
     engine = Engine(dice, folder, scheduler, fault)
     try:
@@ -429,7 +429,7 @@ def test_the_metrics_that_front_ends_receive_add_up_whatever_is_killed(
         handed: Counter[str] = Counter()
 
         def add_up() -> Counter[str]:
-            """By metric and labels, and by metric alone."""
+            """Sums by metric and labels, and by metric only."""
             while engine.handed:
                 for key, number in engine.handed.pop()["counters"].items():
                     handed[key] += number
@@ -437,7 +437,7 @@ def test_the_metrics_that_front_ends_receive_add_up_whatever_is_killed(
             return handed
 
         def all_of_it() -> dict[str, tuple[int, int]]:
-            """What differs: as handed, as counted."""
+            """The differences: as handed, as counted."""
             counted, own = engine.side.cache.tallies.totals(), engine.side.snapshot()
             truth = {
                 "misses_total": engine.ordered["encodes"],

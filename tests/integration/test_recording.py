@@ -32,13 +32,13 @@ X, Y, Z = digest("x"), digest("y"), digest("z")
 PATIENCE_S = 30.0
 SALT = bytes(16)
 HANDLED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-"""A shell's background jobs, and what they start, ignore Ctrl-C."""
+"""A shell's background jobs and their children ignore Ctrl-C."""
 COMMAND = [sys.executable, "-c", f"{HANDLED}; from lmcache_ec.cli import main; main()", "status", "--record"]
 
 
 @contextmanager
 def recorder(file: Path, served: Served, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, once the engine has heard of it."""
+    """The running command, once the engine is being recorded."""
     command = [*COMMAND, str(file), "--engine", served.name, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -49,7 +49,7 @@ def recorder(file: Path, served: Served, *arguments: str) -> Iterator[subprocess
 
 
 def interrupted(process: subprocess.Popen[str], file: Path, lines: int) -> str:
-    """Ctrl-C, once so many lines are in the file."""
+    """Send Ctrl-C once the file has `lines` lines. Returns the output."""
     written(file, lines)
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=PATIENCE_S)
@@ -191,7 +191,7 @@ def test_without_an_engine_there_is_nothing_to_record(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["problem"].startswith("No engine whose name begins with 'no engine of this name'")
 
 
-# ---- what it costs, and what is lost
+# ---- its cost, and losses
 
 
 def test_while_nobody_records_nothing_is_kept_or_sent(served: Served) -> None:
@@ -256,7 +256,7 @@ def test_the_longest_names_fit_the_link() -> None:
 
 @pytest.fixture
 def listening() -> Iterator[tuple[Recording, Any, list[bool]]]:
-    """A store process's end, what runs its callbacks, and what the scheduler side was sent."""
+    """The store process's end, a function that runs its callbacks, and the messages sent to the scheduler side."""
     sent: list[bool] = []
     selector = selectors.DefaultSelector()
     recording = Recording(selector, lambda record: sent.append(record.on))

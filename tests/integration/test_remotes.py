@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remote tiers under the whole core: warm on another host, in order, and in nobody's way when they are not there."""
+"""Remote tiers under the whole core: warm on another host, asked in order, and harmless when unreachable."""
 
 import asyncio
 import re
@@ -44,13 +44,13 @@ IMAGES = names("image", 6)
 
 @dataclass(frozen=True)
 class Remote:
-    """A store that is there, and how a test looks into it."""
+    """A running store, and how a test inspects it."""
 
     name: str
     url: str
     held: Callable[[], int]
     edit: Callable[[str, Callable[[bytes], bytes]], bytes]
-    """Change an entry's bytes; returns what they are now."""
+    """Change an entry's bytes; returns the new ones."""
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def entries_in(server: RedisServer) -> int:
 
 
 def looks_at(server: RedisServer) -> int:
-    """How often it was looked at whether it was emptied; the last look may be under way."""
+    """How often it was checked for having been emptied; the last check may be under way."""
     counts: dict[str, dict[str, int]] = server.client().info("commandstats")
     return counts.get("cmdstat_dbsize", {"calls": 0})["calls"]
 
@@ -116,7 +116,7 @@ def holds_all(remote: Remote) -> bool:
 
 
 def filled(folder: Path | None, *remotes: Remote) -> None:
-    """A host that encoded, stored and went."""
+    """A host that encodes, stores and ends."""
     with Bench(folder, remotes=[remote.url for remote in remotes]) as bench:
         bench.encode(IMAGES)
         bench.settle()
@@ -145,7 +145,7 @@ def test_a_host_without_a_disk_writes_and_reads_the_remote(remote: Remote) -> No
 
 
 def opened_by_lmcache(bench: Bench) -> None:
-    """Importing LMCache may take longer than the start waits for."""
+    """Wait for LMCache: importing it may take longer than the start waits."""
     bench.scanned_disk()
     bench.until("it is open", lambda: asks(bench, f"new-{time.monotonic()}"), 60.0)
 
@@ -271,8 +271,8 @@ def test_redis_is_asked_while_it_answers_quickly_and_not_waited_for_once_it_is_s
 def test_entries_asked_for_together_cost_redis_one_round_trip_for_each_of_its_threads(
     in_redis: Remote, redis: RedisServer
 ) -> None:
-    """Known lengths are read at once, of unknown ones the length is asked for first. Eight threads do either, and may
-    have to connect for it. Beside them the tier is watched: how it answers, whether it takes writes, was it emptied."""
+    """Entries of known length are read at once; for others the length is asked for first. Eight threads do either, and
+    may have to connect first. Besides, the tier is monitored: latency, writability, whether it was emptied."""
     known, unknown, threads, connecting, watching = names("known", 80), names("unknown", 40), 8, 16, 8
     with Bench(None, remotes=[in_redis.url]) as bench:
         bench.encode([*known, *unknown])
@@ -285,7 +285,7 @@ def test_entries_asked_for_together_cost_redis_one_round_trip_for_each_of_its_th
 
         def turns(lengths: dict[str, int]) -> int:
             before = between.turns
-            with stopped(bench.serving()):  # so that it finds all questions at once
+            with stopped(bench.serving()):  # so that it finds all requests at once
                 assert all(bench.cache.fetch(name, size, time.monotonic()) for name, size in lengths.items())
             bench.until("all is there", lambda: all(bench.live(name) for name in lengths))
             return between.turns - before
@@ -308,7 +308,7 @@ def test_s3_is_not_asked_about_what_its_catalog_lacks(tmp_path: Path, in_s3: Rem
 def test_a_new_replica_hits_from_its_first_request_while_a_large_bucket_is_listed(
     tmp_path: Path, in_s3: Remote, s3: Seaweed
 ) -> None:
-    """A minute and a half, most of it to put 100,000 objects there. Each page of the list takes 0.2 s."""
+    """Takes a minute and a half, mostly for putting 100,000 objects. Each page of the list takes 0.2 s."""
     filled(None, in_s3)
     crowd(s3, in_s3, 100_000)
     with relay(int(s3.endpoint.rpartition(":")[2])) as between:
@@ -326,7 +326,7 @@ def test_a_new_replica_hits_from_its_first_request_while_a_large_bucket_is_liste
 
 
 def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
-    """So many objects of a few bytes, with names of other entries of the namespace."""
+    """Put `count` objects of a few bytes, named like other entries of the namespace."""
     from obstore.store import S3Store
 
     place = urlsplit(remote.url)
@@ -361,7 +361,7 @@ def crowd(s3: Seaweed, remote: Remote, count: int) -> None:
 def test_a_remote_that_dies_is_left_alone_and_costs_nobody_a_wait(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log shows that it went away, and that it is back."""
+    """The log shows that it became unreachable, and that it is back."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         bench.encode(IMAGES[:1])
         bench.settle()
@@ -483,7 +483,7 @@ def test_an_authority_that_the_environment_names_is_trusted_by_doctor_and_engine
 def test_the_list_of_tiers_arrives_before_any_report_about_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reports name tiers by their numbers. A remote that cannot be reached is reported while tiers are opened."""
+    """Reports refer to tiers by number. An unreachable remote is reported while tiers are opened."""
     messages, take = list[str](), EncoderCache._from_store
 
     def noted(cache: EncoderCache, message: object, fds: list[int], now: float) -> None:

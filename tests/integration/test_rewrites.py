@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tier lost and memory still has is written to it again, and nothing that the tier let go of by itself."""
+"""Entries that a tier lost but memory still holds are written to it again, except those that the tier evicted."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ from lmcache_ec.tiers.s3 import open_s3
 
 IMAGES = names("image", 6)
 QUICK = {"catalog_refresh_s": 0.2}
-"""How often S3 is looked at."""
+"""How often S3 is checked."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Store:
-    """One tier's store: how an engine is configured with it, how a test opens it, and how somebody empties it."""
+    """One tier's store: how an engine is configured with it, how a test opens it, how it is emptied from outside."""
 
     name: str
     remotes: list[str]
@@ -88,7 +88,7 @@ def entries_in(server: RedisServer) -> set[bytes]:
 
 
 def filled(bench: Bench, store: Store, *identifiers: str) -> None:
-    """Entries that the tier has taken, by its own account."""
+    """Store entries, until the tier itself lists them."""
     bench.encode(identifiers)
     bench.settle()
     bench.until("all is written", lambda: digests(*identifiers) <= store.held())
@@ -96,7 +96,7 @@ def filled(bench: Bench, store: Store, *identifiers: str) -> None:
 
 
 def looked(bench: Bench, name: str, times: int = 2) -> None:
-    """Until the tier was looked at so often: by then a loss is known, and what is to be written was ordered."""
+    """Wait until the tier was checked `times` more times: by then a loss is known, and the rewrites are ordered."""
     before = bench.status()["store"].get(f"{name}_looks", 0)
     bench.until("it was looked at", lambda: bench.status()["store"].get(f"{name}_looks", 0) >= before + times, 20.0)
     bench.settle()
@@ -104,7 +104,7 @@ def looked(bench: Bench, name: str, times: int = 2) -> None:
 
 @pytest.mark.fault("emptied completely", "any tier", "refilled from memory")
 def test_a_store_that_was_emptied_is_refilled_with_what_memory_holds(store: Store) -> None:
-    """The folder removed, FLUSHALL, the bucket emptied; and once more. The next engine is warm."""
+    """The folder removed, FLUSHALL, the bucket emptied; twice each. The next engine is warm."""
     with store.bench() as bench:
         filled(bench, store, *IMAGES)
         for number in range(2):
@@ -118,7 +118,7 @@ def test_a_store_that_was_emptied_is_refilled_with_what_memory_holds(store: Stor
 
 @pytest.mark.parametrize("store", ["disk", "redis", pytest.param("s3", marks=pytest.mark.slow)], indirect=True)
 def test_entries_that_one_engine_finds_lost_are_written_again_by_every_other_engine_too(store: Store) -> None:
-    """The first engine that looks gives the store its new name; the others see that it has changed."""
+    """The first engine to check gives the store its new name; the others see that it has changed."""
     with store.bench() as one, store.bench() as other:
         filled(one, store, *IMAGES[:3])
         filled(other, store, *IMAGES[3:])
@@ -224,7 +224,7 @@ def test_entries_evicted_by_redis_are_not_written_again(tmp_path: Path, policy: 
 
 
 def test_a_remote_that_was_unreachable_gets_what_it_missed(tmp_path: Path) -> None:
-    """What was encoded or promoted meanwhile, and what it had before and lost with its process."""
+    """Entries encoded or promoted meanwhile, and those that it lost with its process."""
     with (
         redis_server(tmp_path / "near") as near,
         redis_server(tmp_path / "far") as far,
@@ -258,7 +258,7 @@ def test_a_remote_that_is_unreachable_at_the_start_gets_what_it_missed(tmp_path:
 
 
 def test_writes_lost_with_a_store_process_are_done_by_the_next(tmp_path: Path) -> None:
-    """The disk has the entries, and so their writes are over; the uploads died with the process."""
+    """The disk has the entries, so their disk writes are over; the uploads died with the process."""
     with redis_server(tmp_path / "server") as server, Bench(tmp_path / "disk", remotes=[server.url]) as bench:
         pid = bench.serving()
         server.freeze()

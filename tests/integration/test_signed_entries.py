@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def forge(folder: Path, namespace: str, identifier: str, signing: SigningKey | None = None) -> Path:
-    """An entry with another picture's output and a digest that is right, written over whatever is there."""
+    """Write an entry with another picture's output and a right digest, replacing any existing one."""
     key = EncoderCacheKey(namespace, identifier)
     data = memoryview(bytearray(length(identifier)))
     entry.payload(data, identifier)[:] = payload("another picture")
@@ -83,7 +83,7 @@ def test_a_consumer_neither_believes_a_forgery_nor_deletes_it(
 
 
 def test_a_producer_announces_only_what_it_has_verified(folder: Path, key_file: Path) -> None:
-    """It sees only that an entry is there and how long it is: a forger could make all consumers wait in vain."""
+    """Otherwise it only sees an entry's existence and length: a forger could make all consumers wait in vain."""
     namespace = read_key(key_file).namespace(NAMESPACE)
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])
@@ -139,7 +139,7 @@ def test_a_program_signs_and_believes_as_an_engine_does(folder: Path, key_file: 
     with Bench(folder, signing_key_file=key_file) as bench:
         bench.encode(["cat"])
         bench.settle()
-    for name in (NAMESPACE, namespace):  # as it is configured, and as `lmcache-ec namespaces` shows it
+    for name in (NAMESPACE, namespace):  # as configured, and as shown by `lmcache-ec namespaces`
         with Cache(local_disk=str(folder), namespace=name, signing_key_file=str(key_file)) as cache:
             assert cache.namespace == namespace
             assert (found := cache.get("cat")) is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec status` distinguishes engines, shows what each holds, and leaves out none that runs."""
+"""`lmcache-ec status` distinguishes engines, shows what each holds, and omits no running one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lmcache_ec.cli.top import EngineRates, TierRates, look, rates, view
 from lmcache_ec.link import rank_address, status_address
 
 KEYS = {"pid", "engine", "namespace", "incarnation", "scan_complete", "jobs", "store", "book"}
-"""What scripts read."""
+"""Keys that scripts read."""
 
 
 def status(*arguments: str) -> str:
@@ -39,7 +39,7 @@ def status(*arguments: str) -> str:
 
 
 def status_of(bench: Bench) -> dict[str, Any]:
-    """What is reported of this engine, others on this host left aside."""
+    """The report on this engine, ignoring others on this host."""
     [found] = [engine for engine in json.loads(status("--json")) if engine["engine"] == bench.engine]
     assert found.keys() >= KEYS
     return dict(found)
@@ -53,7 +53,7 @@ def silent() -> list[dict[str, Any]]:
 
 
 def lines(output: str, engine: str) -> list[str]:
-    """Those about one engine."""
+    """The lines about one engine."""
     after = output.splitlines()
     begin = next(number for number, line in enumerate(after) if f"engine {engine[:8]}" in line)
     end = next((n for n, line in enumerate(after[begin + 1 :], begin + 1) if line.startswith("engine ")), len(after))
@@ -96,7 +96,7 @@ def test_one_line_shows_what_each_tier_holds_and_has_done_with_its_limit(tmp_pat
         bench.until("the ledger is reported", lambda: bench.status()["book"].get("saves") == 4)
         [disk] = status_of(bench)["tiers"]
         held = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
-        entries = 2 + 4  # listed and not found corrupt; written since
+        entries = 2 + 4  # listed and not corrupt, plus those written since
         assert (disk["name"], disk["entries"], disk["limit_bytes"]) == ("disk", entries, 1 << 29)
         assert (disk["hits"], disk["writes"], disk["errors"]) == (2, 4, 1)
         assert held <= disk["bytes"] <= held + path_of(tmp_path, "kept-0").stat().st_size
@@ -169,7 +169,7 @@ def test_the_activity_of_each_tier_is_shown_as_a_rate_per_second(tmp_path: Path)
         [disk] = found.tiers
         assert (disk.writes, disk.written_bytes, disk.errors) == (2.0, 2 * length("new-0"), 0.0)
         restarted = [{**engine, "pid": 1} for engine in before]
-        assert not rates((at, restarted), after)  # its counts began anew
+        assert not rates((at, restarted), after)  # its counts restarted
 
         [line] = CliRunner().invoke(app, ["top", "--once", "--json", "--interval", "0.2"]).stdout.splitlines()
         assert bench.engine in [engine["engine"] for engine in json.loads(line)]
@@ -191,7 +191,7 @@ def test_the_live_view_is_redrawn_until_ctrl_c(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_engine_whose_store_process_was_killed_is_not_left_out(tmp_path: Path) -> None:
-    """The next scheduling pass starts another one, which reports that it is the second."""
+    """The next scheduling pass starts another store process, which reports that it is the second."""
     with Bench(tmp_path) as bench:
         pid = bench.serving()
         assert not silent()
@@ -229,7 +229,7 @@ def test_an_engine_that_is_starting_is_listed_as_starting(tmp_path: Path) -> Non
 
 
 def test_engines_of_another_user_are_not_listed() -> None:
-    """Neither one that answers nor one that does not; and root is not shown that user's engines either."""
+    """Whether they answer or not; and root does not see that user's engines either."""
     become = "import os; os.geteuid() or os.setresuid(*[65534] * 3)\n"
     ask = "import json; from lmcache_ec.cli.status import all_engines; all_engines()\n" + become
     ask += "print(json.dumps(all_engines()))"
@@ -253,7 +253,7 @@ def test_engines_of_another_user_are_not_listed() -> None:
 
 
 def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
-    """One whose answer is not a JSON object is left out."""
+    """An engine whose answer is not a JSON object is omitted."""
     reports = [{"pid": 7, "engine": "older", "namespace": "older-ns", "store": {"x": 1}, "book": {"saves": 3}}, ["odd"]]
     with ThreadPoolExecutor(2) as threads:
         sockets = [socket.socket(socket.AF_UNIX) for _ in reports]
@@ -262,7 +262,7 @@ def test_an_engine_of_another_version_is_listed_with_what_it_reports() -> None:
             each.listen()
 
         def answer(number: int) -> None:
-            """Again and again: on a busy machine it is too late for one who asks but once."""
+            """Answer repeatedly: on a busy machine a single answer may come too late."""
             with suppress(OSError):
                 while True:
                     connection, _ = sockets[number].accept()

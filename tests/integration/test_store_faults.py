@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store process held, hung, killed, or unable to start: misses and dropped saves, all made up for."""
+"""The store process held, hung, killed, or unable to start: misses and dropped saves, all recovered later."""
 
 import os
 import random
@@ -47,12 +47,12 @@ def apart(extents: list[tuple[int, int]]) -> bool:
 
 
 def stuck_writes(folder: Path) -> Path:
-    """Where a file that nobody gets open holds up the scan, and with it every write."""
+    """Path of a file that blocks the scan, and with it every write."""
     return folder / NAMESPACE / ".tmp" / "stuck"
 
 
 def all_made_up_for(bench: Bench, folder: Path, expected: set[str]) -> None:
-    """Saves that were dropped are made again; then every entry is on disk, and a new engine finds them all."""
+    """Repeat dropped saves; then every entry is on disk, and a new engine finds them all."""
     while owed := bench.unsaved():
         bench.encode(owed)
         bench.settle()
@@ -78,8 +78,7 @@ def noticed(bench: Bench, losses: int) -> bool:
     recovery="all is written",
 )
 def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path) -> None:
-    """The arena is small and keeps being reused: no place before the store's answer, and every file holds its own
-    bytes."""
+    """The arena is small, so places are reused: none before the store's answer, and each file holds its own bytes."""
     saves = names("held", 50)
     with Bench(tmp_path, arena_bytes=60 * 8192, store_timeout_s=60) as bench:
         bench.encode(names("before", 20))
@@ -105,7 +104,7 @@ def test_sealing_held_for_two_seconds_with_fifty_saves_behind_it(tmp_path: Path)
         assert {name for name in handed if bench.live(name)} <= stored(tmp_path)
         for identifier in filter(bench.live, handed):
             assert bench.serves(identifier)
-        while owed := bench.unsaved():  # the arena is far smaller than what was wanted of it
+        while owed := bench.unsaved():  # the arena is far smaller than all entries together
             bench.encode(owed[:10])
             bench.settle()
         assert stored(tmp_path) >= handed
@@ -126,11 +125,11 @@ def test_a_stopped_store_process_delays_no_call_and_all_works_again_once_it_resu
         bench.settle()
     with (
         stuck(stuck_writes(tmp_path)) as release,
-        Bench(tmp_path, store_timeout_s=60) as bench,  # no scan: everything is asked
+        Bench(tmp_path, store_timeout_s=60) as bench,  # no scan: everything is looked up
     ):
         with stopped(bench.serving()), monkeypatch.context() as impatient:
             impatient.setattr("lmcache_ec.supervisor._SLOW_PONG_S", 0.5)
-            assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())  # nobody knows yet
+            assert bench.cache.fetch(old[0], length(old[0]), time.monotonic())  # not known yet
             bench.until("nobody waits", lambda: not bench.cache.fetch(old[0], length(old[0]), time.monotonic()))
             asked = bench.snapshot()["fetches"]
             assert not any(bench.cache.fetch(name, length(name), time.monotonic()) for name in old[1:])
@@ -158,7 +157,7 @@ def test_a_stopped_store_process_delays_no_call_and_all_works_again_once_it_resu
 def test_a_store_process_that_resumes_while_the_engine_is_idle_is_not_killed_over_a_ping_it_never_got(
     tmp_path: Path,
 ) -> None:
-    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is asked
+    with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=2) as bench:  # no scan: everything is looked up
         fresh = (f"nowhere-{number}" for number in count())
         with stopped(bench.serving()):
             while bench.cache.fetch(next(fresh), 0, time.monotonic()):
@@ -209,7 +208,7 @@ def test_a_store_process_that_stays_stopped_is_killed_and_the_next_does_the_pend
 def test_a_store_process_that_hangs_before_its_first_message_is_replaced_and_touches_no_place_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """It hangs while it starts, before or after it has detached itself, with saves already handed over to it."""
+    """It hangs during its start, before or after it has detached itself, with saves already handed over to it."""
     hanging_call = f"lambda *given: os.kill(os.getpid(), {signal.SIGSTOP:d}) or hang(*given)"
     code = f"import os\nhang = os.{call}\nos.{call} = {hanging_call}\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -251,7 +250,7 @@ def test_a_store_process_that_hangs_before_its_first_message_is_replaced_and_tou
 def test_a_store_process_whose_tiers_take_longer_to_open_than_it_may_be_silent_still_comes_to_serve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It answers nothing while it opens them. If it were killed for that, no successor would ever be ready either."""
+    """It does not answer while it opens them. If it were killed for that, no successor would ever be ready either."""
     code = "import time\nfrom lmcache_ec.tiers import disk\nopen_now = disk.DiskTier.__init__\n"
     code += "disk.DiskTier.__init__ = lambda *args: time.sleep(3) or open_now(*args)\n"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -347,14 +346,14 @@ def test_a_new_store_process_is_introduced_to_the_saving_rank_even_if_that_link_
     recovery="the torn file is swept",
 )
 def test_a_store_process_killed_while_it_writes_leaves_no_torn_file(tmp_path: Path) -> None:
-    """A half-written file is never served, is swept, and is written whole by the next store process: at the latest when
-    that lists the folder again, since one being killed may still hold its file when the next one first looks."""
+    """A half-written file is never served. The next store process removes it and writes the entry: at the latest when
+    it lists the folder again, since a dying process may still hold its file at the first look."""
     rows, big = 32 * MIB // 128, (f"big-{number}" for number in count())
     with Bench(tmp_path, arena_bytes=128 * MIB) as bench:
         pid = bench.serving()
 
         def killed_while_it_writes() -> str:
-            """What it wrote; nothing if it was quicker."""
+            """Name of the entry that it was writing; empty if it finished first."""
             bench.encode([name := next(big)], rows)
             written = path_of(tmp_path, name).exists
             wait_until("it is being written", lambda: bool(temporaries(tmp_path)) or written())
@@ -439,7 +438,7 @@ def test_a_store_process_that_ends_right_after_its_first_message_is_restarted_af
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmcache_ec.supervisor._RESTART_PAUSE_S", (0.0, 0.0, 60.0))
-    monkeypatch.setattr("lmcache_ec.supervisor._PING_INTERVAL_S", 3600.0)  # on a busy host it would answer one
+    monkeypatch.setattr("lmcache_ec.supervisor._PING_INTERVAL_S", 3600.0)  # on a busy host it might answer a ping
     with Bench(tmp_path) as bench:
         for losses in range(3):
             os.kill(bench.serving(), signal.SIGKILL)
@@ -460,7 +459,7 @@ def test_a_store_process_that_ends_right_after_its_first_message_is_restarted_af
 def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No successor can be started meanwhile. What was handed over to the last one is void, and nobody waits for it."""
+    """No successor can be started meanwhile. Saves handed over to the last one are void, and no pass waits for them."""
     with Bench(tmp_path) as bench:
         worker, pid = bench.workers[0], bench.serving()
         with monkeypatch.context() as broken:
@@ -490,7 +489,7 @@ def test_a_report_that_comes_after_the_end_of_the_process_it_names_holds_no_plac
     recovery="all is written",
 )
 def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_anothers_bytes(tmp_path: Path) -> None:
-    """Far more is encoded than may wait to be written, in an arena that is wanted again and again."""
+    """Far more is encoded than may wait to be written, in an arena whose places are needed again and again."""
     with Bench(tmp_path, arena_bytes=60 * 8192) as bench:
         with stuck(stuck_writes(tmp_path)):
             for name in names("image", 200):
@@ -509,7 +508,7 @@ def test_a_disk_that_hangs_holds_up_neither_sealing_nor_reuse_and_no_file_holds_
 
 
 def test_writes_that_were_put_off_are_done_when_the_engine_ends(tmp_path: Path) -> None:
-    """Although the store process finds that the engine has ended, with answers unread, before it reads its orders."""
+    """Even though the store process notices the engine's end, with answers unread, before it reads its orders."""
     images = names("image", 40)
     with (
         stuck(stuck_writes(tmp_path)) as release,
@@ -523,14 +522,14 @@ def test_writes_that_were_put_off_are_done_when_the_engine_ends(tmp_path: Path) 
         release()
         wait_until("the others are written", lambda: bench.status()["jobs"] == 0)
         assert len(stored(tmp_path)) == len(images) - owed
-        later.enter_context(stopped(pid))  # goes on once the engine has ended
+        later.enter_context(stopped(pid))  # it resumes once the engine has ended
     wait_until("the store process has ended", lambda: not store_processes(arena))
     assert stored(tmp_path) == set(images)
 
 
 @pytest.mark.fault("does not answer", "LocalDisk", "only a bounded number of look-ups wait for it")
 def test_requests_to_a_disk_that_never_answers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store process answers every ping. The number of waiting requests is bounded; any more do not wait at all."""
+    """Its store process answers every ping. The number of waiting requests is bounded; further ones do not wait."""
     code = f"""
 import runpy, time
 runpy.run_path({str(PLUGIN / "sitecustomize.py")!r})
@@ -548,7 +547,7 @@ DiskTier.contains = lambda *_: time.sleep(3600)
     def under_way() -> int:
         return bench.snapshot()["fetches_under_way"]
 
-    with stuck(stuck_writes(folder)), Bench(folder, drain_s=0) as bench:  # no scan: everything is asked
+    with stuck(stuck_writes(folder)), Bench(folder, drain_s=0) as bench:  # no scan: everything is looked up
         bench.until("as many are asked as may be", lambda: ([ask() for _ in range(20)], under_way() >= 4096)[1])
         asked_at = time.monotonic()
         bench.until("its link has room", lambda: bench.cache._store._ping_answered > asked_at)
@@ -585,7 +584,7 @@ def test_a_disk_that_is_unreachable_while_the_store_process_restarts_is_used_onc
 
 
 def in_time(work: Callable[[], None]) -> None:
-    """Run `work` while this thread watches that it comes to an end."""
+    """Run `work` while this thread checks that it ends."""
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -609,7 +608,7 @@ def in_time(work: Callable[[], None]) -> None:
     recovery="all reports are in",
 )
 def test_a_store_process_that_reads_no_messages_costs_saves_and_misses_but_no_wait(tmp_path: Path) -> None:
-    """Both links to it are full. What was accepted is done afterwards; what was not is known to be pending."""
+    """Both links to it are full. Accepted saves are done afterwards; the others are known to be pending."""
     many = names("image", 6000)
     asked: list[bool] = []
     with stuck(stuck_writes(tmp_path)), Bench(tmp_path, store_timeout_s=60) as bench:  # no scan: everything is asked
@@ -660,7 +659,7 @@ def test_a_scheduler_side_that_reads_no_messages_delays_neither_ranks_nor_the_st
 
 @pytest.mark.fault("a producer has no usable tier left", "tiers", "it finds out at once, and announces nothing")
 def test_a_producer_with_no_tier_left_learns_it_at_once(tmp_path: Path) -> None:
-    """The folder cannot be used, which is discovered too late to end the start."""
+    """The folder is unusable, which is discovered too late to abort the start."""
     (tmp_path / "in the way").write_text("")
     with Bench(tmp_path / "in the way", start_timeout_s=0.001) as bench:
         worker, _ = bench.workers[0], bench.serving()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store process counts is known to its engine, whatever becomes of it: nothing is lost, nothing twice."""
+"""The engine knows all counts of its store process, whatever happens to that: none is lost, none is counted twice."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from lmcache_ec.tally import STATES
 
 
 def histogram_of(totals: dict[str, int], name: str) -> tuple[int, int]:
-    """How many values it has, and their sum."""
+    """The number of its values, and their sum."""
     counts = [totals[name] for name in names_of(name, LATENCY_NS)]
     return sum(counts[::2]), sum(counts[1::2])
 

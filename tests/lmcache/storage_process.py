@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own storage manager, in processes of their own that do what a test asks for.
+"""LMCache's own storage manager, in separate processes that carry out a test's calls.
 
 `StorageProcess` is the test's side: each call is a line of JSON on a socket, and so is the answer. `_Session` is the
 other side. All of them are forked from one process that has imported LMCache, which takes seconds, and serve a whole
-module of tests. The bytes of an object follow from its name, so that both sides know them.
+module of tests. An object's bytes are derived from its name, so that both sides know them.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from benchmarks.testbed.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
-"""For what must happen: the longest that anything is waited for in the child."""
+"""Longest wait in the child, for things that must happen."""
 
 _ANSWER_S = 2 * PATIENCE_S
-"""... and its answer in the test, which shows more if the child is the first to give up."""
+"""Longest wait for the answer in the test: the failure is more informative if the child gives up first."""
 
 MODEL = "org/some-model"
 
@@ -67,12 +67,12 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8
 
 
 def kind_of(name: str) -> Thing:
-    """`name#2` is another object like `name`, and `name/1` is one for layer 1 alone."""
+    """`name#2` is another object like `name`, and `name/1` is one for layer 1 only."""
     return THINGS[re.split("[#/]", name)[0]]
 
 
 def content(name: str) -> bytes:
-    """What the object of this name holds."""
+    """The bytes of the object with this name."""
     length = 0
     for dtype, shape in kind_of(name).tensors:
         count = SIZES.get(dtype, 1)
@@ -84,7 +84,7 @@ def content(name: str) -> bytes:
 
 
 def described(name: str) -> dict[str, Any]:
-    """What `get` has to answer."""
+    """The expected answer of `get`."""
     kind = kind_of(name)
     tensors = kind.tensors if kind.memory_format != "BINARY_BUFFER" else (("None", (1001, 0, 0, 0)),)
     return {
@@ -95,7 +95,7 @@ def described(name: str) -> dict[str, Any]:
 
 
 class StorageProcess:
-    """A process with LMCache in it. AssertionError with the end of its log if it does not answer in time."""
+    """A process with LMCache. AssertionError with the end of its log if it does not answer in time."""
 
     def __init__(self, log: Path, link: socket.socket) -> None:
         self.log = log
@@ -123,11 +123,11 @@ class StorageProcess:
 
 @contextlib.contextmanager
 def storage_processes(folder: Path, number: int, environment: Mapping[str, str]) -> Iterator[list[StorageProcess]]:
-    """So many, with their logs in a folder; all of them have to end well."""
+    """`number` processes, with their logs in a folder; all of them have to end without an error."""
     pairs = [socket.socketpair() for _ in range(number)]
     logs = [folder / str(index) for index in range(number)]
     for log in logs:
-        log.touch()  # it is read before the process has opened it, by whoever waits for what it will say
+        log.touch()  # a waiting test may read it before the process has opened it
     links = [theirs.fileno() for _, theirs in pairs]
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.lmcache.storage_process", *map(str, logs), *map(str, links)],
@@ -152,13 +152,13 @@ def storage_processes(folder: Path, number: int, environment: Mapping[str, str])
 
 
 class _Session:
-    """What the child does: each method is something that a test may ask for."""
+    """The child's side: each method is a call that a test can make."""
 
     manager: Any
     engine: Any
 
     def open(self, config: str, model: str = MODEL, role: str = "worker") -> list[str]:
-        """A storage manager with the configuration in this file; the names of its backends."""
+        """Open a storage manager with this configuration file. Returns the names of its backends."""
         from lmcache.v1.event_manager import EventManager
         from lmcache.v1.storage_backend.storage_manager import StorageManager
 
@@ -180,7 +180,7 @@ class _Session:
             self.wait(names)
 
     def called_back(self, names: list[str], raising: bool = False) -> list[str]:
-        """Put, and wait for the futures; for which of them the callback was called, in no order."""
+        """Put, and wait for the futures. Returns the names for which the callback was called, in no order."""
         called, keys = [], {self._key(name): name for name in names}
 
         def callback(key: Any) -> None:
@@ -196,14 +196,14 @@ class _Session:
         return sorted(called)
 
     def wait(self, names: list[str]) -> None:
-        """Until none of these is on its way into a tier any more."""
+        """Wait until none of these is still being written to a tier."""
         wait_until(f"{names} are written", lambda: not any(map(self.pending, names)), PATIENCE_S)
 
     def pending(self, name: str) -> bool:
         return bool(self._plugin.exists_in_put_tasks(self._key(name)))
 
     def fill(self, nbytes: int) -> bool:
-        """Whether LMCache's CPU memory has room for so much, whatever it has to evict for it."""
+        """Whether LMCache's CPU memory has room for `nbytes`, evicting whatever it has to."""
         import torch
         from lmcache.v1.memory_management import MemoryFormat
 
@@ -234,7 +234,7 @@ class _Session:
         return [self._described(found) for found in self.manager.batched_get(keys, location="ours")]
 
     def prefetch(self, names: list[str]) -> list[Any]:
-        """What LMCache's asynchronous look-up has fetched when it sends the scheduler how many tokens (ten a key)."""
+        """What LMCache's asynchronous look-up has fetched when it sends the scheduler the token count (ten per key)."""
         from lmcache.v1.event_manager import EventType
 
         lengths = list(range(0, 10 * len(names) + 1, 10))
@@ -258,7 +258,7 @@ class _Session:
         return bool(self._plugin.remove(self._key(name), force))
 
     def forget(self, name: str) -> bool:
-        """Remove on a thread of its own, which may have to wait; True once what is being written is marked."""
+        """Remove on a separate thread, which may have to wait; True once the write under way is marked."""
         Thread(target=self.remove, args=(name,), daemon=True).start()
         pending = self._plugin._writes._pending[self._plugin._name(self._key(name))]
         return wait_until(f"{name} is marked", lambda: bool(pending.put.cancelled), PATIENCE_S)
@@ -283,7 +283,7 @@ class _Session:
         return str(self._plugin.namespace)
 
     def encoder(self, config: str, mended: bool) -> None:
-        """LMCache's encoder cache; mended, it reads from all backends, where LMCache 0.5.6 stops at the first."""
+        """LMCache's encoder cache; `mended` makes it read from all backends, where LMCache 0.5.6 stops at the first."""
         import torch
         from lmcache.v1.ec_engine import ECCacheEngine
 
@@ -300,7 +300,7 @@ class _Session:
         return stored
 
     def encoder_get(self, picture: str, rows: int, width: int) -> bool | None:
-        """Whether it is what was put; None for a miss."""
+        """Whether it equals what was put; None for a miss."""
         found = self.engine.get(picture, "cpu")
         return None if found is None else bool(found.equal(self._tensor(picture, rows, width)))
 
@@ -316,7 +316,7 @@ class _Session:
         from lmcache.v1.config import LMCacheEngineConfig
 
         config = LMCacheEngineConfig.from_file(path)
-        config.log_config()  # as every engine of LMCache's does
+        config.log_config()  # as every LMCache engine does
         return config
 
     @staticmethod
@@ -351,7 +351,7 @@ class _Session:
 
     @staticmethod
     def _key(name: str) -> Any:
-        """Of a chunk; of its second layer, if the name ends in `/1`; with a tag, if it has an odd digest."""
+        """Key of a chunk; of its second layer, if the name ends in `/1`; with a tag, if its digest is odd."""
         import torch
         from lmcache.utils import CacheEngineKey
 
@@ -394,7 +394,7 @@ def main() -> None:
     """Fork a session for each log and link, and end as they did."""
     from lmcache_ec.tiers import opening
 
-    opening._TIMEOUT_S = PATIENCE_S  # a remote whose client is still being imported is not one that is away
+    opening._TIMEOUT_S = PATIENCE_S  # a remote whose client is still being imported is not unreachable
     half = len(sys.argv) // 2 + 1
     sessions = list(zip(sys.argv[1:half], map(int, sys.argv[half:]), strict=True))
     for module in PRELOADED:
@@ -412,9 +412,9 @@ def main() -> None:
 
 
 def serve(log: Path, link: socket.socket) -> None:
-    """Do what the test asks for, until it hangs up."""
+    """Carry out the test's calls, until it hangs up."""
     with log.open("wb") as output:
-        for number in (1, 2):  # whoever prints, prints into the log
+        for number in (1, 2):  # all output goes to the log
             os.dup2(output.fileno(), number)
     answers, session = link.makefile("w"), _Session()
     for line in link.makefile("r"):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The storage plugin under LMCache's own storage manager, in processes of its own, over real servers.
+"""The storage plugin under LMCache's own storage manager, in separate processes, over real servers.
 
 Two processes serve the whole module, since importing LMCache takes seconds; each test opens storage managers in them
-with a configuration file of its own, and closes them, which is a test each time.
+with its own configuration file and closes them, which is also a test each time.
 """
 
 import uuid
@@ -55,8 +55,8 @@ def other(processes: list[StorageProcess]) -> StorageProcess:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Writes LMCache's configuration file, and returns its path. A store on a busy machine is not one that fails: no
-    call is given up before a test is."""
+    """Writes LMCache's configuration file, and returns its path. A store on a busy machine must not count as failing:
+    no call times out before the test does."""
 
     def write(folder: str | None = None, *remotes: str, **settings: Any) -> str:
         patience = {"blocking_timeout_secs": PATIENCE_S, "drain_s": PATIENCE_S}
@@ -115,7 +115,7 @@ def test_an_object_that_one_process_stores_is_read_bit_for_bit_by_another_from_d
         for name in names:
             assert one("get", name=name) == described(name), name
             assert one("in_memory", name=name)
-    probed = config(None, in_redis, remote_lookup="probe")  # by default a Redis that answers slowly is not asked
+    probed = config(None, in_redis, remote_lookup="probe")  # by default a slow Redis is not asked
     for only in (config("disk"), probed, config(None, in_s3)):
         with opened(other, only):
             assert [other("get", name=name) for name in names] == [described(name) for name in names]
@@ -192,7 +192,7 @@ def test_a_damaged_file_is_a_miss_and_is_removed_and_can_be_stored_again(
 def test_where_entries_are_signed_a_forged_file_is_a_miss_for_look_ups_too_until_it_is_stored_again(
     one: StorageProcess, config: Config, tmp_path: Path
 ) -> None:
-    """LMCache stores nothing that a look-up found."""
+    """LMCache does not store an object that a look-up found."""
     key = tmp_path / "key"
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
@@ -320,8 +320,8 @@ def test_a_put_calls_back_once_for_each_stored_key_and_survives_a_callback_that_
 def test_a_stuck_remote_holds_up_neither_puts_nor_lmcaches_memory_and_removed_keys_do_not_come_back(
     one: StorageProcess, config: Config, redis: RedisServer
 ) -> None:
-    """Writes wait for the frozen server. What the disk has takes no memory until then; without a disk, four entries'
-    worth of it is all there is."""
+    """Writes wait for the frozen server. Entries on disk take no memory meanwhile; without a disk, there is memory for
+    four entries only."""
     url, settings = redis_url(redis), {"max_pending_size": 4 * len(content("3 MB")) / (1 << 30)}
     chunks = [f"3 MB#{number}" for number in range(6)]
 
@@ -416,7 +416,7 @@ def test_a_scheduler_without_memory_of_its_own_can_look_up(one: StorageProcess, 
 def test_invalid_settings_are_named_in_the_log(
     one: StorageProcess, tmp_path: Path, settings: dict[str, Any], expected: str
 ) -> None:
-    """LMCache logs what the constructor raises, and goes on without the backend."""
+    """LMCache logs the constructor's exception, and continues without the backend."""
     path = tmp_path / "lmcache.yaml"
     path.write_text(yaml.safe_dump(lmcache_config(settings)))
     before = len(one.log.read_text())
@@ -430,7 +430,7 @@ def test_invalid_settings_are_named_in_the_log(
 def test_lmcaches_encoder_cache_benefits_from_the_plugin_once_its_get_asks_all_backends(
     one: StorageProcess, other: StorageProcess, config: Config, s3: Seaweed
 ) -> None:
-    """LMCache 0.5.6 asks the first backend only, since a list of None is true: nothing below its CPU memory is read."""
+    """LMCache 0.5.6 only asks the first backend, since a list of None is truthy: only its CPU memory is read."""
     shared = config(None, s3_url(s3))
     one("encoder", config=shared, mended=False)
     assert one("encoder_put", picture="a cat", rows=257, width=96)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every tier promises. A tier's tests subclass TierConformance and give it the fixture `tier`."""
+"""The contract of every tier. A tier's tests subclass TierConformance and provide the fixture `tier`."""
 
 import errno
 import hashlib
@@ -25,12 +25,12 @@ def new_namespace() -> str:
 
 
 def value(seed: str, length: int) -> memoryview:
-    """Bytes by which a shifted, torn or swapped value differs from the right one."""
+    """Bytes such that a shifted, torn or swapped value differs from the right one."""
     return memoryview(hashlib.shake_128(seed.encode()).digest(length))
 
 
 def fetch(tier: Tier, key: EncoderCacheKey) -> bytes | memoryview | None:
-    """The entry as a caller gets it: with its length from a first try, if need be."""
+    """The entry as a caller reads it: with its length from a first attempt, if need be."""
     buffer = memoryview(bytearray(1))
     length = tier.get_into(key, buffer)
     if length is None:
@@ -45,11 +45,11 @@ class TierConformance:
     """Needs a fixture `tier` with room for 64 MiB."""
 
     counts_namespaces = True
-    """Whether it can say what each namespace takes, and remove one."""
+    """Whether it can report the size of each namespace, and remove one."""
 
     examples = 40
-    """Lives that it is driven through against a dictionary. Fewer where another class has the same tier, reached or
-    published another way."""
+    """Number of random histories that are compared with a dictionary. Fewer where another class tests the same tier,
+    reached or published in another way."""
 
     @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 65_537, MIB, 9 * MIB + 13])
     def test_an_entry_comes_back_byte_for_byte(self, tier: Tier, length: int) -> None:
@@ -121,7 +121,7 @@ class TierConformance:
             assert tier.replace(key, value("new", new), held) is True
             assert fetch(tier, key) == value("new", new)
             assert [found.length for found in tier.list(key.namespace)] == [new]
-            if tier.replace(key, value("late", new), held):  # of a tier that cannot tell: one entry for another
+            if tier.replace(key, value("late", new), held):  # a tier that cannot tell replaces another entry
                 assert fetch(tier, key) == value("late", new)
             else:
                 assert fetch(tier, key) == value("new", new)
@@ -189,7 +189,7 @@ class TierConformance:
             for name in (small, large):
                 moment = uses[name].used or uses[name].written
                 assert moment is not None
-                assert began - 2 < moment < time.time() + 2  # Redis counts whole seconds, S3's clock may be another
+                assert began - 2 < moment < time.time() + 2  # Redis counts whole seconds, S3 may have another clock
                 assert abs(moments.setdefault(name, moment) - moment) < 2
         assert fetch(tier, EncoderCacheKey(small, "picture")) == value("a", 10)
 
@@ -218,7 +218,7 @@ class TierConformance:
                 tier.remove(bad)
 
     def test_the_name_of_a_tiers_content_outlasts_all_ordinary_use_and_is_no_entry(self, tier: Tier) -> None:
-        """Only emptying it from outside changes that: it is the evidence for writing everything again."""
+        """Only emptying it from outside changes the name, which is the evidence for writing everything again."""
         namespace = new_namespace()
         keys = [EncoderCacheKey(namespace, f"picture {number}") for number in range(4)]
         name = tier.born()
@@ -248,7 +248,7 @@ class TierConformance:
         assert not tier.read_only
 
     def test_values_of_one_key_are_never_mixed(self, tier: Tier) -> None:
-        """Writers of different bytes, a deleter and readers, all on one key at once."""
+        """Writers of different bytes, a deleter and readers, all on one key at the same time."""
         key, length, rounds = EncoderCacheKey(new_namespace(), "picture"), 300_000, 30
         values = [bytes([number]) * length for number in range(1, 5)]
 
@@ -301,7 +301,7 @@ def live(tier: Tier, examples: int) -> None:
 
 
 def machine_over(tier: Tier) -> type[RuleBasedStateMachine]:
-    """Drives a tier against a dictionary, each example in a namespace of its own."""
+    """Compares a tier with a dictionary, each example in its own namespace."""
     names = st.sampled_from(["a", "b", "c", "../d", "é"])
 
     class TierMachine(RuleBasedStateMachine):

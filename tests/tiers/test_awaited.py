@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that was away at first is, once it is there, all that the tier itself is."""
+"""A tier that was unreachable at first behaves, once it is reachable, exactly like the tier itself."""
 
 import socket
 from pathlib import Path
@@ -23,7 +23,7 @@ class TestAwaited(TierConformance):
 
 
 def test_the_folder_of_an_awaited_tier_is_kept_to_its_limit(tmp_path: Path) -> None:
-    """A neighbour with a higher limit has filled the folder; housekeeping is a task of the awaited tier, too."""
+    """A neighbour with a higher limit has filled the folder; the awaited tier has to do housekeeping, too."""
     namespace = new_namespace()
     neighbour = DiskTier(tmp_path, 64 * MIB)
     for number in range(8):

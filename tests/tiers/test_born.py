@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tier that was emptied from outside is seen to be another one, and none that only lets go of entries."""
+"""A tier that was emptied from outside gets a new name, and one that only evicts entries does not."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -77,7 +77,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def surveyed(tier: Tier) -> str | None:
-    """As the store process looks at it, after a survey."""
+    """The tier's name as the store process sees it after a survey."""
     for _ in tier.list(NAMESPACE):
         pass
     tier.maintain()
@@ -99,7 +99,7 @@ def test_emptying_a_store_gives_it_another_name_that_all_see(store: Store) -> No
 
 
 def test_a_folder_that_was_emptied_in_an_orderly_way_keeps_its_name(tmp_path: Path) -> None:
-    """By eviction, by the command, and a few entries by hand."""
+    """By eviction, by the command, and by hand for a few entries."""
     tier = DiskTier(tmp_path, 10_000)
     name = surveyed(tier)
     for number in range(30):
@@ -120,7 +120,7 @@ def test_a_name_that_redis_evicted_comes_back_even_if_a_newcomer_has_given_anoth
             tier.put(key(f"{number}"), value(f"{number}", 400_000))
         assert server.client().info("stats")["evicted_keys"] > 0
         server.client().delete(BORN)
-        newcomer = open_redis(server.url)  # has never heard of the first name
+        newcomer = open_redis(server.url)  # does not know the first name
         assert newcomer.born() != name
         assert tier.born() == tier.born() == name
         server.client().flushall()
@@ -128,7 +128,7 @@ def test_a_name_that_redis_evicted_comes_back_even_if_a_newcomer_has_given_anoth
 
 
 def test_a_redis_that_lost_all_with_its_process_has_another_name(tmp_path: Path) -> None:
-    """One that found everything on its disk has not."""
+    """A Redis that reloaded everything from its disk keeps its name."""
     with redis_server(tmp_path) as server:
         tier = open_redis(server.url)
         name = tier.born()
@@ -180,7 +180,7 @@ def test_a_loss_is_explained_by_eviction_only_if_the_servers_have_counted_one(
 
 
 def test_the_name_in_a_bucket_is_kept_from_aging(s3: Seaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lifecycle rule deletes what nobody has written for some days."""
+    """A lifecycle rule deletes objects that were not written for some days."""
     for name, text in s3.environment.items():
         monkeypatch.setenv(name, text)
     tier = open_s3(f"s3://{s3.bucket}/aging?endpoint={s3.endpoint}", ttl_s=1.0)

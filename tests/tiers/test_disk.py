@@ -31,7 +31,7 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def files(root: Path) -> list[Path]:
-    """All but the account and the news."""
+    """All files except the account and the news."""
     found = [path for path in root.rglob("*") if path.is_file() and path.parent != root / ".news"]
     return [path for path in found if path != root / ".usage"]
 
@@ -46,7 +46,7 @@ def use_at(root: Path, identifier: str, when: float) -> None:
 
 @contextmanager
 def any_user_but_root() -> Iterator[None]:
-    """Permissions say nothing to root."""
+    """Permissions do not apply to root."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -86,7 +86,7 @@ class TestDiskTierWithoutLocks(TierConformance):
 
 
 class TestDiskTierWithoutHardLinks(TierConformance):
-    """As on a file system of the FAT family or some network mounts: published by rename."""
+    """As on FAT file systems or some network mounts: published by rename."""
 
     examples = 10
 
@@ -104,7 +104,7 @@ class TestDiskTierWithoutHardLinks(TierConformance):
         rename = os.rename
 
         def slow(*args: Any, **keys: Any) -> None:
-            time.sleep(0.1)  # for the others to come as far, unless something holds them
+            time.sleep(0.1)  # lets the others catch up, unless something holds them
             rename(*args, **keys)
 
         monkeypatch.setattr(os, "rename", slow)
@@ -228,7 +228,7 @@ def test_the_limit_and_the_order_of_use_survive_a_restart(tmp_path: Path, listed
     for when, name in enumerate("abc"):
         first.put(key(name), value(name, 300))
         use_at(tmp_path, name, 1_000_000 + when)
-    fetch(first, key("a"))  # now the latest on disk too
+    fetch(first, key("a"))  # now the most recent on disk, too
     tier = DiskTier(tmp_path, 1000)
     if listed:
         assert len(list(tier.list("ns"))) == 3
@@ -245,7 +245,7 @@ def test_a_list_notices_what_neighbours_wrote_and_deleted(tmp_path: Path) -> Non
     use_at(tmp_path, "old", 1_000_000)
     neighbour.delete(key("new"))
     assert [found.digest for found in tier.list("ns")] == [key("old").digest]
-    tier.put(key("c"), value("c", 600))  # `new` takes no room any more, so that `old` may stay
+    tier.put(key("c"), value("c", 600))  # `new` no longer takes room, so that `old` may stay
     assert tier.contains(key("old")) == 400
     tier.put(key("d"), value("d", 100))
     assert tier.contains(key("old")) is None
@@ -255,7 +255,7 @@ def test_an_entry_that_a_neighbour_has_just_used_is_not_evicted(tmp_path: Path) 
     tier, neighbour = DiskTier(tmp_path, 1000), DiskTier(tmp_path, 1000)
     for name in "abc":
         tier.put(key(name), value(name, 300))
-    tier.maintain()  # a is the first to go, as far as it knows
+    tier.maintain()  # as far as it knows, `a` will be evicted first
     fetch(neighbour, key("a"))
     tier.put(key("d"), value("d", 300))
     assert {name for name in "abcd" if tier.contains(key(name))} == {"a", "c", "d"}
@@ -284,7 +284,7 @@ def test_the_least_recently_used_go_first_across_engines_and_restarts(tmp_path: 
 def test_in_a_folder_too_large_to_look_through_a_put_evicts_the_oldest_of_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until a survey is complete: then it evicts the oldest of all again."""
+    """Until a survey is complete: from then on it evicts the oldest of all again."""
     monkeypatch.setattr(disk, "_SAMPLE", 64)
     looked_at, status = list[str](), disk_files._status
 
@@ -345,7 +345,7 @@ def test_a_limit_that_was_lowered_is_kept_once_the_folder_is_surveyed(tmp_path: 
 
 
 def test_a_removed_namespace_leaves_no_folder_and_room_for_others_at_once(tmp_path: Path) -> None:
-    """Beside a tier that writes into the same folder, and another that writes into the namespace again."""
+    """While one tier writes into the same folder, and another into the removed namespace again."""
     running, other = DiskTier(tmp_path, 30_000), EncoderCacheKey("other", "one")
     for number in range(20):
         running.put(key(str(number)), value("a", 1000))
@@ -355,7 +355,7 @@ def test_a_removed_namespace_leaves_no_folder_and_room_for_others_at_once(tmp_pa
     assert administrator.remove("ns") == 20
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [".news", "other"]
     assert running.stored_bytes == 1000
-    assert running.put(key("large"), value("c", 29_000)) is True  # and evicts nothing
+    assert running.put(key("large"), value("c", 29_000)) is True  # without evicting anything
     assert running.contains(other) == 1000
 
     stranger = tmp_path / "ns" / "README"
@@ -426,7 +426,7 @@ def test_where_too_little_is_free_nothing_is_written_and_nothing_evicted(tmp_pat
 def test_without_locks_a_temporary_is_dead_when_it_is_an_hour_old_by_the_clock_that_dates_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """On a network share that is the server's clock; this machine's may be ahead of it, or behind."""
+    """On a network share that is the server's clock; this machine's may be ahead of it or behind."""
     no_locks(monkeypatch)
     server_s = time.time()
     monkeypatch.setattr("time.time", lambda: server_s + ahead_s)
@@ -466,7 +466,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing_and_is_forgotten(
             tier.put(key("a"), value("a", 1000))
     assert caught.value.errno == errno.ENOSPC
     assert files(tmp_path) == []
-    assert tier.put(key("a"), value("a", 1000)) is True  # what failed takes no room
+    assert tier.put(key("a"), value("a", 1000)) is True  # the failed write takes no room
 
 
 def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,9 +536,9 @@ def test_a_disk_that_fails_is_an_error_and_not_a_miss(tmp_path: Path, monkeypatc
 
 
 def test_a_read_only_folder_is_a_read_only_tier() -> None:
-    """One line is logged. Each put is refused as such at once, and the next survey notices that this has changed.
+    """One line is logged. Each put is refused as read-only at once, and the next survey notices that this has changed.
 
-    Nothing is tried: not even a temporary is made.
+    Nothing is tried: not even a temporary file is created.
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -565,7 +565,7 @@ def test_a_read_only_folder_is_a_read_only_tier() -> None:
             path.chmod(0o755)
         tier.maintain()
         assert not tier.read_only
-        assert tier.put(key("b"), value("b", 100))  # allowed meanwhile
+        assert tier.put(key("b"), value("b", 100))  # allowed by now
 
 
 def test_a_folder_that_becomes_read_only_is_noticed_at_the_first_write() -> None:
@@ -647,7 +647,7 @@ def test_files_of_strangers_are_neither_listed_nor_evicted(tmp_path: Path) -> No
 
 
 def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) -> None:
-    """Ten times, since it is a matter of chance whether a look meets a removal."""
+    """Ten times, since it is a matter of chance whether a look coincides with a removal."""
     for root in (tmp_path / str(number) for number in range(10)):
         tier = DiskTier(root, 10_000)
         with ThreadPoolExecutor(8) as threads:
@@ -658,7 +658,7 @@ def test_many_threads_keep_the_limit_and_the_account_is_exact(tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
 def test_anything_but_a_file_in_an_entrys_place_is_a_miss_and_a_failed_write(tmp_path: Path, kind: str) -> None:
-    """A pipe must not block a reader for ever, nor may the entry count as stored."""
+    """A pipe must not block a reader forever, nor may the entry count as stored."""
     tier = DiskTier(tmp_path, GIB)
     path = tmp_path / key("picture").object_name
     path.parent.mkdir(parents=True)

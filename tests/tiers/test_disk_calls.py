@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many system calls an entry costs on a disk: each takes a microsecond or two, Python's part included."""
+"""How many system calls an entry takes on disk: each costs a microsecond or two, including Python's overhead."""
 
 from collections.abc import Callable
 from itertools import count
@@ -20,7 +20,7 @@ CALLS |= {"link", "unlink", "rename", "mkdir", "dup", "scandir", "statvfs", "ura
 
 
 class Counted:
-    """A module whose system calls are noted."""
+    """A module whose system calls are recorded."""
 
     def __init__(self, module: ModuleType, made: list[str]) -> None:
         self._module, self._made = module, made
@@ -39,7 +39,7 @@ class Counted:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls, in order; of the news all but the record itself."""
+    """The calls, in order, including those for the news, except the write of the record itself."""
     if not disk_folder._kernel_resolves():
         pytest.skip("without openat2 each folder on a path is opened in turn")
     made = list[str]()
@@ -59,7 +59,7 @@ def two_of_a_shard() -> list[EncoderCacheKey]:
 
 
 def test_an_entry_costs_no_more_system_calls_than_it_has_to(tmp_path: Path, made: list[str]) -> None:
-    """In a folder that is in use: nothing has to be created, and the root is open."""
+    """In a folder in use: nothing has to be created, and the root is open."""
     tier, (first, second) = DiskTier(tmp_path, LIMIT), two_of_a_shard()
     tier.put(first, value("a", 100))
     jobs: dict[str, tuple[int, Callable[[], object]]] = {

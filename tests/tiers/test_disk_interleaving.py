@@ -2,9 +2,8 @@
 """Engines on one folder, one system call at a time: in any order, and killed between any two calls.
 
 Each engine is a tier and a coroutine that stops before every system call until it is resumed, so that an
-interleaving is a list of numbers. A killed one makes no further call; the kernel closes its files, and with them its
-locks. The folders are in memory where the host has /dev/shm: there are hundreds of them, and no disk has to be waited
-for.
+interleaving is a list of numbers. A killed engine makes no further call; the kernel closes its files, which releases
+its locks. The folders are in memory if the host has /dev/shm: there are hundreds of them, and a disk would be slower.
 """
 
 import os
@@ -33,16 +32,16 @@ MEMORY = Path("/dev/shm")
 
 
 class Killed(BaseException):
-    """No `except OSError` sees it, and what a `finally` still calls raises it again."""
+    """Not caught by `except OSError`; system calls in a `finally` raise it again."""
 
 
 class Engine(greenlet):
-    """Runs `job` of its tier, one system call a step."""
+    """Runs `job` of its tier, one system call per step."""
 
     def __init__(self, tier: DiskTier, job: Callable[[DiskTier], object]) -> None:
         super().__init__(self._run)
         self._tier, self._job = tier, job
-        tier.close()  # what it has open from here on is in `fds`
+        tier.close()  # descriptors opened from here on are in `fds`
         self.killed = False
         self.waits = False
         self.fds: set[int] = set()
@@ -62,14 +61,14 @@ class Engine(greenlet):
             raise Killed
 
     def step(self) -> None:
-        """Make the call that it stands before, and go on to the next."""
+        """Make the pending call, and run up to the next one."""
         self.switch()
 
     def kill(self) -> None:
         self.killed = True
-        self._tier.close()  # it would close what it keeps once more when it is freed
+        self._tier.close()  # otherwise it would close its files again when it is freed
         for fd in self.fds:
-            with suppress(OSError):  # the same, if no call of the engine has it in use
+            with suppress(OSError):  # already closed if no call of the engine was using it
                 os.close(fd)
         self.switch()
         assert self.dead
@@ -91,7 +90,7 @@ class Stepped:
             if not isinstance(engine, Engine):
                 return call(*args, **keys)
             if engine.killed and name == "close":
-                return None  # it is, see `kill`
+                return None  # already closed, see `kill`
             engine.before_a_call()
             engine.waits = name == "sleep"
             if engine.waits:
@@ -140,7 +139,7 @@ def size(number: int) -> int:
 
 
 class Folder:
-    """A folder with entries 0 and 1 in it, and room for one more of this size, or none; and engines at work on it."""
+    """A folder with entries 0 and 1, room for one more of this size or for none, and engines working on it."""
 
     def __init__(self, root: Path, jobs: Sequence[tuple[str, int]]) -> None:
         self.root = root
@@ -159,7 +158,7 @@ class Folder:
         return DiskTier.maintain if what == "maintain" else lambda tier: tier.delete(key(number))
 
     def run(self, engine: Engine, calls: int = ALL) -> int:
-        """Let it make so many calls, as long as it does not wait for what another one holds; how many it made."""
+        """Let it make up to `calls` calls, until it waits for something that another engine holds; how many it made."""
         for made in range(calls):
             if engine.dead or (made and engine.waits):
                 return made
@@ -184,7 +183,7 @@ class Folder:
         return account.corrections
 
     def settle(self, exact: bool) -> None:
-        """`exact`: nobody was killed, so that there is nothing for a survey to correct."""
+        """`exact`: no engine was killed, so that a survey has nothing to correct."""
         assert not exact or self.watcher.stored_bytes == held(str(self.root))
         self.watcher.maintain()
         assert self.watcher.stored_bytes == held(str(self.root))
@@ -197,7 +196,7 @@ SCENARIOS = [
     [("delete", 0), ("maintain", 0), ("put", 2)],
     [("delete", 1), ("delete", 1), ("put", 3)],
     [("maintain", 0), ("put", 3), ("delete", 1)],
-    [("put", 2), ("delete", 2), ("maintain", 0)],  # of what still has a temporary's name
+    [("put", 2), ("delete", 2), ("maintain", 0)],  # of an entry that still has a temporary name
 ]
 
 

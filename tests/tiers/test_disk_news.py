@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neighbours on a folder announce: nothing is lost that a follower could read, and no log does any harm."""
+"""Announcements of neighbours on a folder: a follower loses nothing that it could read, and no log does any harm."""
 
 import errno
 import fcntl
@@ -46,7 +46,7 @@ def writer(folder: Path) -> FolderNews:
 
 @pytest.fixture
 def follower(folder: Path) -> FolderNews:
-    """One that has begun: before anything was announced."""
+    """A follower that began before anything was announced."""
     follower = FolderNews(folder)
     assert follower.hear("ns") == []
     return follower
@@ -61,7 +61,7 @@ def key(identifier: str) -> EncoderCacheKey:
 
 
 def record(*numbers: int, namespace: str = "ns") -> bytes:
-    """The log of a writer that announced these."""
+    """The log of a writer that announced these entries."""
     with tempfile.TemporaryDirectory() as elsewhere:
         news = FolderNews(Path(elsewhere))
         for number in numbers:
@@ -149,7 +149,7 @@ def test_more_news_than_is_read_at_once_is_read_over_several_calls(
 
 
 def test_the_tail_of_a_writer_that_was_killed_is_passed_over(folder: Path, follower: FolderNews) -> None:
-    """If it was not torn, but seen in the middle of an append, it is read once it is whole."""
+    """If it was not torn but only read in the middle of an append, it is read again once it is complete."""
     folder.mkdir()
     for torn in range(RECORD_BYTES):
         log, whole = folder / f"{torn:024}", record(2 * torn, 2 * torn + 1)
@@ -173,11 +173,11 @@ while True:
 
 
 def test_news_written_before_a_kill_is_read(folder: Path, follower: FolderNews) -> None:
-    """Killed anywhere, also in the middle of an append. After the last one only logs remain, which are swept."""
+    """Writers are killed anywhere, even in the middle of an append. In the end only logs remain, which are swept."""
     moments, announced, heard = random.Random(0), set[int](), list[bytes]()
     for start in range(10):
         command = [sys.executable, "-c", ANNOUNCES, str(folder), str(start * 1_000_000)]
-        # A small pipe: the writer is never further ahead than the logs that it keeps.
+        # A small pipe, so that the writer never gets further ahead than the logs that it keeps.
         with subprocess.Popen(command, stdout=subprocess.PIPE, pipesize=4096) as process:
             assert process.stdout is not None
             announced.add(int.from_bytes(process.stdout.read(8), "big"))
@@ -218,7 +218,7 @@ def test_logs_without_a_writer_are_removed_after_a_minute_and_those_of_the_livin
 def test_without_locks_a_log_is_dead_when_it_is_an_hour_old_and_its_writer_begins_another(
     folder: Path, writer: FolderNews, follower: FolderNews, monkeypatch: pytest.MonkeyPatch, ahead_s: int
 ) -> None:
-    """By the clock that dates files: this machine's may be ahead of a share's server, or behind it."""
+    """By the clock that dates files: this machine's may be ahead of a share's server or behind it."""
     server_s = time.time()
     monkeypatch.setattr("time.time", lambda: server_s + ahead_s)
 
@@ -291,7 +291,7 @@ def test_something_else_in_the_folders_place_is_left_alone_and_entries_are_writt
 
 
 def test_a_folder_that_can_only_be_read_is_followed(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as name:  # other users cannot come to tmp_path
+    with tempfile.TemporaryDirectory() as name:  # other users cannot enter tmp_path
         root = Path(name)
         root.chmod(0o755)
         mine = DiskTier(root, 1000)
@@ -416,7 +416,7 @@ def hostile(folder: Path, tmp_path: Path) -> Iterator[Path]:
 def test_files_of_strangers_hold_up_nobody_and_take_no_memory(
     folder: Path, follower: FolderNews, hostile: Path, writer: FolderNews
 ) -> None:
-    """Links, pipes, folders, other names, and logs longer than a log may be."""
+    """Links, pipes, folders, other names, and oversized logs."""
     writer.announce("ns", digest(0))
     tracemalloc.start()
     heard = [key for _ in range(20) for key in follower.hear("ns")]

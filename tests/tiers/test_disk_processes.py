@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LocalDisk under real processes that write, delete and evict in one folder, and are stopped and killed."""
+"""LocalDisk with real processes that write, delete and evict in one folder, and are stopped and killed."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def held(root: Path) -> int:
 
 
 def test_two_storms_with_limits_of_their_own_keep_the_folder_within_the_larger_one(tmp_path: Path) -> None:
-    """Checked while both are stopped, wherever they happen to be; now and then one of them is killed."""
+    """Checked while both are stopped at arbitrary points; now and then one of them is killed."""
     moments, watcher, most = random.Random(0), DiskTier(tmp_path, LIMITS["large"]), 0
     watcher.maintain()
     writers = {name: storm(tmp_path, limit) for name, limit in LIMITS.items()}
@@ -159,7 +159,7 @@ def test_two_hundred_kills_leave_entries_that_verify_no_temporary_and_a_folder_t
 def test_an_engine_stopped_while_it_holds_the_account_blocks_no_other_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Writes fail in time and look-ups go on; afterwards all is as before."""
+    """Writes fail in time and look-ups continue; afterwards everything is as before."""
     monkeypatch.setattr("lmcache_ec.tiers.disk_account._LOCK_TIMEOUT_S", 0.3)
     tier = DiskTier(tmp_path, LARGEST)
     assert tier.put(EncoderCacheKey("ns", "a"), memoryview(b"a"))
@@ -199,6 +199,6 @@ sys.exit(waited or os.waitstatus_to_exitcode(os.wait()[1]) or account.reserve(20
 
 
 def test_a_process_that_was_forked_waits_for_the_account_while_its_parent_has_it(tmp_path: Path) -> None:
-    """The file is open before that, and a descriptor that both share has one lock for the two."""
+    """The file is open before the fork, and a descriptor that both share has only one lock."""
     done = subprocess.run([sys.executable, "-c", FORKS, str(tmp_path / ".usage")], check=False, timeout=60)
     assert done.returncode == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LocalDisk while its folder, or one in it, is removed by hand or replaced by another: nothing has to be restarted."""
+"""LocalDisk while its folder, or one in it, is removed by hand or replaced: nothing has to be restarted."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ def held(root: Path) -> int:
 
 
 def scan(tier: DiskTier) -> set[bytes]:
-    """As the store process does it every half minute."""
+    """Scan as the store process does every half minute."""
     found = {entry.digest for entry in tier.list("ns")}
     tier.maintain()
     return found
@@ -55,7 +55,7 @@ REMOVED: list[Callable[[Path], Path]] = [
 def test_a_folder_removed_under_a_tier_means_misses_and_the_next_put_creates_it_again(
     tmp_path: Path, which: Callable[[Path], Path], scanned: bool
 ) -> None:
-    """All its room is available again, too: what was lost with the folder does not count for ever."""
+    """All its room is available again, too: entries lost with the folder stop counting."""
     root = tmp_path / "above" / "root"
     tier = DiskTier(root, LIMIT, min_free_bytes=1)
     assert tier.put(key("a"), value("a", LIMIT))
@@ -130,7 +130,7 @@ def test_an_account_that_is_removed_each_time_fails_a_put_and_is_shared_again_af
 def test_engines_whose_folder_is_removed_again_and_again_keep_the_limit_and_go_on_as_soon_as_that_ends(
     tmp_path: Path,
 ) -> None:
-    """Meanwhile reads are misses, scans find nothing wrong, and a put that never gets to its end fails."""
+    """Meanwhile reads are misses, scans report no error, and a put that can never complete fails."""
     root, names, size = tmp_path / "root", [str(number) for number in range(40)], 50
     tiers = [DiskTier(root, 20 * size, min_free_bytes=1) for _ in range(2)]
     code = "import shutil, sys\nprint(flush=True)\nwhile True: shutil.rmtree(sys.argv[1], ignore_errors=True)"
@@ -256,12 +256,12 @@ def open_files() -> set[str]:
         try:
             found.add(os.readlink(f"/proc/self/fd/{fd}"))
         except FileNotFoundError:
-            pass  # that of the list itself
+            pass  # the listing's own descriptor
     return found
 
 
 def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_path: Path) -> None:
-    """Else the folder would hold more than its account counts."""
+    """Otherwise the folder would hold more than its account counts."""
     account = FolderAccount(tmp_path / "folder" / ".usage")
     account.settle(None, 0, 0)
     before = account.read()
@@ -277,7 +277,7 @@ def test_nothing_is_given_back_to_an_account_that_it_was_not_reserved_in(tmp_pat
 def test_a_second_first_survey_of_a_folder_does_not_lower_what_the_earlier_one_counted(
     tmp_path: Path,
 ) -> None:
-    """A writer may have reserved its room in an account that began and was removed between them."""
+    """A writer may have reserved its room in an account that was created and removed between the two."""
     account = FolderAccount(tmp_path / ".usage")
     account.settle(None, 0, 300)
     account.settle(None, 0, 0)

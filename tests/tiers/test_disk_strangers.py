@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever somebody plants in the folder, at whatever moment: nothing outside is touched, and the tier serves on."""
+"""Whatever an attacker plants in the folder, and whenever: nothing outside is touched, and the tier keeps serving."""
 
 import os
 import shutil
@@ -44,14 +44,14 @@ NAMES = {
 
 @pytest.fixture(params=["one call", pytest.param("folder by folder", marks=pytest.mark.slow)])
 def resolution(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the kernel's own check of a whole path, and without, as on kernels before 5.6."""
+    """With the kernel's own check of a whole path, and without it, as on kernels before 5.6."""
     if request.param == "folder by folder":
         monkeypatch.setattr(disk_folder, "_kernel_resolves", lambda: False)
 
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """Somebody's folder, with names in it that could be ours."""
+    """A user's folder, with names in it that could be ours."""
     folder = tmp_path / "outside"
     entry = folder / A.object_name.partition("/")[2]
     for path in (
@@ -74,7 +74,7 @@ def age(folder: Path) -> None:
 
 
 def state(folder: Path) -> dict[Path, object]:
-    """All that could be seen to change there, but the times at which it was looked at."""
+    """Everything in a folder that could change, except access times."""
     found: dict[Path, object] = {}
     for path in (folder, *folder.rglob("*")):
         status = path.lstat()
@@ -107,7 +107,7 @@ def pipe(path: Path, outside: Path) -> None:
 
 
 def in_use_pipe(path: Path, outside: Path) -> None:
-    """With somebody at its other end, so that it can be opened for writing too."""
+    """With a process at its other end, so that it can be opened for writing, too."""
     os.mkfifo(path)
     OPEN.append(os.open(path, os.O_RDWR | os.O_NONBLOCK))
 
@@ -139,7 +139,7 @@ Kind = Callable[[Path, Path], None]
 
 
 def plant(path: Path, kind: Kind, outside: Path) -> None:
-    """Whatever had the name before is put aside, out of the tier's sight."""
+    """Plant something. Whatever had the name before is renamed, so that the tier does not see it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path):
         path.rename(f"{path}.aside")
@@ -157,7 +157,7 @@ def close_pipes() -> Iterator[None]:
 
 
 def use(tier: DiskTier) -> list[str]:
-    """Everything, with the errors that came of it; no other exception may."""
+    """Call everything. Returns the errors; any other exception is a failure."""
     errors = []
     buffer = memoryview(bytearray(100))
     for call in (
@@ -184,7 +184,7 @@ def use(tier: DiskTier) -> list[str]:
 
 
 def in_time(job: Callable[[], object], seconds: float = 20.0) -> None:
-    """AssertionError if the job does not end, for example because it waits at a pipe; its errors are raised here."""
+    """AssertionError if the job does not end, for example because it blocks on a pipe; its errors are raised here."""
     problems: list[BaseException] = []
 
     def run() -> None:
@@ -277,7 +277,7 @@ def test_a_folder_that_is_a_link_is_refused_in_one_line_that_names_it(tmp_path: 
 def test_where_the_account_is_not_ours_the_engine_logs_it_and_counts_for_itself(
     tmp_path: Path, outside: Path, kind: Kind
 ) -> None:
-    """And it shares the account again once that is ours."""
+    """It shares the account again once that is ours."""
     root = tmp_path / "root"
     plant(root / ".usage", kind, outside)
     tier = DiskTier(root, 250)
@@ -299,14 +299,14 @@ def test_where_the_account_is_not_ours_the_engine_logs_it_and_counts_for_itself(
     "it is not touched; each engine counts for itself",
 )
 def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(tmp_path: Path, outside: Path) -> None:
-    """And once more if it happens again after it was ours in between."""
+    """It is reported again if that happens another time, after the account was ours in between."""
     root = tmp_path / "root"
     before, reports = state(outside), list[str]()
     journal = Journal(lambda kind, text: reports.append(text))
     stack = Stack([(DiskTier(root, LIMIT), Habits(Lookup.CATALOG, refresh_s=0.0, local=True))], journal, "ns")
 
     def survey() -> list[str]:
-        stack.relist("ns")  # now, not after twenty times as long as the last listing took
+        stack.relist("ns")  # now, not after twenty times the duration of the last listing
         stack._survey(stack.lanes[0])
         return [text for text in reports if "each engine counts only what it has seen: .usage" in text]
 
@@ -325,7 +325,7 @@ def test_an_account_that_a_stranger_replaces_while_it_is_used_is_reported_once(t
 
 
 def test_an_entry_with_a_second_name_is_read_and_its_time_of_use_is_left_alone(tmp_path: Path, outside: Path) -> None:
-    """The file may also belong to somebody else: to a backup by hard links, or planted."""
+    """The file may also belong to others: to a backup by hard links, or to an attacker."""
     root, victim = tmp_path / "root", outside / "thesis.txt"
     tier = DiskTier(root, LIMIT)
     plant(root / A.object_name, hard_link, outside)
@@ -335,7 +335,7 @@ def test_an_entry_with_a_second_name_is_read_and_its_time_of_use_is_left_alone(t
 
 
 def test_numbers_that_strangers_made_up_do_not_stop_a_survey(tmp_path: Path) -> None:
-    """Of a temporary that claims to become enormous, and of files without end: the sum counts as very large."""
+    """A temporary file that claims an enormous size, and enormous files: the sum counts as very large."""
     tier = DiskTier(tmp_path, LIMIT)
     (tmp_path / "ns" / ".tmp").mkdir(parents=True)
     with (tmp_path / "ns" / ".tmp" / f"{'9' * 200}.{'0' * 24}").open("wb"):
@@ -355,7 +355,7 @@ def test_numbers_that_strangers_made_up_do_not_stop_a_survey(tmp_path: Path) -> 
 
 
 class Interrupted:
-    """A module whose system calls are counted, and before one of them something else happens."""
+    """A module whose system calls are counted; before one of them something else happens."""
 
     calls = 0
     at = 0
@@ -378,7 +378,7 @@ class Interrupted:
 
 
 def _races() -> Iterator[Any]:
-    """Those with a link to a folder run by default, the others with the slow tests."""
+    """Races with a link to a folder run by default, the others with the slow tests."""
     for name in NAMES:
         for kind in (link_to_folder, dangling_link, hard_link, pipe):
             marks = [] if kind is link_to_folder else [pytest.mark.slow]
@@ -391,7 +391,7 @@ def _races() -> Iterator[Any]:
 def test_anything_that_takes_a_names_place_between_any_two_system_calls_does_no_harm_either(
     tmp_path: Path, outside: Path, name: str, kind: Kind
 ) -> None:
-    """A put, a read, a survey, and a removal are each interrupted before each of their calls."""
+    """A put, a read, a survey and a removal are each interrupted before each of their calls."""
     before: dict[Path, object] = {}
 
     def happens() -> None:
@@ -487,7 +487,7 @@ def test_a_file_system_mounted_on_a_name_is_left_alone(tmp_path: Path, outside: 
 def test_created_files_have_the_rights_of_the_roots_group_and_none_for_others(
     tmp_path: Path, root_mode: int, folders: int, files: int, umask: int
 ) -> None:
-    """Whatever the umask. A folder that belongs to a group, as Kubernetes sets it up, is shared by that group."""
+    """Whatever the umask. A folder that belongs to a group, as set up by Kubernetes, is shared by that group."""
     root = tmp_path / "root"
     root.mkdir()
     if os.geteuid() == 0:

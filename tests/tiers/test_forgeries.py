@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signed entries over real stores to which somebody without the key writes: neither believed, nor in anybody's way."""
+"""Signed entries over real stores to which a forger without the key writes: forgeries are not trusted, and harmless."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ FORGERIES: dict[str, Forge] = {
 
 
 class Engine:
-    """The tiers of one engine, whose entries are signed with `signing`."""
+    """The tiers of one engine, which signs its entries with `signing`."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ def test_unsigned_entries_are_counted_separately_and_listed_for_their_tier(store
 
 
 def test_an_engine_that_never_read_a_forgery_replaces_it_when_it_writes(store: tuple[Tier, bool]) -> None:
-    """A producer knows entries only by their length; and one may be put there between a miss and a write."""
+    """A producer knows only the length of entries; and a forgery may be put there between a miss and a write."""
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace())
     key = EncoderCacheKey(namespace, "picture")
@@ -175,7 +175,7 @@ def test_a_signed_entry_keeps_its_name_whatever_its_length(store: tuple[Tier, bo
 def test_a_huge_forgery_is_replaced_without_being_read(
     store: tuple[Tier, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of at most the length of an entry takes no more memory than copies may."""
+    """A forgery no longer than an entry takes no more memory than the budget for copies."""
     tier, local = store
     engine = Engine(tier, local, namespace := new_namespace(), copied_bytes=600_000)
     read: list[int] = []

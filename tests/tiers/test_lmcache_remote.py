@@ -24,12 +24,12 @@ from lmcache_ec.tiers.remote import Remote
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 PATIENCE_S = 20.0
-"""More than by default: servers under test share this machine with other tests."""
+"""More than the default: servers under test share this machine with other tests."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_log_of_later_processes_is_theirs() -> Iterator[None]:
-    """To open such a remote keeps LMCache silent in this process."""
+    """Opening such a remote silences LMCache in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LMCACHE_LOG_LEVEL", "CRITICAL")
         yield
@@ -49,7 +49,7 @@ def opened(url: str, timeout_s: float = PATIENCE_S, **extra_config: object) -> I
 
 @contextmanager
 def impatient(tier: LMCacheRemoteTier, timeout_s: float = 0.3) -> Iterator[None]:
-    """What is asked meanwhile is given up so soon."""
+    """Within the block calls time out after `timeout_s`."""
     patient, tier._timeout_s = tier._timeout_s, timeout_s
     try:
         yield
@@ -62,7 +62,7 @@ def new_key() -> EncoderCacheKey:
 
 
 class WithRecord(Tier):
-    """A tier that cannot list, and a record of what went through it, so that all else can be tried in one suite."""
+    """A tier that cannot list, with a record of what went through it, so that the suite can test everything else."""
 
     name = "with record"
 
@@ -103,7 +103,7 @@ def server_tier(server: LMCacheServer) -> Iterator[Tier]:
 
 
 class TestServer(TierConformance):
-    """All of it but the list, which LMCache's server has not: for that see the test below."""
+    """The whole suite except listing, which LMCache's server does not support: see the test below."""
 
     counts_namespaces = False
 
@@ -114,7 +114,7 @@ class TestServer(TierConformance):
 
 @pytest.fixture(scope="module", params=[1, 2], ids="folders {}".format)
 def folder_tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
-    """LMCache spreads what it keeps among the folders of a list."""
+    """LMCache spreads its files over a list of folders."""
     folders = [tmp_path_factory.mktemp("fs") for _ in range(request.param)]
     with opened(f"fs://{','.join(map(str, folders))}") as tier:
         yield tier
@@ -157,7 +157,7 @@ def test_an_entry_that_a_server_cannot_delete_is_absent_for_this_tier_and_replac
 def test_two_processes_may_both_write_a_key_but_nobody_ever_reads_a_mixture(
     place: str, server: LMCacheServer, tmp_path: Path
 ) -> None:
-    """Here by two tiers: like two processes, they share only the store."""
+    """Two tiers stand in for them: like two processes, they share only the store."""
     url = server.url if place == "server" else f"fs://{tmp_path}"
     values = [bytes([number]) * (8 * MIB + number) for number in (1, 2)]
     with opened(url) as one, opened(url) as other, opened(url) as reader, ThreadPoolExecutor(2) as threads:
@@ -174,7 +174,7 @@ def test_two_processes_may_both_write_a_key_but_nobody_ever_reads_a_mixture(
 
 
 def whole(tier: Tier, key: EncoderCacheKey) -> bytes | None:
-    """The entry; None if there is none, or another one than a moment ago."""
+    """The entry; None if there is none, or if it has changed since its length was read."""
     buffer = memoryview(bytearray(tier.contains(key) or 0))
     return bytes(buffer) if tier.get_into(key, buffer) == len(buffer) > 0 else None
 
@@ -191,7 +191,7 @@ def test_a_writer_that_was_killed_leaves_a_key_that_costs_one_error_and_is_writt
 
 
 def leave_half_a_value(server: LMCacheServer, key: EncoderCacheKey) -> None:
-    """Speaks for a process that is killed while it writes, and waits until the server knows its end."""
+    """Acts as a process that is killed while it writes, and waits until the server knows its end."""
     import torch
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.memory_management import MemoryFormat
@@ -220,7 +220,7 @@ def test_a_file_that_was_cut_costs_one_error_and_is_written_again(left: int, tmp
         assert fetch(tier, key) == value("b", 1000)
 
 
-# -- faults of the store and of the way to it
+# -- faults of the store and of the network
 
 
 def uses(tier: Tier) -> list[Callable[[], object]]:
@@ -249,7 +249,7 @@ def test_a_killed_server_is_an_error_and_after_its_restart_the_first_call_is_ser
         assert fetch(tier, key) == value("a", 1000)
 
 
-@pytest.mark.timeout(120)  # without limits of its own no call would end
+@pytest.mark.timeout(120)  # without its own limits no call would end
 def test_a_server_that_hangs_is_an_error_in_bounded_time_and_served_again(server: LMCacheServer) -> None:
     key = new_key()
     with opened(server.url) as tier:
@@ -264,7 +264,7 @@ def test_a_server_that_hangs_is_an_error_in_bounded_time_and_served_again(server
                 open_remote(Remote(server.url, timeout_s=0.3))
         finally:
             server.thaw()
-        # It has what was sent meanwhile to work off.
+        # It still has to process what was sent meanwhile.
         wait_until("it answers again", lambda: tier.contains(key) == 1000, 30, despite=TierError)
         assert fetch(tier, key) == value("a", 1000)
 
@@ -317,7 +317,7 @@ def test_a_value_of_which_half_arrives_leaves_the_buffer_as_it_was(server: LMCac
 
 
 def test_a_long_value_of_another_length_is_not_fetched_and_what_comes_after_it_is_right(server: LMCacheServer) -> None:
-    """The value looks like the server's answer that it has nothing, which would turn a hit into a miss."""
+    """The value looks like the server's answer for a miss, which would turn a hit into a miss."""
     wrong, right, word = new_key(), new_key(), struct.pack("9i", 400, 0, 1, 1, 0, 0, 0, 0, 0)
     data = memoryview(word * (5 * MIB // len(word)))
     with opened(server.url) as tier:
@@ -385,7 +385,7 @@ def test_temporaries_of_the_dead_are_removed_and_those_of_the_living_are_not(tmp
     with opened(f"fs://{tmp_path}") as tier:
         assert (old.exists(), young.exists()) == (False, True)
         (own,) = (folder for folder in tmp_path.glob(".lmcache-ec-*") if folder != young)
-        own.rmdir()  # as a neighbour does that finds it a day old
+        own.rmdir()  # as a neighbour does when it finds it a day old
         assert tier.put(new_key(), value("a", 10)) is True
     assert list(tmp_path.glob(".lmcache-ec-*")) == [young]
 

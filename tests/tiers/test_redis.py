@@ -49,7 +49,7 @@ from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, 
 USER, PASSWORD = "canary-us%r", "canary/p@ss:w#rd?"
 QUICK = RedisOptions(timeout_s=0.5, connect_timeout_s=0.5)
 PATIENT = RedisOptions(timeout_s=20.0, connect_timeout_s=20.0)
-"""More so than by default: servers under test share this machine with other tests."""
+"""Longer timeouts than by default: servers under test share this machine with other tests."""
 TRAP = 64
 
 
@@ -68,8 +68,8 @@ def opened(url: str, options: RedisOptions = PATIENT) -> Iterator[RedisTier]:
 
 @contextmanager
 def impatient(tier: RedisTier, timeout_s: float = 0.25) -> Iterator[None]:
-    """What is asked meanwhile is given up after twice as long. Who opens a tier with so little patience, and asks for
-    what is to be answered, gets no answer in time on a busy machine."""
+    """Within the block calls end after twice `timeout_s`. A tier opened with so short a timeout would fail on a busy
+    machine even for requests that the server answers."""
     patient, tier.options = tier.options, replace(tier.options, timeout_s=timeout_s)
     try:
         yield
@@ -78,7 +78,7 @@ def impatient(tier: RedisTier, timeout_s: float = 0.25) -> Iterator[None]:
 
 
 def trapped(length: int) -> tuple[bytearray, memoryview]:
-    """A buffer between two stretches that nobody may touch, and the buffer alone."""
+    """A buffer with guard bytes on both sides, which must not change, and the buffer alone."""
     around = bytearray(b"\xaa") * (length + 2 * TRAP)
     return around, memoryview(around)[TRAP : TRAP + length]
 
@@ -141,7 +141,7 @@ def client_identity(authority: Authority) -> Identity:
 
 @pytest.fixture(scope="module")
 def tls_port(server: RedisServer, authority: Authority) -> Iterator[int]:
-    """Where `server` is reached through TLS, by a client with a certificate."""
+    """Port of `server` for TLS clients with a certificate."""
     with relay(server.port, authority.server_context(authority.identity("server"), wants_client=True)) as front:
         yield front.port
 
@@ -237,7 +237,7 @@ def test_many_answers_are_asked_for_in_parts_of_bounded_size(server: RedisServer
 @pytest.mark.parametrize("stored", [0, 10, 70_000, 5 * MIB])
 @pytest.mark.parametrize("asked", [0, 11, 71_000])
 def test_a_wrong_length_is_reported_and_the_next_answer_is_right(server: RedisServer, stored: int, asked: int) -> None:
-    """Whether the connection is kept, or closed because the value is too long to be read in vain."""
+    """Whether the connection is kept, or closed because the value is too long to read and discard."""
     wrong, right, watcher = new_key(), new_key(), server.client()
     around, buffer = trapped(asked)
     good = memoryview(bytearray(1000))
@@ -277,7 +277,7 @@ def test_an_error_reply_is_an_error_of_its_entry_and_the_connection_goes_on(serv
 @pytest.mark.parametrize("then", Then)
 @pytest.mark.parametrize("answered", [0, 1, 9, 10, 11, 40_000, 99_999, 100_010])
 def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer, then: Then, answered: int) -> None:
-    """If it is cut, the call is repeated on another one; if it is silent, that is an error. The next one is right."""
+    """If it is cut, the call is repeated on another one; if it goes silent, the call fails. The next call is right."""
     key = new_key()
     around, buffer = trapped(100_000)
     with relay(server.port) as line, opened(f"redis://127.0.0.1:{line.port}", PATIENT) as tier:
@@ -304,7 +304,7 @@ def test_a_connection_that_fails_in_the_middle_of_an_answer(server: RedisServer,
 
 @contextmanager
 def answering_gets_with(*pieces: bytes, pause_s: float = 0.0) -> Iterator[RedisTier]:
-    """A tier on a port where every GET is answered so. No real server sends what this one sends."""
+    """A tier on a fake server that answers every GET with these pieces, unlike any real server."""
     over = threading.Event()
 
     def serve(client: socket.socket) -> None:
@@ -344,7 +344,7 @@ def _quietly(serve: Callable[[socket.socket], None], client: socket.socket) -> N
 
 @pytest.mark.timeout(30)
 def test_a_server_that_sends_a_trickle_without_end_is_abandoned() -> None:
-    """Each byte is in time, but the call has a deadline. Without one this test would not end."""
+    """Each byte arrives in time, but the call has a deadline. Without it this test would not end."""
     answer = [b"$1000000\r\n", *[b"x"] * 10_000]
     with (
         answering_gets_with(*answer, pause_s=0.05) as tier,
@@ -356,7 +356,7 @@ def test_a_server_that_sends_a_trickle_without_end_is_abandoned() -> None:
 
 @pytest.mark.timeout(30)
 def test_a_server_that_takes_only_a_little_at_a_time_is_abandoned() -> None:
-    """The same for a write."""
+    """The same as above for a write."""
     over = threading.Event()
 
     def serve(client: socket.socket) -> None:
@@ -396,7 +396,7 @@ def test_unrequested_bytes_of_a_server_are_no_answer_to_the_next_request() -> No
             assert buffer == b"a" * 100
             pool = tier._client.connection_pool
             (line,) = pool._available_connections
-            if not line._parser.holds_more:  # on a busy machine it may have come with the answer
+            if not line._parser.holds_more:  # on a busy machine it may have arrived with the answer
                 select.select([line._sock], [], [])
 
 
@@ -429,7 +429,7 @@ def test_an_answer_that_makes_no_sense_is_an_error_and_touches_nothing(answer: b
     around, buffer = trapped(100)
     with answering_gets_with(answer) as tier:
         for _ in range(2):
-            with impatient(tier):  # some of it looks like the beginning of an answer
+            with impatient(tier):  # part of it looks like the beginning of an answer
                 with pytest.raises(TierError):
                     tier.get_into(new_key(), buffer)
                 (one,) = tier.get_each_into([(new_key(), buffer)])
@@ -458,7 +458,7 @@ REPLIES = st.lists(
 
 
 class _Line(Scattering):
-    """A connection as a parser sees it, whose bytes come in pieces of any size."""
+    """A connection as a parser sees it: its bytes arrive in pieces of any size."""
 
     def __init__(self, sent: bytes, sizes: Sequence[int]) -> None:
         self._sent, self._sizes, self._socket_timeout = sent, list(sizes), 1.0
@@ -595,7 +595,7 @@ def test_an_entry_that_the_server_evicts_is_a_plain_miss_and_listing_does_not_co
 
 
 def test_thousands_of_entries_are_counted_and_removed_in_steps_and_foreign_keys_stay(tmp_path: Path) -> None:
-    """Also where the server evicts by frequency: then it is not known when they were used."""
+    """Even if the server evicts by frequency: then times of use are unknown."""
     with redis_server(tmp_path) as server, opened(server.url) as tier:
         client = server.client()
         keys = [EncoderCacheKey("ns", str(number)) for number in range(3000)]
@@ -700,7 +700,7 @@ def node_id(server: RedisServer) -> str:
 
 
 def test_on_a_cluster_redirects_are_followed_by_every_call(masters: Sequence[RedisServer]) -> None:
-    """ASK while a slot is on its way to another server, MOVED once it is there."""
+    """ASK while a slot migrates to another server, MOVED once it is there."""
     key, missing = new_key(), new_key()
     buffer = memoryview(bytearray(100))
     with opened(cluster_url(masters)) as tier:
@@ -730,7 +730,7 @@ def test_on_a_cluster_redirects_are_followed_by_every_call(masters: Sequence[Red
 
 
 def test_a_lost_server_of_a_cluster_costs_only_the_entries_it_had(masters: Sequence[RedisServer]) -> None:
-    """Killed, or frozen: the others answer in the same call, which asks all of them side by side."""
+    """Killed or frozen: the others answer in the same call, which asks all of them in parallel."""
     namespace = new_namespace()
     keys = [EncoderCacheKey(namespace, str(number)) for number in range(30)]
     with opened(cluster_url(masters)) as tier:
@@ -745,7 +745,7 @@ def test_a_lost_server_of_a_cluster_costs_only_the_entries_it_had(masters: Seque
         for hurt, heal, keeps in ((victim.freeze, victim.thaw, True), (victim.kill, victim.start, False)):
             hurt()
             try:
-                with impatient(tier, 1.0):  # which the others have, too
+                with impatient(tier, 1.0):  # it applies to the others, too
                     both = tier.get_each_into(wanted), tier.contains_each(keys)
                 for answers in both:
                     assert [isinstance(answer, TierError) for answer in answers] == lost
@@ -807,7 +807,7 @@ def test_on_a_cluster_one_server_of_the_url_is_enough_and_every_connection_is_gi
 def test_behind_sentinels_an_answer_that_came_too_late_is_discarded(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
-    """Two entries of one length. The server resumes while the second is asked for."""
+    """Two entries of the same length. The server resumes while the second is asked for."""
     servers, sentinels = pair
     first, second, buffer = new_key(), new_key(), memoryview(bytearray(100))
     master = next(server for server in servers if server.client().role()[0] == b"master")
@@ -866,7 +866,7 @@ def test_behind_sentinels_a_new_master_is_found_and_a_silent_sentinel_passed_ove
 def test_a_master_that_was_replaced_is_abandoned(
     pair: tuple[Sequence[RedisServer], Sequence[SentinelProcess]],
 ) -> None:
-    """It lives on as a replica, and would refuse what is written."""
+    """It lives on as a replica, and would refuse writes."""
     servers, (_, sentinel) = pair
     with opened(sentinel_url([sentinel])) as tier:
         tier.put(new_key(), value("a", 100))
@@ -883,7 +883,7 @@ def test_a_master_that_was_replaced_is_abandoned(
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Lets in the user of the canary, and one who may do nothing."""
+    """Admits the canary's user, and one without any rights here."""
     with redis_server(tmp_path_factory.mktemp("guarded"), "--requirepass", "something else") as running:
         client = running.client(password="something else")
         client.acl_setuser(USER, enabled=True, passwords=[f"+{PASSWORD}"], keys=["lmcache-ec/*"], categories=["+@all"])
@@ -1087,7 +1087,7 @@ def test_credentials_are_in_no_error_no_repr_and_no_log(guarded: RedisServer, ca
 
 
 def test_a_server_that_repeats_the_credentials_in_its_error_does_not_make_us_repeat_them(tmp_path: Path) -> None:
-    """As a server does that does not know AUTH."""
+    """As a server without AUTH does."""
     with redis_server(tmp_path, "--rename-command", "AUTH", "") as server:
         with pytest.raises(ValueError, match="AUTH") as caught:
             open_redis(with_credentials(server.url))

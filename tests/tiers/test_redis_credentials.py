@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users, passwords and tokens of Redis that come from files and commands, and change while a tier is in use."""
+"""Users, passwords and tokens for Redis that come from files and commands, and change while a tier is in use."""
 
 import json
 import logging
@@ -35,7 +35,7 @@ CANARY = "canary"
 
 
 class Vault:
-    """A user of a server whose password changes, and a program that prints what it is now."""
+    """A server's user whose password changes, and a program that prints the current one."""
 
     def __init__(self, server: RedisServer, folder: Path) -> None:
         self.server = server
@@ -53,7 +53,7 @@ class Vault:
         self.rotate()
 
     def rotate(self, user: str = "user", form: str = "{password}\n") -> None:
-        """The old password is nobody's from now on, and those who gave it are thrown out."""
+        """The old password is invalid from now on, and clients that used it are disconnected."""
         self._rotations += 1
         password = f"{CANARY}-{self._rotations}"
         self.file.write_text(form.format(user=user, password=password))
@@ -81,7 +81,7 @@ def vault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vault]:
 
 
 def opened(url: str) -> "closing[RedisTier]":
-    """A server on a busy machine is asked for longer than by default."""
+    """A tier with longer timeouts than by default, for a busy machine."""
     return closing(open_redis(url, RedisOptions(timeout_s=20.0, connect_timeout_s=20.0)))
 
 
@@ -129,7 +129,7 @@ def test_a_command_is_run_once_for_all_connections_until_it_is_refused(vault: Va
             vault.throw_out()
             assert tier.contains(new_key()) is None
         assert vault.times_run == 1
-        time.sleep(0.06)  # _AGAIN_S: what is younger is what the command prints now
+        time.sleep(0.06)  # _AGAIN_S: a younger password counts as current
         vault.rotate()
         assert tier.contains(new_key()) is None
         assert vault.times_run == 2
@@ -210,7 +210,7 @@ def test_a_command_that_fails_is_an_outage_that_names_the_program_and_shows_noth
 def test_a_command_that_hangs_holds_up_a_call_no_longer_than_a_store_that_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call ends before the command's own time is up, which here is when the test wants it."""
+    """The call ends before the command's own time limit, which the test controls here."""
     timers = list[threading.Timer]()
 
     class Held(threading.Timer):

@@ -38,12 +38,12 @@ from lmcache_ec.tiers.s3_url import S3Options, s3_options
 from tests.tiers.conformance import MIB, TierConformance, fetch, new_namespace, value
 
 open_s3 = partial(s3.open_s3, timeout_s=20.0)
-"""With more patience than the default has: the server under test shares this machine with other tests."""
+"""With a longer timeout than the default: the server under test shares this machine with other tests."""
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a certificate authority, `ca.pem`, that no system trusts."""
+    """The folder of a certificate authority (`ca.pem`) that no system trusts."""
     folder, authority = tmp_path_factory.mktemp("tls"), trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(folder / "ca.pem")
@@ -61,7 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, authority: Path) -> Iterato
 
 @pytest.fixture(autouse=True)
 def environment(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Nothing of this machine's settings; the server's credentials."""
+    """The server's credentials, without any of this machine's settings."""
     for name in list(os.environ):
         if name.startswith("AWS_") or name.lower().endswith("_proxy") or name == "REQUESTS_CA_BUNDLE":
             monkeypatch.delenv(name)
@@ -72,7 +72,7 @@ def environment(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> dict[str, s
 
 @pytest.fixture
 def url(server: Seaweed) -> str:
-    """A place of its own for each test."""
+    """A separate prefix for each test."""
     return f"s3://{server.bucket}/{uuid.uuid4().hex}?endpoint={server.endpoint}"
 
 
@@ -101,11 +101,11 @@ class TestS3Tier(TierConformance):
         return shared_tier
 
 
-# -- faults of the server and of the way to it
+# -- faults of the server and of the network
 
 
 class Relay:
-    """Stands between a client and the server; counts, changes and cuts what passes. Threads of its own."""
+    """A proxy between a client and the server that counts, changes and cuts the traffic, on its own threads."""
 
     def __init__(self, upstream: str) -> None:
         host, port = upstream.removeprefix("http://").split(":")
@@ -114,7 +114,7 @@ class Relay:
         self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.requests = bytearray()
         self.answered_bytes = 0
-        self.cut_after: int | None = None  # bytes of answers; then the connection is closed
+        self.cut_after: int | None = None  # response bytes; then the connection is closed
         self.change: Callable[[bytes], bytes] = bytes
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -175,7 +175,7 @@ def test_a_killed_server_is_an_error_and_its_entries_are_there_after_its_restart
     assert tier.put(key("b"), value("b", 10)) is True
 
 
-@pytest.mark.timeout(60)  # it takes 4 s; without limits of its own each of seven calls would take half a minute
+@pytest.mark.timeout(60)  # it takes 4 s; without its own limits each of seven calls would take half a minute
 def test_a_server_that_hangs_is_an_error_in_bounded_time(server: Seaweed, url: str) -> None:
     tier = open_s3(url)
     impatient = wait_until("it opens in time", lambda: open_s3(url, timeout_s=0.15), despite=ValueError)
@@ -227,7 +227,7 @@ def test_a_wrong_guess_of_the_length_does_not_fetch_the_object(url: str, relay: 
     before = relay.answered_bytes
     assert tier.get_into(key("a"), memoryview(bytearray(MIB))) == 48 * MIB
     assert tier.contains(key("b")) is None  # a request later
-    assert relay.answered_bytes - before < 24 * MIB  # what sockets hold
+    assert relay.answered_bytes - before < 24 * MIB  # the socket buffers' contents
 
 
 def test_an_object_that_is_there_already_is_not_sent_again(url: str, relay: Relay) -> None:
@@ -376,7 +376,7 @@ def test_entries_that_have_aged_are_absent_until_they_are_written_again(
 def test_an_entry_that_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_refresh(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the server's own timestamps, as seen by an engine that keeps running and by one that starts."""
+    """By the server's own timestamps, for an engine that keeps running and for one that starts."""
 
     def written_s(name: str) -> float:
         found = server.client().head_object(Bucket=server.bucket, Key=object_key(url, key(name)))
@@ -407,7 +407,7 @@ def test_an_entry_that_has_aged_is_a_miss_and_leaves_the_catalog_at_its_next_ref
     assert not any(starting.asks(key(name).digest) for name in "ab")
 
     def written_again() -> bool:
-        """Some seconds later, which are what stamps are made of."""
+        """Write again, until it is some seconds later: timestamps are in whole seconds."""
         assert mortal.put(key("a"), value("new", 1000)) is True
         return written_s("a") >= written_s("b") + 2
 
@@ -441,7 +441,7 @@ def test_the_lifecycle_rule_covers_only_our_prefix_and_is_read_back(server: Seaw
     assert tier.lifecycle_s() is None
 
 
-# -- what is wrong is reported at opening
+# -- errors are reported at opening
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def refused(expected: str) -> Iterator[None]:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Plays an S3 that answers as AWS does where SeaweedFS does not, and repeats all that it was sent, as AWS does."""
+    """Plays an S3 that answers like AWS where SeaweedFS differs, and echoes all that it was sent, as AWS does."""
 
     protocol_version = "HTTP/1.1"
     plays: Iterator[tuple[int, str]]
@@ -520,7 +520,7 @@ class Answers(BaseHTTPRequestHandler):
 
 @contextmanager
 def answering(*answers: tuple[int, str]) -> Iterator[str]:
-    """The URL of a remote that gives these answers, the last one for ever."""
+    """The URL of a remote that gives these answers, the last one forever."""
 
     class Playing(Answers):
         plays = chain(answers, repeat(answers[-1]))
@@ -589,7 +589,7 @@ def test_a_store_that_refuses_conditions_is_written_without_them_from_then_on(
     with s3_front(int(server.endpoint.rpartition(":")[2])) as front:
         tier = open_s3(f"{url.split('?')[0]}?endpoint=http://127.0.0.1:{front.port}")
         front.rule = lambda request: (status, "Odd") if request.method == "PUT" else None
-        with pytest.raises(TierError):  # it takes it without a condition no more than with one
+        with pytest.raises(TierError):  # it is refused without a condition as well as with one
             tier.put(key("a"), value("a", 10))
         assert not tier.notice
         front.rule = lambda request: (status, "NotImplemented") if "if-none-match" in request.headers else None
@@ -667,7 +667,7 @@ def test_credentials_of_a_profile_and_of_lmcaches_configuration_are_found(
 def test_credentials_that_expire_are_renewed(
     server: Seaweed, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a role do; here a user's program (`credential_process`) stands in for the role."""
+    """Like those of a role; here a user's program (`credential_process`) stands in for the role."""
     monkeypatch.setattr(s3_access, "_CREDENTIALS_S", 1.0)  # obstore asks each time
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -676,7 +676,7 @@ def test_credentials_that_expire_are_renewed(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
 
     def gives(secret: str) -> None:
-        ends = datetime.now(UTC) + timedelta(minutes=9)  # so near that boto3 renews them at the next use
+        ends = datetime.now(UTC) + timedelta(minutes=9)  # so soon that boto3 renews them at the next use
         answer.write_text(
             json.dumps(
                 {
@@ -757,7 +757,7 @@ def test_a_private_authority_is_trusted_where_it_is_named(
 def test_buckets_are_found_by_host_and_by_path(
     server: Seaweed, url: str, tier: S3Tier, monkeypatch: pytest.MonkeyPatch, address: str, extra: dict[str, object]
 ) -> None:
-    """The server acts as the proxy for these hosts, which have no address here."""
+    """The server acts as a proxy for these hosts, which have no address here."""
     monkeypatch.setenv("http_proxy", server.endpoint)
     if "AWS_ENDPOINT_URL_S3" in extra:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://any.host")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A catalog never denies what is stored and announced, whoever dies, and whatever stands in its objects."""
+"""A catalog never denies an entry that is stored and announced, whatever process dies, whatever its objects contain."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAMESPACE = "ns"
 KEY = SigningKey(b"k" * 32, "abcdefabcdef")
 PACE = Pace(lease_s=0.3, compact_s=3600.0, large=64)
 STORED = (286, *range(79))
-"""The key of the first is in shard 00, by which the size of a namespace is guessed."""
+"""The first one's key is in shard 00, from which the size of a namespace is estimated."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ STRANGERS = [key(f"stranger {number}").digest for number in range(5000)]
 
 
 class Replica:
-    """A tier and its lane, refreshed when the test wants it."""
+    """A tier and its lane, refreshed by the test."""
 
     def __init__(self, url: str, *, catalog: bool = True, signing: SigningKey | None = None, pace: Pace = PACE) -> None:
         self.tier = open_s3(f"{url}&catalog=true" if catalog else url, timeout_s=20.0)
@@ -92,7 +92,7 @@ class Replica:
             self.lane.has(key(name).digest, True)
 
     def refresh(self) -> None:
-        """A survey; and if it began to list for all, that, and a survey that sees it."""
+        """A survey; if it started a listing for the catalog, also that listing and another survey."""
         self.lane._list_at = 0.0
         self.lane.survey(NAMESPACE)
 
@@ -106,7 +106,7 @@ class Replica:
         return Compactor(folder or self.folder, pages, pace, self.lane.signing)
 
     def lacks(self, *names: object) -> list[object]:
-        """What it would not ask the store for."""
+        """The names for which it would not ask the store."""
         return [name for name in names if not self.lane.asks(key(name).digest)]
 
     @property
@@ -131,7 +131,7 @@ def objects(s3: Seaweed, url: str) -> list[str]:
 def test_one_replica_lists_and_the_others_read_what_it_wrote(filled: str, front: S3Front, s3: Seaweed) -> None:
     one, other = Replica(filled), Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     one.refresh()
-    assert one.lacks("not known yet") == []  # until the catalog is there it asks for everything
+    assert one.lacks("not known yet") == []  # until there is a catalog it asks for everything
     wait_until("it has listed", lambda: not one.cataloged._compactor.running)
     one.refresh()
     other.refresh()
@@ -306,7 +306,7 @@ def test_a_store_that_was_busy_for_a_moment_gets_its_catalog_at_the_next_refresh
     assert len(objects(s3, filled)) > SHARDS
 
 
-# ---- whoever dies, and whoever comes in between
+# ---- processes that die, and others that interfere
 
 
 class Killed(Exception):
@@ -398,14 +398,14 @@ def test_a_compactor_that_has_lost_its_lease_to_another_is_refused_and_removes_n
 
 @pytest.mark.slow
 def test_whether_a_lease_is_stale_depends_only_on_the_observers_clock(filled: str, front: S3Front, s3: Seaweed) -> None:
-    """A store whose clock is a year off, and a holder that has just died: the others wait, and then replace it."""
+    """The store's clock is a year off, and the holder has just died: the others wait, and then replace it."""
     front.ahead_s = 365 * 86400.0
     one = Replica(filled.replace(s3.endpoint, f"http://127.0.0.1:{front.port}"))
     dead = one.compactor()
     assert dead.take(one.folder.look())
     one.refresh()
     assert one.cataloged._compactor is None
-    assert one.lacks("anything") == []  # nobody knows yet
+    assert one.lacks("anything") == []  # not known yet
     wait_until("the lease is stale", lambda: one.cataloged.catalog.free)
     one.refresh()
     wait_until("it has listed", lambda: not one.cataloged._compactor.running)
@@ -467,7 +467,7 @@ def test_entries_of_a_writer_that_died_before_its_delta_are_found_by_the_next_fu
     assert other.lacks("unannounced") == []
 
 
-# ---- whatever stands in its objects
+# ---- whatever its objects contain
 
 
 def damaged(data: bytes, how: str, number: int) -> bytes | None:
@@ -508,7 +508,7 @@ def test_damaged_shards_cause_look_ups_and_the_next_listing_repairs_them(filled:
         else:
             client.put_object(Bucket=s3.bucket, Key=name, Body=bad)
     for replica in (Replica(filled, signing=KEY), follower):
-        replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # nobody repairs it
+        replica.tier.maintain = lambda: None  # type: ignore[method-assign]  # it is not repaired
         replica.refresh()
         assert replica.lacks(*STORED) == []
         for number, how in enumerate(HOWS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A store whose clock is not ours: what was written just now is young, by whatever clock it is dated."""
+"""A store with a different clock: a new entry counts as young, whichever clock dates it."""
 
 import uuid
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def test_new_entries_are_there_and_aged_ones_are_not_whatever_the_stores_clock_s
     way = "ahead of" if ahead_s > 0 else "behind"
     assert f"its clock is 600 s {way} this machine's" in tier.notice
 
-    front.ahead_s -= 2 * TTL_S  # what the store has is older by that, and its clock is not compared meanwhile
+    front.ahead_s -= 2 * TTL_S  # entries are older by that, and its clock is not compared again yet
     assert tier.contains(KEY) is None
 
 
@@ -90,5 +90,5 @@ def test_an_engine_of_a_lagging_store_hits_and_log_status_and_doctor_report_the_
         assert notice in other.status()["tiers"][0]["notice"]
     assert any(notice in record.getMessage() for record in caplog.records)
     environment = {"LMCACHE_EC_REMOTE_URL": url, "LMCACHE_EC_TTL_S": str(TTL_S)}
-    # It asks once, and a store on a busy machine may not answer in time.
+    # It asks only once, and a store on a busy machine may not answer in time.
     wait_until("doctor reports it", lambda: [note for note in examine("{}", environment).notes if notice in note], 60.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objects that S3 encrypts with a key of the user's own (SSE-C): from a file or the environment, and shown nowhere."""
+"""Objects that S3 encrypts with the user's own key (SSE-C), from a file or the environment, which is shown nowhere."""
 
 import base64
 import os
@@ -85,7 +85,7 @@ def test_the_key_is_taken_from_the_environment_or_in_base64_from_the_file(
 def test_another_key_is_an_error_of_the_entry_and_of_the_start_if_all_is_written_with_it(
     url: str, key_file: Path
 ) -> None:
-    """An entry that cannot be read neither pauses the store nor makes it read only."""
+    """An unreadable entry neither pauses the store nor makes it read only."""
     tier = opened(url, f"&sse_c_key_file={key_file}")
     tier.put(KEY, value("secret", 5000))
     key_file.write_bytes(os.urandom(32))
@@ -141,7 +141,7 @@ def test_a_write_that_is_refused_is_not_the_keys_fault_and_the_file_is_read_once
 def test_an_object_that_cannot_be_read_without_another_key_can_be_replaced_where_entries_are_signed(
     url: str, key_file: Path, tmp_path: Path
 ) -> None:
-    """Otherwise anybody who may write to the bucket could prevent an entry from being stored."""
+    """Otherwise any user who may write to the bucket could prevent an entry from being stored."""
     (other := tmp_path / "other").write_bytes(os.urandom(32))
     tier = opened(url, f"&sse_c_key_file={key_file}")
     assert opened(url, f"&sse_c_key_file={other}").put(KEY, value("another's", 5000))

@@ -34,7 +34,7 @@ def sealed(key: EncoderCacheKey = KEY) -> memoryview:
 
 
 class Memory(Tier):
-    """A remote in this process: `held` up where a test wants to see what happens meanwhile."""
+    """A remote in this process, `held` where a test needs to see what happens meanwhile."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,7 +69,7 @@ class Memory(Tier):
 
 
 class CountedDisk(DiskTier):
-    """The real one, with its reads counted."""
+    """The real disk tier, with its reads counted."""
 
     reads = 0
 
@@ -90,7 +90,7 @@ class Setting:
         self.events: list[object] = []
 
     def put(self, data: memoryview, tiers: int = 0) -> Put:
-        """Written through; what the caller hears is in `events`."""
+        """Write through; the caller's callbacks are recorded in `events`."""
         put = Put(KEY, data, tiers)
         put.landed = lambda number, landing: self.events.append((number, landing))
         put.released = lambda stored: self.events.append(f"released, {'stored' if stored else 'lost'}")
@@ -131,7 +131,7 @@ def test_remotes_behind_the_disk_are_fed_from_one_read_of_the_file_for_which_the
     here.far.free.clear()
     here.put(data)
     wait_until("the disk has it", lambda: "released, stored" in here.events)
-    data[:] = bytes(len(data))  # the caller's again
+    data[:] = bytes(len(data))  # the buffer is the caller's again
     wait_until("both wait", lambda: stack.writes.jobs == 2 and disk.reads == reads)
     here.near.free.set()
     here.far.free.set()
@@ -183,7 +183,7 @@ def test_a_tier_that_raises_an_unexpected_error_still_gives_the_data_back(
         raise RuntimeError("odd")
 
     monkeypatch.setattr(here.near, "put", odd)
-    monkeypatch.setattr(here.far, "contains", odd)  # asked after the write of what was there
+    monkeypatch.setattr(here.far, "contains", odd)  # asked after the write about the existing entry
     here.far.entries[KEY.digest] = b"other"
     events = here.written(sealed())
     assert events[2:] == ["released, lost", "done"]
@@ -223,7 +223,7 @@ def test_an_entry_that_does_not_verify_is_deleted_and_repaired_from_the_next_tie
 def test_an_entry_that_a_neighbour_writes_is_known_within_a_second_and_without_a_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is written right after a look at the news. The second is the time waited between looks."""
+    """It is written right after a look at the news. The second is the waiting time between looks."""
     here, neighbour, waited_s = Setting(tmp_path), DiskTier(tmp_path, 1 << 30), list[float]()
     lane = here.stack.lanes[0]
     lane.survey(NAMESPACE)
@@ -232,7 +232,7 @@ def test_an_entry_that_a_neighbour_writes_is_known_within_a_second_and_without_a
         return here.stack.presence.may_contain(KEY.digest, "disk")
 
     def wait(seconds: float) -> bool:
-        """Whether there is no need for another look."""
+        """Record a wait. Returns whether no further look is needed."""
         if len(waited_s) == 1:
             assert not may_be_there()
             neighbour.put(KEY, sealed())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM may make of its encoder cache: one buffer in place of a dictionary of tensors."""
+"""An encoder cache as vLLM may have it in future: one buffer instead of a dictionary of tensors."""
 
 from collections.abc import Iterator, MutableMapping
 
@@ -7,7 +7,7 @@ import torch
 
 
 class PreallocatedCache(MutableMapping[str, torch.Tensor]):
-    """An encoder cache that copies what it is given into rows of one buffer."""
+    """An encoder cache that copies its tensors into rows of one buffer."""
 
     def __init__(self, rows: int, width: int) -> None:
         self.buffer = torch.zeros(rows, width)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The other ends of a rank's links: the scheduler side's and the store process's."""
+"""The remote ends of a rank's links: the scheduler side's and the store process's."""
 
 import os
 import select
@@ -32,13 +32,13 @@ class SchedulerEnd:
                 self.links[rank].send(StoreLink(7), [saver_end.fileno()])
             self.links[rank].send(Segment(0, capacity))
             self.take(self.links[rank])
-            assert self.take(self.links[rank]) == SegmentReady(0, capacity)  # and so the rank has taken all of it
+            assert self.take(self.links[rank]) == SegmentReady(0, capacity)  # so the rank has processed everything
         saver_end.close()
         os.close(fd)
 
     @staticmethod
     def take(link: Link) -> Any:
-        """The next message; waits for it."""
+        """Wait for the next message, and return it."""
         poller = select.poll()
         poller.register(link, select.POLLIN)
         assert poller.poll(PATIENCE_S * 1000), "no message"
@@ -47,7 +47,7 @@ class SchedulerEnd:
         return received[0]
 
     def report(self, rank: int = 0) -> Any:
-        """The next one, without how long its copies took."""
+        """The next message, without the durations of copies."""
         message = self.take(self.links[rank])
         return replace(message, load_ns=0, save_ns=0) if isinstance(message, Report) else message
 
@@ -55,7 +55,7 @@ class SchedulerEnd:
         return self.take(self.store)
 
     def silent(self) -> bool:
-        """Whether neither a report nor a save waits here."""
+        """Whether neither a report nor a save is waiting."""
         return all(link.receive() is None for link in (*self.links, self.store))
 
     def close(self) -> None:

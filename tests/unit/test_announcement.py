@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a producer's answer announces of its items, and what a proxy makes of that."""
+"""What a producer's answer announces about its items, and how a proxy uses that."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ OURS = "model-0123456789abcdef"
 
 
 def announcement(*items: tuple[str, str], stored: bool = True) -> dict[str, Any]:
-    """Of a request with these items, each a modality and an identifier. The model sizes sounds by their tokens."""
+    """The announcement for these items, each a modality and an identifier. The model sizes sounds by their tokens."""
     features = [
         MultiModalFeatureSpec(None, kind, identifier, PlaceholderRange(index, 1), mm_hash=identifier)
         for index, (kind, identifier) in enumerate(items)
@@ -39,8 +39,8 @@ def test_an_item_is_announced_under_the_name_that_the_proxy_gave_it() -> None:
 
 
 def test_a_video_with_its_sound_is_announced_in_a_form_that_vllms_proxy_accepts() -> None:
-    """It finds neither of the two under the name that it gave the video, since arguments of the processor are hashed in
-    with that. It then takes two items for a video and its sound if they hold nothing but what vLLM announces."""
+    """The proxy finds neither under the name that it gave the video, since processor arguments are hashed in with the
+    name. It then takes two items as a video and its sound if they hold only what vLLM announces."""
     for stored in (True, False):
         params = announcement(("video", "3" * 64), ("audio", "4" * 64), stored=stored)
         assert len(params) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command's error about its arguments names the option, what was given and what must be."""
+"""A command's error about its arguments names the option, the given value and the required one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CANARY = "hunter2-canary"
 
 
 def refusal(*arguments: str) -> str:
-    """What a command prints about a wrong command line, on one line."""
+    """A command's error message for a wrong command line, joined into one line."""
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     return " ".join(done.stderr.replace("│", " ").split())

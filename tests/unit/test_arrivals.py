@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Look-ups begin when a request arrives, on the thread that takes requests in, and leave nothing of it behind."""
+"""Look-ups begin when a request arrives, on the thread that receives requests, and leave nothing behind."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def arrive(served: Served, *requests: Request) -> None:
-    """As in an engine: on a thread that is not the scheduler's."""
+    """Requests arrive as in an engine: on a thread other than the scheduler's."""
 
     def take_in() -> None:
         for each in requests:
@@ -67,7 +67,7 @@ def test_an_entry_that_came_before_the_first_pass_defers_none(serve: Serve) -> N
 
 
 def test_an_entry_that_comes_during_the_first_pass_defers_none(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it: it is looked for once more before the pass is given up."""
+    """No request waits for it: it is looked up once more before the pass defers the request."""
     serve().store(X)
     served = serve()
     listen = served.cache.listen
@@ -139,7 +139,7 @@ def test_an_answer_of_the_presence_filter_is_counted_once_per_request(serve: Ser
 
 
 def test_items_that_the_kv_cache_may_have_are_left_to_the_pass(serve: Serve) -> None:
-    """A chat sends its pictures again with every turn, and the pass knows which of their tokens are cached."""
+    """A chat sends its pictures again with every turn; only the pass knows which of their tokens are cached."""
     serve().store(X)
     for reuses_kv in (True, False):
         served = serve(reuses_kv=reuses_kv)
@@ -183,11 +183,11 @@ def test_an_error_ends_the_cache_on_the_scheduler_s_thread_and_not_on_the_other(
     with pytest.raises(ZeroDivisionError):
         served.side.ensure_cache_available(request("next", Y), 0)
     served.side.shutdown()
-    arrive(served, request("later", X))  # nobody has the turn any more but who shut it down
+    arrive(served, request("later", X))  # only the thread that shut it down holds the turn
 
 
 def test_every_engine_of_this_process_is_notified_of_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrapper, around a function with the signature of vLLM's."""
+    """The wrapper around a function with vLLM's signature."""
     from vllm.v1.engine.core import EngineCore
 
     from lmcache_ec.adapters.vllm import arrivals
@@ -207,7 +207,7 @@ def test_every_engine_of_this_process_is_notified_of_arrivals(monkeypatch: pytes
 
 
 def test_counts_are_never_read_in_the_middle_of_an_early_look_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks for metrics between two passes; a change in the middle of reading them would break that for good."""
+    """vLLM asks for metrics between two passes; a change while they are read would break them for good."""
     served, looking, go_on, read = serve(), threading.Event(), threading.Event(), threading.Event()
 
     def listen_slowly(now: float) -> bool:

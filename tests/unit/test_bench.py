@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's arithmetic, and that a whole run of it still fits what it measures."""
+"""The benchmark's arithmetic, and a check that a whole run still works with the code that it measures."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ FULL = Utilisation(least=0.9, mean=0.95)
 
 
 def taken(**milliseconds: list[float]) -> Collected:
-    """Samples named `<row>__<whose>`, of entries of 2.75 MB."""
+    """Samples named `<row>__<party>`, for entries of 2.75 MB."""
     collected = Collected()
     named = {tuple(name.split("__")): [each / 1e3 for each in values] for name, values in milliseconds.items()}
     collected.add({(name, whose): values for (name, whose), values in named.items()}, 2_752_512)

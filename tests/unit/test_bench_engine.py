@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of `make bench-engine`, and that a short run of it measures all that it reports."""
+"""The arithmetic of `make bench-engine`, and a check that a short run measures all that it reports."""
 
 import json
 import random
@@ -21,7 +21,7 @@ def timings(*first_token_s: float) -> dict[tuple[int, int], Timing]:
 
 
 def test_a_ratio_compares_what_was_measured_side_by_side() -> None:
-    drifting = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]  # a machine that slows down changes neither side against the other
+    drifting = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]  # a machine that slows down affects both sides alike
     found = ratio([1.5 * each for each in drifting], drifting)
     assert (found.median, found.low, found.high) == (1.5, 1.5, 1.5)
 
@@ -70,7 +70,7 @@ def test_only_the_time_to_the_first_token_counts_for_rounds_with_few_tokens() ->
 
 
 def test_the_interval_of_a_miss_includes_the_difference_between_servers_of_one_kind() -> None:
-    pairs, slower = 8, [1.00, 1.02, 1.04, 1.06, 1.08, 1.10, 1.12, 1.14]  # each pair of servers by as much, every time
+    pairs, slower = 8, [1.00, 1.02, 1.04, 1.06, 1.08, 1.10, 1.12, 1.14]  # constant for each pair of servers
     off = timings(*[1.0] * 400)
     measured = {"off": off, "nothing": off, "miss": timings(*[slower[seed % pairs] for seed in range(400)])}
     miss = next(row for row in rows(measured, pairs) if row.kind == "miss")

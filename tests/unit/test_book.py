@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a place, through every transition, faults included, by a test that plays ranks and store process."""
+"""The life of a place through every transition, including faults; the test simulates ranks and store process."""
 
 import random
 from collections import deque
@@ -32,7 +32,7 @@ def opened(capacity: int, ranks: int = 1) -> Book:
 
 
 def stored(book: Book, identifier: str, mib: float) -> Place | None:
-    """Through a whole save, written nowhere."""
+    """A whole save, without a write to any tier."""
     place = book.reserve_save(identifier, spec(mib), persist=False)
     if place is not None:
         step = place.id
@@ -43,7 +43,7 @@ def stored(book: Book, identifier: str, mib: float) -> Place | None:
 
 
 class Life(RuleBasedStateMachine):
-    """Every other party is played here, and holds what it was ordered to touch until it reports that it is done."""
+    """All other parties are simulated, and hold the places that they were ordered to touch until they report so."""
 
     restore_s: Callable[[Place], float] | None = None
 
@@ -56,7 +56,7 @@ class Life(RuleBasedStateMachine):
         self.touched: dict[Place, set[object]] = {}
         self.reserved: list[Place] = []
         self.sent: list[deque[tuple[int, Place, bool]]] = [deque() for _ in range(RANKS)]
-        self.handed: list[tuple[Place, int]] = []  # copied, to be answered by that store process
+        self.handed: list[tuple[Place, int]] = []  # copied, awaiting that store process's answer
         self.reported_copied: dict[int, int] = {}
         self.fills: list[tuple[Place, int]] = []
         self.writes: list[tuple[Place, int]] = []
@@ -64,9 +64,9 @@ class Life(RuleBasedStateMachine):
         self.leases: list[Place] = []
         self.incarnation = 1
         self.lost: list[int] = []
-        self.ids = 0  # places up to this one are of no use to anybody any more
+        self.ids = 0  # places up to this one are no longer usable
 
-    # ---- what the test knows of who may touch what
+    # ---- the test's record of which party may touch which place
 
     def touch(self, place: Place, who: object) -> None:
         self.touched.setdefault(place, set()).add(who)
@@ -253,7 +253,7 @@ class Life(RuleBasedStateMachine):
             step, place, load = self.sent[rank].popleft()
             outcome = data.draw(st.sampled_from([*Outcome, None]))
             if outcome is Outcome.COPIED and not load:
-                # The hand-over precedes the report, and the store process may answer in between.
+                # The hand-over precedes the report; the store process may answer in between.
                 to = data.draw(st.sampled_from(sorted(self.alive | {self.incarnation})))
                 self.touch(place, ("store", to))
                 self.handed.append((place, to))
@@ -312,7 +312,7 @@ class Life(RuleBasedStateMachine):
         self.book.store_ended(ended)
 
     def teardown(self) -> None:
-        """Whatever happened: once everybody is done, nothing is held and the whole arena can be had again."""
+        """Whatever happened: once all parties are done, nothing is held and the whole arena can be reserved again."""
         self.schedule()
         for place in [*self.promised]:
             self.book.unpin(place)
@@ -341,7 +341,7 @@ TestLife.settings = settings(max_examples=examples(150), stateful_step_count=60,
 
 
 class LifeByCost(Life):
-    """The same where what a miss costs decides what is evicted, whatever that is."""
+    """The same with eviction by arbitrary costs of a miss."""
 
     restore_s = staticmethod(lambda place: place.id % 5 * 0.01)
 
@@ -407,7 +407,7 @@ def test_the_arena_opens_more_once_half_of_what_is_open_is_used_and_never_far_ah
 
 
 def test_room_for_a_large_entry_is_opened_at_once_and_nothing_is_evicted_for_it() -> None:
-    """A 134 MB video is not kept out by the 8 MiB that are open so far, nor does it push out what they hold."""
+    """A 134 MB video is not refused because only 8 MiB are open so far, nor does it evict their entries."""
     book = Book(512 * MIB, 8 * MIB, 1)
     book.open(0, 8 * MIB)
     assert stored(book, "small", 1)
@@ -504,7 +504,7 @@ def test_leases_hold_at_most_half_of_the_arena() -> None:
 
 
 def under_way(book: Book, *identifiers: str) -> list[Place]:
-    """Saves of 2 MiB each that a step has sent. Of 8 MiB one may be written at once, the writes of others are owed."""
+    """Saves of 2 MiB each that a step has sent. With 8 MiB one may be written at a time; other writes are owed."""
     places = [book.reserve_save(identifier, spec(2), persist=True) for identifier in identifiers]
     sent = [place for place in places if place is not None]
     for place in sent:
@@ -513,7 +513,7 @@ def under_way(book: Book, *identifiers: str) -> list[Place]:
 
 
 def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> None:
-    """A reservation evicts at most twice its size, so the larger ones do not help it."""
+    """A reservation evicts at most twice its size, so the larger entries do not help."""
     book = Book(128 * MIB, 128 * MIB, 1, lambda place: place.length * (1e-9 if place.length > MIB else 1e-8))
     book.open(0, 128 * MIB)
     for number in range(64):
@@ -525,7 +525,7 @@ def test_a_small_entry_finds_room_where_only_larger_ones_are_worth_less() -> Non
 
 
 def test_an_entry_forgotten_on_its_way_is_finished_and_found_by_nobody() -> None:
-    """Including its write-through; a write that would have been pending is not done."""
+    """Including its write-through; a write that would still be owed is not done."""
     book = opened(16 * MIB)
     written, owed = under_way(book, "a", "b")[0], under_way(book, "c")[0]
     assert written.dirty

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs over many entries: all are done, progress is seen, and Ctrl-C loses nothing that was begun."""
+"""Jobs over many entries: all are done, progress is shown, and Ctrl-C loses no job that has begun."""
 
 import io
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a log shows of faults that come again and again, and of their end."""
+"""What a log shows about recurring faults, and about their end."""
 
 import logging
 import time
@@ -49,7 +49,7 @@ def test_a_kind_is_logged_once_a_minute_and_another_is_not_held_up_by_it(
 def test_the_log_ends_on_the_last_state_even_if_its_line_was_withheld(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A remote goes away and comes back three times within a minute: the log ends with the fact that it is back."""
+    """A remote becomes unreachable and returns three times within a minute: the log ends with its return."""
     complaints = Complaints(logging.getLogger("tests"))
     for number in range(3):
         complaints.warn("redis-read", f"gone {number}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shell completes every command and its options, and no credential of the environment is in what it is given."""
+"""A shell completes every command and its options, and the completions contain no credential of the environment."""
 
 import os
 import shutil

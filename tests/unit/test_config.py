@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One configuration of file, environment and extra configuration, and errors that show a newcomer what to fix."""
+"""One configuration from file, environment and extra configuration, with errors that tell a newcomer what to fix."""
 
 import json
 import math
@@ -31,7 +31,7 @@ File = Callable[[str], dict[str, str]]
 @pytest.fixture
 def file(tmp_path: Path) -> File:
     def write(text: str) -> dict[str, str]:
-        """The environment under which this text is the configuration file."""
+        """The environment that makes this text the configuration file."""
         (tmp_path / "lmcache.yaml").write_text(dedent(text))
         return {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")}
 
@@ -241,7 +241,7 @@ def test_the_manual_shows_every_key_with_unit_and_default(tmp_path: Path) -> Non
 
 @dataclass(frozen=True)
 class Mistake:
-    """What somebody wrote, and all that the one error must contain. <file> stands for the path of the file."""
+    """What a user wrote, and everything that the single error must contain. <file> stands for the file's path."""
 
     expected: tuple[str, ...]
     text: str = ""
@@ -538,7 +538,7 @@ def test_no_text_that_leaves_the_configuration_shows_a_credential(file: File, ke
 
 
 def test_a_variable_is_filled_in_wherever_a_remote_is_named(file: File) -> None:
-    """As a part of an address, whatever it contains; or as a whole address, unchanged."""
+    """As part of an address, whatever it contains; or as a whole address, unchanged."""
     values = {"PASSWORD": "p@ss:/,${x}%", "ADDRESS": "redis://one:6379/2"}
     named = {"remotes": ["redis://u:${PASSWORD}@two:6379", "${ADDRESS}"]}
     expected = ("redis://u:p%40ss%3A%2F%2C%24%7Bx%7D%25@two:6379", "redis://one:6379/2")
@@ -711,7 +711,7 @@ def test_a_path_that_only_sounds_like_a_secret_is_accepted_and_printed() -> None
 
 
 def _all_text(extra: Mapping[str, object], environ: Mapping[str, str]) -> str:
-    """All text that comes of a configuration, whether it can be used or not."""
+    """All text that a configuration produces, whether it is valid or not."""
     try:
         resolved = resolve(extra, environ)
     except ConfigError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files in configs/ are what they say they are. What LMCache makes of them: see test_lmcache_config.py."""
+"""The files in configs/ do what they claim. For LMCache's reading of them see test_lmcache_config.py."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def test_each_configuration_is_accepted_and_all_its_keys_have_an_effect(file: Pa
 
 @pytest.mark.parametrize("name", ["producer", "consumer"])
 def test_clients_names_leave_memory_only_once_their_line_is_uncommented(name: str, tmp_path: Path) -> None:
-    """With the files as they are, nobody gets a picture that was replaced behind its URL."""
+    """With the files as they are, no request gets a picture that was replaced behind its URL."""
     shipped = ROOT / "configs" / f"{name}.yaml"
     assert not resolve(environ={"LMCACHE_CONFIG_FILE": str(shipped)}).config.persist_client_ids
     vouching = tmp_path / shipped.name

@@ -68,7 +68,7 @@ def build(configs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 def both(build: Build, **extra: Any) -> tuple[ECLMCacheConnector, ECLMCacheConnector]:
-    """Worker first, as vLLM does; the scheduler side is ready."""
+    """Worker side first, as in vLLM; the scheduler side is ready."""
     worker = build(ECConnectorRole.WORKER, **extra)
     worker.start_worker_services()
     worker.watch_weights(MODEL)
@@ -103,14 +103,14 @@ def test_a_wrong_configuration_ends_the_start(build: Build) -> None:
 def test_the_start_logs_each_setting_with_its_source_and_what_does_not_fit_the_host(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a KV part whose remote store none of our tiers serves: that is a note, without its password."""
+    """With a KV part whose remote store none of our tiers supports: a note mentions it without its password."""
     room = memory()
     assert room is not None
     size = (room.available_bytes >> 30) + 64
     file = tmp_path / "lmcache.yaml"
     file.write_text(f"remote_url: lm://user:hunter2@host:6379\nec:\n  max_local_cpu_size: {size}\n  chunk_size: 16")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(file))
-    monkeypatch.delenv("LMCACHE_EC_LOAD_POLICY", raising=False)  # of engine tests
+    monkeypatch.delenv("LMCACHE_EC_LOAD_POLICY", raising=False)  # set for engine tests
     monkeypatch.setattr(connector_module.logger, "propagate", True)
     with caplog.at_level(logging.INFO, connector_module.logger.name):
         build(ECConnectorRole.SCHEDULER)
@@ -140,7 +140,7 @@ def test_switched_off_there_is_no_arena_no_process_and_no_folder(
 def test_a_version_of_any_length_fits_the_producer_field_of_an_entry(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Builds from source have long ones, and an entry whose producer does not fit cannot be sealed."""
+    """Builds from source have long versions, and an entry whose producer does not fit cannot be sealed."""
     monkeypatch.setattr("vllm.__version__", "0.32.1rc1.dev342+g1a2b3c4d5.d20261231.cu130.precompiled")
     _, scheduler = both(build)
     side = scheduler._scheduler
@@ -151,7 +151,7 @@ def test_a_version_of_any_length_fits_the_producer_field_of_an_entry(
 def test_where_nobody_watches_the_calls_to_workers_the_cache_is_off_and_logs_it(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
-    """As with a VLLM_PLUGINS that does not name ours: weights could change unnoticed."""
+    """As when VLLM_PLUGINS does not name our plugin: weights could change unnoticed."""
     worker = build(ECConnectorRole.WORKER)
     serves_without(worker, build(ECConnectorRole.SCHEDULER, watched=False))
     assert ["VLLM_PLUGINS" in error.getMessage() for error in errors] == [True]
@@ -183,7 +183,7 @@ def test_an_encoder_decoder_model_is_served_without_the_cache(build: Build) -> N
 
 
 def serves_without(worker: ECLMCacheConnector, scheduler: ECLMCacheConnector) -> None:
-    """Every hook answers as no connector would, and metadata alone fails its request instead of the engine."""
+    """Every hook answers as if there were no connector, and metadata only fails its request, not the engine."""
     media = request("media", "x", data={"pixel_values": SimpleNamespace(data="pixels")})
     assert VllmScheduler(scheduler).offer(media) == "encode"
     output = scheduler_output()
@@ -229,7 +229,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def errors() -> Iterator[list[logging.LogRecord]]:
-    """What the connector has logged as errors; vLLM's loggers do not pass records on."""
+    """The connector's error records; vLLM's loggers do not propagate them."""
     logged: list[logging.LogRecord] = []
 
     class Recorder(logging.Handler):
@@ -259,7 +259,7 @@ def test_a_scheduler_hook_that_fails_is_logged_once_and_the_engine_goes_on(
 def test_a_worker_hook_that_fails_is_logged_once_and_its_rank_leaves_the_cache(
     build: Build, errors: list[logging.LogRecord]
 ) -> None:
-    """The scheduler side has to know, since nothing that it sends to this rank from now on is copied."""
+    """The scheduler side has to know, since orders that it sends to this rank from now on are not carried out."""
     for name, (method, hook) in WORKER_HOOKS.items():
         worker, scheduler = both(build)
         side = scheduler._scheduler
@@ -280,7 +280,7 @@ def sees_the_end(scheduler: ECLMCacheConnector, side: Any) -> bool:
 
 
 def test_an_item_promised_before_a_hook_failed_is_encoded_after_all(build: Build) -> None:
-    """vLLM counts on it: the engine dies if the tensor never comes."""
+    """vLLM relies on it: the engine dies if the tensor never comes."""
     worker, scheduler = both(build)
     side = scheduler._scheduler
     assert side is not None
@@ -293,7 +293,7 @@ def test_an_item_promised_before_a_hook_failed_is_encoded_after_all(build: Build
 
 @pytest.mark.parametrize("hook", ["has_cache_item", "update_state_after_alloc", "hand_ledger"])
 def test_an_item_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all(build: Build, hook: str) -> None:
-    """vLLM has been answered True, and does not ask again before it gives the item room."""
+    """vLLM was answered True, and does not ask again before it allocates room for the item."""
     worker, scheduler = both(build)
     side = scheduler._scheduler
     assert side is not None
@@ -313,7 +313,7 @@ def test_an_item_promised_in_the_pass_in_which_a_hook_fails_is_encoded_after_all
 
 
 def encoded_after_all(worker: Any, scheduler: Any) -> Any:
-    """What the encoder is left to do by a step of the request `media`."""
+    """The encodes that a step of the request `media` leaves for the encoder."""
     output = scheduler_output()
     output.num_scheduled_tokens["media"] = 1
     output.ec_connector_metadata = scheduler.build_connector_meta(output)
@@ -325,7 +325,7 @@ def encoded_after_all(worker: Any, scheduler: Any) -> Any:
 
 
 def stored(side: Any, asking: Any) -> None:
-    """Have an entry in the arena that fits the request's first item."""
+    """Put an entry into the arena that fits the request's first item."""
     item = side._memos[asking.request_id].items[0]
     spec = TensorSpec(item.rows, WIDTH, side._policy.dtype)
     place = side.cache.book.reserve_save(item.identifier, spec, persist=False)
@@ -334,7 +334,7 @@ def stored(side: Any, asking: Any) -> None:
 
 
 def test_running_requests_outlive_a_failure_of_the_cache(build: Build) -> None:
-    """What they needed is in the KV cache: only items that are still to come can be missing."""
+    """Their past items are in the KV cache: only items that are still to come can be missing."""
     _, scheduler = both(build)
     running = request("running", "x", data=None)
     side = scheduler._scheduler

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies beside the model's stream: what is ordered before what, what is held for how long, and what a step waits for.
+"""Copies concurrent with the model's stream: their order, how long memory is held, and what a step waits for.
 
-Over a stand-in for `torch.cuda`, whose streams do their work only when a test runs them, so that every order that the
-rules allow can be played through.
+Over a stand-in for `torch.cuda`, whose streams work only when a test runs them, so that every order that the rules
+allow can be tested.
 """
 
 import mmap
@@ -45,7 +45,7 @@ def copier(cuda: Cuda) -> Iterator[DeviceCopier]:
 
 
 class Arena:
-    """Registered host memory, as a rank maps it: `granules` of so many pages each."""
+    """Registered host memory, as a rank maps it: `granules` gives the pages of each granule."""
 
     def __init__(self, copier: DeviceCopier, *granules: int) -> None:
         self.memory = mmap.mmap(-1, sum(granules) * PAGE)
@@ -64,7 +64,7 @@ def on_device(rows: int, columns: int) -> torch.Tensor:
 
 
 class Steps:
-    """Notes the steps that were called done, and waits for them."""
+    """Records the steps that were reported done, and waits for them."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -142,8 +142,7 @@ def test_a_saved_view_of_a_batch_that_is_freed_at_once_is_not_overwritten(cuda: 
 
 
 def test_a_later_step_overwrites_no_output_that_is_still_being_saved(cuda: Cuda, copier: DeviceCopier) -> None:
-    """A future vLLM may keep encoder outputs in one buffer, whose rows belong to one item now and to another in the
-    next step."""
+    """A future vLLM may keep encoder outputs in one buffer, whose rows may belong to another item in the next step."""
     source, destination = torch.ones(3, 4, device=DEVICE), Arena(copier, 1).floats(3, 4)
     copier.begin_step()
     copier.save(source, destination)
@@ -161,7 +160,7 @@ def test_a_later_step_overwrites_no_output_that_is_still_being_saved(cuda: Cuda,
 
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 40)], ids=["contiguous", "columns of a wider tensor"])
 def test_a_copy_is_cut_where_two_registrations_meet(cuda: Cuda, copier: DeviceCopier, columns: slice) -> None:
-    """One copy across both is an error."""
+    """A single copy across both is an error."""
     arena = Arena(copier, 2, 1, 2)
     source = on_device(50, 64)[:, columns]
     destination = arena.floats(50, source.shape[1], offset=PAGE)
@@ -177,7 +176,7 @@ def test_a_copy_is_cut_where_two_registrations_meet(cuda: Cuda, copier: DeviceCo
 def test_a_load_finds_room_in_the_encoder_caches_memory_if_there_is_none_beside_it(
     cuda: Cuda, copier: DeviceCopier
 ) -> None:
-    """vLLM has measured its own memory, which leaves out that of the copies' stream."""
+    """vLLM has measured its own memory without that of the copies' stream."""
     source = Arena(copier, 1).floats(3, 4).fill_(1)
     cuda.memory.full.add(side(cuda))
     freed = torch.zeros(3, 4, device=DEVICE)
@@ -214,7 +213,7 @@ def test_a_step_is_done_only_when_its_copies_are_over_and_the_caller_never_waits
 
 
 def test_waiting_for_a_step_does_not_burn_a_core(cuda: Cuda, copier: DeviceCopier) -> None:
-    """An event's default is to burn a core of the saving rank until everything that was queued before has run."""
+    """By default an event spins a core of the saving rank until everything queued before it has run."""
     steps, destination = Steps(), Arena(copier, 1).floats(2, 2)
     copier.save(torch.ones(2, 2, device=DEVICE), destination)
     copier.finish(steps("save"))
@@ -244,7 +243,7 @@ def test_source_and_destination_are_held_until_the_copy_is_over_and_no_longer(cu
 def test_after_an_error_of_the_device_no_step_counts_as_done_and_the_next_one_reports_it(
     cuda: Cuda, copier: DeviceCopier
 ) -> None:
-    """Without a report the scheduler side would wait for ever, and tensors would pile up."""
+    """Without a report the scheduler side would wait forever, and tensors would accumulate."""
     steps, arena = Steps(), Arena(copier, 1)
     copier.save(torch.ones(2, 2, device=DEVICE), arena.floats(2, 2))
     copier.finish(steps("lost"))
@@ -279,7 +278,7 @@ def test_closing_finishes_what_is_under_way(cuda: Cuda) -> None:
 def test_a_device_that_hangs_does_not_keep_its_worker_from_ending(
     cuda: Cuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its memory stays registered and mapped, since it may still write there."""
+    """Its memory stays registered and mapped, since the device may still write there."""
     monkeypatch.setattr(copier_module, "_END_S", 0.2)
     copier = DeviceCopier(DEVICE, cuda)
     arena, steps = Arena(copier, 1), Steps()
@@ -296,7 +295,7 @@ def test_a_device_that_hangs_does_not_keep_its_worker_from_ending(
     assert collected(mapped) == [False]
     cuda.check()
     assert (steps.done, len(cuda.registered)) == ([], 1)
-    cuda.run()  # only for the threads of this test to end
+    cuda.run()  # only so that this test's threads end
 
 
 def test_memory_is_released_only_when_every_copy_is_over_and_then_none_is_queued(cuda: Cuda) -> None:
@@ -325,7 +324,7 @@ def test_memory_is_released_only_when_every_copy_is_over_and_then_none_is_queued
 
 
 def test_a_granule_is_pinned_at_its_own_bytes_on_the_ranks_device(cuda: Cuda, copier: DeviceCopier) -> None:
-    """And not on the device that a new thread starts with."""
+    """Not on the device that a new thread starts with."""
     memory = mmap.mmap(-1, 3 * PAGE)
     start = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     assert copier.register(memory, PAGE, 2 * PAGE) == ""
@@ -363,7 +362,7 @@ def test_a_plain_load_crosses_the_borders_of_registrations_and_is_there_when_it_
 
 
 def test_a_device_without_a_runtime_to_register_with_copies_all_the_same_and_is_waited_for_asleep() -> None:
-    """Like XPU, for which torch has streams and events, but neither `cudart` nor events that sleep."""
+    """Like XPU, for which torch has streams and events, but neither `cudart` nor blocking events."""
     xpu, steps, memory = Xpu(running=True, pace_s=0.05), Steps(), mmap.mmap(-1, PAGE)
     with OnDevice(xpu):
         copier = DeviceCopier(torch.device("xpu", 0), xpu)
@@ -388,7 +387,7 @@ def test_a_device_without_a_runtime_to_register_with_copies_all_the_same_and_is_
 
 @pytest.mark.parametrize("module", [torch.cuda, torch.xpu], ids=["cuda", "xpu"])
 def test_torch_has_every_call_that_is_made_on_a_device(module: Any) -> None:
-    """Also in this build, which has neither device: the stand-ins offer no more than these calls."""
+    """Even in this build, which has neither device: the stand-ins provide only these calls."""
     assert why_unsupported(module.__name__.removeprefix("torch.")) == ""
     calls = {"Stream": ("record_event", "wait_event"), "Event": ("record", "query", "synchronize")}
     own = module.streams  # in a process with vLLM for CPU, `torch.cuda.Event` is a placeholder of vLLM's
@@ -432,7 +431,7 @@ def test_memory_of_a_staged_load_is_not_given_out_while_the_model_still_reads_it
     arena = Arena(copier, 1)
 
     def stage() -> None:
-        with OnDevice(cuda):  # a thread's own
+        with OnDevice(cuda):  # it applies per thread
             copier.stage(arena.memory, STAGE)
 
     rank = threading.Thread(target=stage)
@@ -481,6 +480,6 @@ def test_on_host_memory_a_step_is_done_at_once() -> None:
     destination.zero_()
     copier.finish(steps("step"))
     assert steps.done == ["step"]
-    assert torch.equal(loaded, source)  # a copy of its own: the arena's bytes may be another entry's tomorrow
+    assert torch.equal(loaded, source)  # a separate copy: the arena's bytes may be reused
     assert not copier.registers
     assert copier.release()

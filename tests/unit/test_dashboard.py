@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard and the alerts in configs/ ask for metrics that there are, in the words of Prometheus."""
+"""The dashboard and the alerts in configs/ query metrics that exist, in valid PromQL."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def promtool(*arguments: object, cwd: Path) -> None:
 
 
 def exposed() -> Iterator[str]:
-    """Every name that is scraped."""
+    """Every scraped name."""
     for metric in METRICS:
         if metric.kind is Kind.HISTOGRAM:
             yield from (f"{PREFIX}{metric.name}_{part}" for part in ("bucket", "sum", "count"))
@@ -133,8 +133,8 @@ def test_the_documentation_names_each_alert() -> None:
 
 
 def test_grafana_can_lay_the_dashboard_out() -> None:
-    """As its schema of dashboards requires: identities differ, panels lie on 24 columns and do not overlap, each has
-    its data source and its queries' names of its own."""
+    """As its dashboard schema requires: ids are unique, panels lie on 24 columns and do not overlap, and each has a
+    data source and unique names for its queries."""
     assert Counter(panel["id"] for panel in DASHBOARD["panels"]).most_common(1)[0][1] == 1
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     assert variables == {"datasource", "model_name", "engine"}

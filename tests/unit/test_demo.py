@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make demo` prints about a MODEL that it cannot show."""
+"""What `make demo` prints about a MODEL that it cannot run."""
 
 import subprocess
 import sys

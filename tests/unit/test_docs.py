@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages under docs/ say of the repository what is true of it."""
+"""What the pages under docs/ state about the repository is true."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_every_link_to_a_heading_finds_it(page: object) -> None:
 
 
 def _anchor(heading: str) -> str:
-    """As GitHub makes it of a heading."""
+    """The anchor that GitHub derives from a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

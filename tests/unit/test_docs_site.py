@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation as a site: built and read without a network, and each page as GitHub shows it."""
+"""The documentation as a site: built and read without a network, with each page as GitHub shows it."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 BLOCKS = {*("h1", "h2", "h3", "ul", "ol", "li", "table", "th", "td", "pre", "code", "a", "img", "em", "strong")}
-"""Not paragraphs: a blank line within a list makes some or all of its items paragraphs, which only spaces them."""
+"""Not paragraphs: a blank line in a list turns some or all of its items into paragraphs, which only adds space."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def built(site: Path, page: Path) -> str:
 
 
 class Elements(HTMLParser):
-    """Counts elements, and keeps what is fetched to show a page."""
+    """Counts elements, and records what is fetched to show a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

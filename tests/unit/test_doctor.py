@@ -310,7 +310,7 @@ def test_the_pool_of_the_kv_part_is_printed_as_lmcaches_own(
 
 
 def test_the_pool_of_the_kv_part_counts_against_the_memory_at_hand(tmp_path: Path) -> None:
-    """Either of them alone would fit."""
+    """Either pool alone would fit."""
     room = memory()
     assert room is not None
     share = round(room.available_bytes / GIB * 0.6, 1)
@@ -351,7 +351,7 @@ def test_the_note_about_a_container_comes_after_notes_about_the_configuration(
 
 
 def test_a_folder_that_this_user_cannot_write_is_a_problem(locked: Path) -> None:
-    # The first report imports what root alone may be able to read.
+    # The first report imports modules that perhaps only root can read.
     code = (
         "import json, os, sys; from lmcache_ec.cli.doctor import examine; examine('{}', {}); "
         "os.geteuid() or os.setresuid(*[65534] * 3); print(json.dumps(examine(sys.argv[1], {}).problems))"
@@ -466,7 +466,7 @@ app(["doctor", *sys.argv[1:]])
 
 
 def test_a_folder_that_an_engine_could_not_open_is_a_problem(tmp_path: Path) -> None:
-    """Nothing is created or written to find out."""
+    """The check creates and writes nothing."""
     folder = tmp_path / "entries"
     (folder / "ns" / "aa").mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec doctor` suggests what may have been meant, and prints the command that is meant."""
+"""`lmcache-ec doctor` suggests what may have been meant, and prints the intended command."""
 
 import json
 import shlex

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec doctor` and an engine say the same of a folder, in the same words."""
+"""`lmcache-ec doctor` and an engine report the same about a folder, in the same words."""
 
 import json
 import os
@@ -114,7 +114,7 @@ print(json.dumps([prevents, refused, notes, noticed]))
 
 
 def doctor_and_engine(folder: Path) -> list[list[str]]:
-    """What prevents a start and what is noted, by either, in a process of a user who is not root."""
+    """Problems and notes, from doctor and engine, in a process of a user other than root."""
     done = subprocess.run([sys.executable, "-c", _BOTH, str(folder)], capture_output=True, text=True, check=True)
     found: list[list[str]] = json.loads(done.stdout)
     return found
@@ -122,7 +122,7 @@ def doctor_and_engine(folder: Path) -> list[list[str]]:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Where any user may do anything. (pytest's own folders are closed to others, by each run again.)"""
+    """A folder in which any user may do anything. (Each pytest run closes its own folders to others.)"""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o777)
         yield Path(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the encoder took in a step, and in no other."""
+"""The encoder's time in a step, without that of any other."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ SLOW_S = 0.05
 
 
 class Event:
-    """A device's: its time is known once its work is done."""
+    """A device's event: its time is known once its work is done."""
 
     made: ClassVar[list["Event"]] = []
 
@@ -48,7 +48,7 @@ def test_a_device_is_asked_when_the_step_s_copies_are_over_and_not_in_the_forwar
 
 
 def test_outputs_that_nobody_saves_are_timed_to_the_step_s_end() -> None:
-    """On a consumer with the V2 runner, which hands over no outputs."""
+    """As on a consumer with the V2 runner, which passes no outputs to the connector."""
     clock = EncodeClock()
     clock.begin()
     time.sleep(SLOW_S)
@@ -83,7 +83,7 @@ def test_the_scheduler_side_learns_what_each_item_costs(served: Served) -> None:
 def test_a_step_that_encodes_more_than_was_planned_teaches_nothing(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load has failed, and vLLM encodes that item, too."""
+    """A load has failed, so vLLM encodes that item, too."""
     served.store(stored := digest("stored"))
     learned = served.cache.policy._encodes["image"].figures
     monkeypatch.setattr(served.runner.worker._copier, "load", lambda payload: 1 / 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder-cache manager that knows the lower tiers, and vLLM's own beside it: accounts, references, order."""
+"""The encoder-cache manager that knows the lower tiers, compared with vLLM's own: accounts, references, order."""
 
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ LOAD_S, ENCODE_S = 0.0005, 0.05
 
 
 class Tiers:
-    """What the tiers below have: each name's cost of having it back."""
+    """The tiers below: for each name the cost of getting it back."""
 
     def __init__(self, **costs_s: float) -> None:
         self.costs_s = costs_s
@@ -38,7 +38,7 @@ def request(name: str, *items: str, rows: int | tuple[int, ...] = 4) -> Any:
 
 
 def use(manager: EncoderCacheManager, one: Any) -> list[str]:
-    """A request from its first pass to its end. Returns what had to make room."""
+    """A request from its first pass to its end. Returns the evicted items."""
     hold(manager, one)
     manager.free(one)
     return list(manager.get_freed_mm_hashes())
@@ -50,7 +50,7 @@ def hold(manager: EncoderCacheManager, one: Any) -> None:
 
 
 def grant(manager: EncoderCacheManager, one: Any, index: int) -> bool:
-    """As vLLM's scheduler does for each item of a pass."""
+    """Ask and allocate, as vLLM's scheduler does for each item of a pass."""
     if manager.check_and_update_cache(one, index):
         return True
     if not manager.can_allocate(one, index, PLENTY, 0):
@@ -71,7 +71,7 @@ def managers(size: int, lower_tiers: LowerTiers | None = None) -> list[EncoderCa
 
 
 def test_vllms_own_manager_evicts_in_the_order_of_last_release() -> None:
-    """A long request that got its item first and ended last keeps it longest. Ours goes by the last access."""
+    """The item of a long request that came first and ended last is kept longest. Ours evicts by last access."""
     freed = []
     for manager in managers(12)[:2]:
         long = request("long", "early")
@@ -93,7 +93,7 @@ def test_items_that_memory_holds_go_before_items_that_would_be_encoded_again() -
 
 
 def test_an_item_that_a_tier_has_lost_since_is_kept_from_then_on() -> None:
-    """Its cost is judged at the moment of eviction, by what the tiers hold at that moment."""
+    """Its cost is evaluated at the moment of eviction, from what the tiers hold then."""
     tiers = Tiers(one=LOAD_S, two=LOAD_S)
     manager = TierAwareEncoderCacheManager(8, tiers)
     use(manager, request("a", "one"))
@@ -103,7 +103,7 @@ def test_an_item_that_a_tier_has_lost_since_is_kept_from_then_on() -> None:
 
 
 def test_a_crawl_does_not_flush_items_in_steady_use() -> None:
-    """All of it is in LocalCPU: the number of uses decides."""
+    """All items are in LocalCPU: the number of uses decides."""
     tiers = Tiers(**{f"page {number}": LOAD_S for number in range(99)}, popular=LOAD_S)
     own, ours = EncoderCacheManager(16), TierAwareEncoderCacheManager(16, tiers)
     for number in range(6):
@@ -144,7 +144,7 @@ def test_an_item_that_needs_the_room_of_many_takes_it_and_no_more() -> None:
 
 
 def test_making_room_asks_about_a_bounded_number_of_entries_and_each_once() -> None:
-    """The others are judged by what was last known of them."""
+    """The others are evaluated by their last known costs."""
     tiers = Tiers()
     manager = TierAwareEncoderCacheManager(4000, tiers)
     for number in range(1000):
@@ -167,11 +167,11 @@ def test_no_tier_is_asked_while_there_is_room_or_where_there_can_be_none() -> No
     assert manager.get_freed_mm_hashes() == []
 
 
-# ---- what stays vLLM's
+# ---- behaviour shared with vLLM's
 
 
 class Model:
-    """The cache in plain words: what is there, of how many rows, who holds it, and which was accessed last."""
+    """A simple model of the cache: items, their rows, their holders, and their order of access."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -179,7 +179,7 @@ class Model:
 
     def reset(self) -> None:
         self.rows: dict[str, int] = {}
-        """The least recently accessed first."""
+        """In order of access, the least recent first."""
         self.holders: dict[str, set[str]] = {}
 
     def access(self, user: str, item: str, rows: int) -> None:
@@ -199,7 +199,7 @@ class Model:
         return rows <= self.free + sum(self.rows[item] for item in self.unused)
 
     def evict(self, victims: list[str], rows: int) -> None:
-        """To make room for so many: no more than that takes, and nothing that somebody uses."""
+        """Evict to make room for `rows`: no more than necessary, and no item in use."""
         for victim in victims:
             assert self.free < rows
             assert victim in self.unused
@@ -220,8 +220,8 @@ EVENTS = st.lists(
     ),
     max_size=60,
 )
-"""A request begins; has another chunk computed; is past one of its items; ends, or is preempted. A tier loses an item.
-The cache is emptied, as vLLM allows it: while no request holds anything."""
+"""A request begins, has another chunk computed, is past one of its items, or ends or is preempted. A tier loses an
+item. The cache is emptied, as vLLM allows it: while no request holds anything."""
 
 
 @pytest.mark.parametrize("policy", ["lru", "cost"])
@@ -314,7 +314,7 @@ def test_an_emptied_cache_remembers_nothing() -> None:
     assert use(manager, request("c", "new")) == ["one"]
 
 
-# ---- how vLLM makes one
+# ---- how vLLM creates one
 
 
 def configured(encoder_decoder: bool = False, **manager_config: Any) -> Any:

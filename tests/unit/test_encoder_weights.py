@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank sees of its encoder's weights: which tensors, which bytes, and when."""
+"""How a rank digests its encoder's weights: which tensors, which bytes, and when."""
 
 import random
 import sys
@@ -25,7 +25,7 @@ PIECE = 64
 
 @pytest.fixture(params=["in host memory", "on a device"])
 def digest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The digest of one tensor, in pieces of 64 bytes. What runs on a device runs on any."""
+    """The digest of one tensor, in pieces of 64 bytes. The code for devices runs on any device, even the CPU."""
     monkeypatch.setattr(digests, "PIECE_BYTES", PIECE)
     if request.param == "in host memory":
         return lambda tensor: tensor_digest([("tensor", tensor)])
@@ -46,7 +46,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("count", [0, 1, 3, 15, 16, 17, 33, 500])
 def test_every_byte_at_its_position_counts(digest: Any, dtype: torch.dtype, count: int) -> None:
-    """For any dtype and number: a flipped byte, or two bytes that change places, give another digest."""
+    """For any dtype and count, a flipped byte or two swapped bytes give another digest."""
     dice = random.Random(count)
     raw = torch.tensor([dice.randrange(2) for _ in range(count * dtype.itemsize)], dtype=torch.uint8)
     tensor = raw.view(dtype)
@@ -102,7 +102,7 @@ def test_names_dtypes_and_shapes_count() -> None:
 
 
 def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() -> None:
-    """However they are gathered: the digest is the same wherever the data is split."""
+    """The digest is the same wherever the data is split."""
     whole = torch.randint(0, 256, (5000,), dtype=torch.uint8)
     parts, together = Fold(whole.device), Fold(whole.device)
     for part in whole.split(20):
@@ -115,7 +115,7 @@ def test_a_device_makes_one_digest_of_many_small_tensors_and_of_a_large_one() ->
 
 
 class Tower(torch.nn.Module):
-    """A multimodal model as vLLM's are: tower, projector, something beside them, and a language model that is named."""
+    """A multimodal model like vLLM's: tower, projector, another module, and a named language model."""
 
     _language_model_names: tuple[str, ...] = ("language_model",)
 
@@ -135,7 +135,7 @@ class Tower(torch.nn.Module):
 
 
 class Reader(Tower):
-    """Its encoder takes something from the language model, as molmo2 and moondream3 do."""
+    """Its encoder uses part of the language model, as in molmo2 and moondream3."""
 
     def project(self, pixels: torch.Tensor) -> torch.Tensor:
         return super().project(pixels) + self.language_model(pixels)
@@ -146,7 +146,7 @@ class Untold(Tower):
 
 
 class TextOnly(torch.nn.Module):
-    """An engine that was given no tower."""
+    """A model without a tower."""
 
     _language_model_names = ("language_model",)
 
@@ -188,7 +188,7 @@ def test_vllms_models_whose_encoders_read_the_language_model_are_recognized() ->
 
 
 class Watched:
-    """A model whose weights are watched, and what was reported of them: how many calls, and the digest."""
+    """A model whose weights are watched, and the reports about them: number of calls, and digest."""
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         self.model = model or Tower()
@@ -197,7 +197,7 @@ class Watched:
 
     @property
     def digest(self) -> str:
-        """As reported last; "" in doubt."""
+        """The digest reported last; "" if in doubt."""
         return self.reports[-1][1]
 
     @contextmanager
@@ -309,7 +309,7 @@ def test_a_part_that_was_never_loaded_raises_no_doubt() -> None:
 
 
 def test_buffers_count_if_a_call_changes_them_and_not_if_the_model_does(watched: Watched) -> None:
-    """Rotary tables grow, or take another dtype, when the model first runs."""
+    """Rotary tables grow or change their dtype when the model first runs."""
     start = watched.digest
     watched.model.table = torch.arange(8).float()
     with watched.call("apply_model"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The guard that proves "no I/O and no digest in the engine's processes" would notice one, however it was imported."""
+"""The guard behind "no I/O and no digest in the engine's processes" catches each, however it was imported."""
 
 import subprocess
 import sys

@@ -72,7 +72,7 @@ def test_any_identifier_verifies_and_its_payload_is_page_aligned_and_nothing_fol
 
 
 def test_the_longest_header_fits_whatever_the_length_of_the_identifier() -> None:
-    """Control characters take six bytes each in JSON; the shape is the longest that can be written."""
+    """Control characters take six bytes each in JSON; the shape is the longest possible one."""
     spec = TensorSpec(2**63 - 1, 0, "F8_E4M3")
     for count in (*range(1500), 4096):
         key = EncoderCacheKey("n" * 80, "\x01" * count)
@@ -143,14 +143,14 @@ def test_garbage_is_an_entry_error(garbage: bytes, at: int) -> None:
 
 
 def forged(header: bytes, payload: bytes = bytes(30)) -> bytes:
-    """An entry of any header whose digest, if it stands in its place, is right."""
+    """An entry with any header, with the right digest if the header has the digest at its usual place."""
     blob = bytearray(struct.pack("<Q", 4088) + header.ljust(4088) + payload)
     blob[entry._DIGEST_AT : entry._DIGEST_END] = entry._digest(memoryview(blob))
     return bytes(blob)
 
 
 def header_of(**changes: object) -> bytes:
-    """The header of SMALL; a change to None leaves that field out."""
+    """The header of SMALL with changes; None omits a field."""
     fields = json.loads(SMALL[8:4096])
     for name, value in changes.items():
         part = fields if name == "ec" else fields["ec"] if name in fields["ec"] else fields["__metadata__"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of an entry whose identifier nobody knows yet."""
+"""What is read from an entry whose identifier is not known yet."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`.epoch`, the file, and `lmcache-ec epoch`, the command: a number that only rises, and what is refused."""
+"""The file `.epoch` and the command `lmcache-ec epoch`: a number that only rises, and refused input."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One that an engine has used."""
+    """A folder that an engine has used."""
     DiskTier(tmp_path / "disk", 1 << 30).close()
     return tmp_path / "disk"
 
@@ -47,7 +47,7 @@ def run(*arguments: str, answer: str = "", **keys: Any) -> Result:
 
 
 def words(text: str) -> str:
-    """Without the frame and the line ends that a terminal of eighty columns makes."""
+    """The text without the frame and line breaks of an 80-column terminal."""
     return " ".join(text.replace("│", " ").split())
 
 
@@ -60,7 +60,7 @@ def test_without_a_file_or_a_folder_the_epoch_is_0_and_what_is_written_is_read(f
         raise_epoch(folder, epoch)
         assert read_epoch(folder) == epoch
     assert {file.name for file in folder.iterdir()} == {".usage", ".epoch"}
-    assert (folder / ".epoch").read_text() == f"{MAX_EPOCH}\n"  # as a person writes it, too
+    assert (folder / ".epoch").read_text() == f"{MAX_EPOCH}\n"  # the format that a person may write, too
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_highest_of_epochs_raised_at_once_remains_and_a_reader_never_sees_it
 
     def raise_to(epoch: int) -> None:
         begun.wait()
-        with suppress(ValueError):  # it is not above the present one
+        with suppress(ValueError):  # it is not above the current one
             raise_epoch(folder, epoch)
 
     def read() -> None:

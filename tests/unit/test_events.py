@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a subscriber knows is what the book holds, whatever is lost on the way; and where an engine can publish."""
+"""A subscriber knows what the book holds, whatever is lost on the way; and the addresses at which engines publish."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWERED = st.sampled_from(["now", "now", "later", "never"])
 class Following(RuleBasedStateMachine):
     """A book, a store process, a subscriber; the link between the first two may be full, the wire may lose anything.
 
-    `history` is what each session held at each of its numbers. The subscriber begins in step.
+    `history` has the contents of each session at each of its numbers. The subscriber begins in step.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Following(RuleBasedStateMachine):
 
     @rule(identifiers=SOME, sealed=st.integers(1, 4), room=ROOM, weather=WEATHER, then=WEATHER, answered=ANSWERED)
     def run_pass(self, identifiers: list[str], sealed: int, room: int, weather: str, then: str, answered: str) -> None:
-        """A pass, reported in one weather; a beat in the next; and a question, if the subscriber has one."""
+        """A pass, reported in one weather; a heartbeat in the next; and a question, if the subscriber has one."""
         self.serve(identifiers, sealed, room)
         self.report(room, weather)
         self.beat(then)
@@ -64,7 +64,7 @@ class Following(RuleBasedStateMachine):
     # ---- the engine
 
     def serve(self, identifiers: list[str], sealed: int, rows: int) -> None:
-        """So many entries are sealed, in an arena of six pages: others are evicted."""
+        """Seal the first `sealed` saves, in an arena of six pages: others are evicted."""
         for identifier in identifiers:
             place = self.book.reserve_save(identifier, TensorSpec(60 + 20 * rows, 16, "BF16"), persist=False)
             if place is not None:
@@ -76,7 +76,7 @@ class Following(RuleBasedStateMachine):
         del self.encoding[:sealed]
 
     def report(self, room: int, weather: str) -> None:
-        """So many messages find room on the link."""
+        """The link has room for `room` messages."""
         left = iter(range(room))
         self.changes.hand(self.namespace, lambda changes: next(left, None) is not None and self.take(changes, weather))
 
@@ -111,7 +111,7 @@ class Following(RuleBasedStateMachine):
         self.publish(self.source.beat(), weather)
 
     def publish(self, batch: Numbered, weather: str) -> None:
-        """It arrives at once, or later with the next one, or never, or torn."""
+        """A batch arrives at once, or later with the next one, or never, or torn."""
         self.history[self.source.session, batch.number] = decode(batch.payload).namespace, dict(self.copy)
         if weather != "lossy":
             self.wire.append(batch if weather != "garbled" else batch._replace(payload=batch.payload[:-1]))
@@ -119,7 +119,7 @@ class Following(RuleBasedStateMachine):
             self.mirror.take_batch(*self.wire.popleft())
 
     def begin_store_process(self) -> None:
-        """Another one, if there was one: it knows nothing."""
+        """A new store process, which knows nothing, replaces any earlier one."""
         self.source = Source(0, self.namespace)
         self.copy: dict[str, int] = {}
         self.changes.begin_anew()
@@ -128,7 +128,7 @@ class Following(RuleBasedStateMachine):
     # ---- the subscriber
 
     def ask(self, answered: str) -> None:
-        """Answers that are late come with the next one, in the order in which they were asked for."""
+        """Late answers arrive with the next one, in the order of their requests."""
         if answered != "never":
             self.answers.append(self.source.snapshot())
         while answered == "now" and self.answers:
@@ -144,7 +144,7 @@ class Following(RuleBasedStateMachine):
             assert known == self.history[self.mirror.session, self.mirror._number]
 
     def teardown(self) -> None:
-        """Nothing is lost any more, and what is asked for is asked for as a subscriber does."""
+        """Nothing is lost any more, and the subscriber asks as a real one does."""
         self.serve([], len(self.encoding), 0)
         self.report(100, "fine")
         for _ in range(2):
@@ -230,7 +230,7 @@ def test_changes_noted_while_nobody_takes_them_are_bounded_by_what_is_live() -> 
 
 @pytest.mark.parametrize("letter", ["a", "\N{GREEK SMALL LETTER ALPHA}"])
 def test_the_longest_identifiers_fit_the_link(letter: str) -> None:
-    """4096 bytes each, the most that an entry may have."""
+    """4096 bytes each, the maximum of an entry."""
     ours, theirs = pair()
     changes = Changes(dict[str, int]().items)
     for number in range(100):

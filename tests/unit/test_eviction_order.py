@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order entries leave memory, by last use and by what a miss costs."""
+"""The order in which entries leave memory, by last use and by the cost of a miss."""
 
 import random
 

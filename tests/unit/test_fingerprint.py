@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's fingerprint: another content gives another one, another place or time does not, and it stays cheap."""
+"""A checkpoint's fingerprint: it changes with the content, not with path or time, and it stays cheap."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def append(name: str) -> Callable[[Path], object]:
 
 
 def retrain_the_projector(folder: Path) -> None:
-    """64 KiB in the middle of 8 MiB: between the blocks spread over the file, but a tensor of its own."""
+    """64 KiB in the middle of 8 MiB: between the blocks spread over the file, but a separate tensor."""
     offset = os.path.getsize(folder / "model.safetensors") - (4 * MIB) - (64 << 10)
     overwrite(folder / "model.safetensors", offset, os.urandom(64 << 10))
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_overwritten_under_the_same_path_is_another(
 
 
 def test_path_time_and_unrelated_files_do_not_count(checkpoint: Path, tmp_path: Path) -> None:
-    """Nor does what a hub download adds later, or the way it lays out its files: links into a folder of blobs."""
+    """Nor do files that a hub download adds later, or its layout of files: links into a folder of blobs."""
     before = checkpoint_fingerprint(checkpoint)
     copy = tmp_path / "elsewhere" / "snapshot"
     shutil.copytree(checkpoint, copy)
@@ -126,7 +126,7 @@ def test_path_time_and_unrelated_files_do_not_count(checkpoint: Path, tmp_path: 
     ],
 )
 def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
-    """Wherever it is: in the first quarter of a fused matrix, for example, if an adapter was merged into queries."""
+    """Wherever it is: for example in the first quarter of a fused matrix, if an adapter was merged into queries."""
     write_safetensors(tmp_path / "model.safetensors", {"model.layers.0.weight": 8 * MIB, name: 9 * MIB})
     seen = {checkpoint_fingerprint(tmp_path)}
     weights = tmp_path / "model.safetensors"
@@ -137,7 +137,7 @@ def test_no_bit_of_an_encoder_escapes(tmp_path: Path, name: str) -> None:
 
 
 def test_reads_stay_bounded_however_large_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 GiB in 10 000 tensors, the header is read and less than a hundredth of the rest."""
+    """Of 4 GiB in 10 000 tensors, only the header and less than a hundredth of the rest are read."""
     write_safetensors(tmp_path / "model.safetensors", {f"layers.{i}": (4 << 30) // 10_000 for i in range(10_000)})
     (tmp_path / "unsafe.safetensors").write_bytes(b"\xff" * 8)
     os.truncate(tmp_path / "unsafe.safetensors", 1 << 30)  # claims a header of 16 EiB

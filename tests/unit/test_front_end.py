@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own renderer code, wrapped: whatever clients send, a cache that trusts names and signatures serves each
-request what it asked for. The processor and the engine behind it are stand-ins; the hashing is vLLM's."""
+"""vLLM's own renderer code, wrapped: whatever clients send, a cache that trusts names and signatures gives each request
+what it asked for. The processor and the engine behind it are stand-ins; the hashing is vLLM's."""
 
 import asyncio
 import hashlib
@@ -42,7 +42,7 @@ PICTURES = [Image.new("RGB", (2, 2), (seed, 0, 0)) for seed in range(3)]
 
 
 class Processor:
-    """Stands in for a model's processor: parses and hashes as vLLM does, and makes nothing of it."""
+    """Stands in for a model's processor: parses and hashes as vLLM does, but processes nothing."""
 
     def __init__(self) -> None:
         self.info = SimpleNamespace(parse_mm_data=MultiModalDataParser().parse_mm_data)
@@ -56,7 +56,7 @@ class Processor:
 
 
 class HashesTwice(Processor):
-    """As Qwen3-VL where a request has arguments for each video."""
+    """Like Qwen3-VL when a request has arguments for each video."""
 
     def hashes(self, inputs: Any) -> dict[str, list[str]]:
         again = {"fps": 2, "named": {"deep": [None]}}
@@ -67,7 +67,7 @@ class HashesTwice(Processor):
 
 
 class NamesChunks(Processor):
-    """As Kimi names the pieces of a video."""
+    """Names the pieces of a video like Kimi."""
 
     def hashes(self, inputs: Any) -> dict[str, list[str]]:
         return {kind: [f"{one}-0" for one in hashes] for kind, hashes in super().hashes(inputs).items()}
@@ -122,7 +122,7 @@ class FrontEnd:
         return dict(rendered)
 
     def request(self, rendered: dict[str, Any], lora: str = "") -> Any:
-        """What `process_inputs` makes of it; the part of vLLM's that needs a whole engine is written again here."""
+        """The request from `process_inputs`; vLLM code that needs a whole engine is reimplemented here."""
         adapter = SimpleNamespace(lora_name=lora) if lora else None
 
         def processed(processor: Any) -> Any:
@@ -153,12 +153,12 @@ class FrontEnd:
 
 def named(request: Any) -> tuple[str, bool]:
     [feature] = request.mm_features
-    assert type(feature.identifier) is type(feature.mm_hash) is str  # what vLLM sends and hashes is plain text
+    assert type(feature.identifier) is type(feature.mm_hash) is str  # vLLM sends and hashes plain strings
     return feature.identifier, feature.identifier in signed_identifiers(request.trace_headers, [feature.identifier])
 
 
 def content(picture: Any) -> str:
-    """The identifier that vLLM itself computes."""
+    """The identifier that vLLM itself computes from content."""
     return str(MultiModalHasher.hash_kwargs("blake3", model_id="model", image=picture))
 
 
@@ -177,7 +177,7 @@ def test_a_uuid_is_marked_with_its_salt_whatever_it_looks_like(how: str) -> None
     digest = content(PICTURES[1])
     sent = front.send(PICTURES[0], how=how, multi_modal_uuids={"image": [digest]}, cache_salt="tenant")
     assert sent == (client_name(digest, "tenant"), True)
-    again = client_name(digest, "tenant")  # a client that knows how names are spelled
+    again = client_name(digest, "tenant")  # a client that knows the format of names
     assert front.send(PICTURES[0], how=how, multi_modal_uuids={"image": again}) == (client_name(again), True)
 
 
@@ -199,7 +199,7 @@ def test_content_that_a_model_hashes_again_is_content() -> None:
     identifier, is_signed = FrontEnd(HashesTwice()).send(PICTURES[0])
     assert is_signed
     assert len(bytes.fromhex(identifier)) == 32
-    # A model that spells its own is not known to tell content: the safe side.
+    # A model with its own identifiers may not identify content: assume that it does not.
     assert FrontEnd(NamesChunks()).send(PICTURES[0])[0].startswith(CLIENT)
 
 
@@ -282,8 +282,8 @@ def asks() -> st.SearchStrategy[Ask]:
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(asks(), max_size=12), st.booleans())
 def test_no_request_gets_an_output_that_its_own_name_never_stood_for(sequence: list[Ask], vouched: bool) -> None:
-    """LocalCPU and the tiers as dictionaries. An output is (picture, arguments). Behind a front end without this
-    package even a digest is only a name, and its entry stays in memory."""
+    """LocalCPU and the tiers are dictionaries. An output is (picture, arguments). With a front end without this package
+    even a digest is only a name, and its entry stays in memory."""
     memory: dict[str, Any] = {}
     tiers: dict[str, Any] = {}
     given: dict[Any, set[Any]] = {}

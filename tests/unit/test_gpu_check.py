@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make gpu-check`, over a stand-in for the card: on the first real one only the card is new."""
+"""`make gpu-check` over a stand-in for the card, so that on a real card only the card is untested."""
 
 import importlib.util
 import json
@@ -28,7 +28,7 @@ from tests.cuda import Cuda, OnDevice, stand_in_xpu
 
 
 def test_a_device_other_than_cuda_copies_every_byte_correctly(tmp_path: Path) -> None:
-    """Sources that are freed and overwritten, and places that are used again: over pageable memory."""
+    """Sources that are freed and overwritten, and places that are reused, over pageable memory."""
     with stand_in_xpu() as card:
         plan = Plan(card, tmp_path, megabytes=(0.5, 2.75), large=16.0, repeats=1)
         for check in (
@@ -46,7 +46,7 @@ def test_a_device_other_than_cuda_copies_every_byte_correctly(tmp_path: Path) ->
 
 @pytest.fixture
 def plan(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Plan]:
-    """Each copy takes as long as the parameter, so that what must not come before its end would."""
+    """Each copy takes as long as the parameter, so that premature accesses happen before its end."""
     cuda = Cuda(running=True, device_bytes=512 << 20, pace_s=request.param)
     with OnDevice(cuda):
         card = Card(torch.device("cuda", 0), cuda, "", {})
@@ -72,7 +72,7 @@ def does_not_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def loads_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """Saves are: what is sealed too early does not verify, and no load of it ever comes."""
+    """Saves are waited for: an entry sealed too early would not verify, and would never be loaded."""
     load, finish = DeviceCopier.load, DeviceCopier.finish
     loading: list[bool] = []
 
@@ -112,11 +112,11 @@ def test_a_check_finds_what_it_is_there_to_find(
         broken(patch)
         patch.setattr(correctness, "CHECKS", (check,))
         [found] = correctness.run(plan, lambda line: None)
-    refused = "has come from disk" in found.wrong  # on a busy host the save is torn, too, and its digest refuses it
+    refused = "has come from disk" in found.wrong  # on a busy host the save is torn, too, and fails its digest
     assert "bytes differ" in found.wrong or refused, found
 
 
-# ---- where there is no card
+# ---- without a card
 
 
 def test_without_a_gpu_the_check_reports_it_in_one_line() -> None:
@@ -162,7 +162,7 @@ print(worker.__file__)
     assert done.stdout.strip() == str(ROOT / "adapters" / "vllm" / "worker.py")
 
 
-# ---- what it reports
+# ---- its report
 
 
 def test_the_table_shows_what_is_wrong_and_which_bars_are_missed() -> None:

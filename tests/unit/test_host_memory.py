@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arena takes what its control groups and limits leave: no engine is killed for it, none ends in a traceback."""
+"""The arena takes only what control groups and limits leave: no engine is killed or ends with a traceback for it."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def group(root: Path, limit: int | str, usage: int, name: str = "") -> Path:
-    """A host of version 2 on which this process is in the control group /pod, with these numbers in a group of it."""
+    """A host with cgroup v2 on which this process is in the control group /pod, with these numbers in group `name`."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text("0::/pod\n")
     folder = root / "sys/fs/cgroup" / name
@@ -46,7 +46,7 @@ def test_where_no_memory_is_left_the_arena_takes_next_to_nothing_and_the_engine_
 
 
 def allowed(growing: Growing, length: int) -> bool:
-    """What it answers once it has read: the first question only has it read."""
+    """Its answer once it has read the limits: the first call only starts reading them."""
     growing.allows(length)
     assert growing._reader is not None
     growing._reader.join()
@@ -54,7 +54,7 @@ def allowed(growing: Growing, length: int) -> bool:
 
 
 def test_growth_checks_again_and_follows_what_others_take_and_give_back(tmp_path: Path) -> None:
-    """And the caller never reads a file."""
+    """The caller itself never reads a file."""
     now = [100.0]
     growing = Growing(group(tmp_path, GIB, 0), lambda: now[0])
     assert growing.allows(MIB) is False, "not known yet"
@@ -93,7 +93,7 @@ with Bench(None, arena_bytes=1 << 30) as bench:
 
 
 def serves(before: str = "", rows: int = 8, images: int = 4, within: Path | None = None) -> tuple[int, str]:
-    """Capacity and log of a cache, in a process of its own, that is to have 1 GiB and saves these images."""
+    """Capacity and log of a cache in its own process, configured for 1 GiB, that saves these images."""
     code = SERVES.format(before=before, rows=rows, images=images)
     enter = f"echo $$ > {within}/cgroup.procs && exec" if within else "exec"
     command = ["sh", "-c", f'{enter} "$0" -c "$1"', sys.executable, code]
@@ -123,7 +123,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def test_an_arena_that_cannot_be_mapped_is_reported_in_one_sentence() -> None:
-    """Whichever process it happens in: here the store process."""
+    """In whichever process it happens; here in the store process."""
     code = """
 import os, resource
 from lmcache_ec import arena
@@ -175,7 +175,7 @@ def small_group() -> Iterator[Path]:
 
 
 def test_an_engine_in_a_control_group_smaller_than_its_arena_fills_it_and_survives(small_group: Path) -> None:
-    """400 MiB of entries are stored; if it did not check the limit, the kernel would kill it."""
+    """400 MiB of entries are stored; without a check of the limit, the kernel would kill it."""
     capacity, log = serves(rows=65_536, images=50, within=small_group)
     assert capacity < 240 * MIB
     assert "of control group" in log

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spelling, signature and durability of identifiers: what a client writes never passes for content."""
+"""Format, signature and durability of identifiers: a client's name never passes for content."""
 
 import hashlib
 
@@ -129,4 +129,4 @@ def test_a_signature_is_worthless_for_other_identifiers_and_in_another_engine(mo
     monkeypatch.delenv(KEY_VARIABLE)
     assert signed(None, [DIGEST], [True]) is None
     assert signed_identifiers({SIGNATURE: "1."}, [DIGEST]) == frozenset()
-    assert KEY_VARIABLE in NO_KEYS  # or no engine would start with it
+    assert KEY_VARIABLE in NO_KEYS  # otherwise no engine would start with it

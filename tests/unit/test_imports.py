@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which file imports which: no circle, one direction, and no more in a rank than it needs."""
+"""Which file imports which: no cycle, one direction, and no more in a rank than it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDERS = {"lmcache_ec": ROOT / "lmcache_ec", "lmcache_ec.adapters": ROOT / "ada
 
 
 def modules() -> dict[str, Path]:
-    """Name, as it is imported, to file."""
+    """Import name -> file."""
     found = {}
     for package, folder in FOLDERS.items():
         for file in folder.rglob("*.py"):
@@ -25,7 +25,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imported(name: str, file: Path) -> list[str]:
-    """Every module that a file names in an import, wherever that stands: in a function, or for type checkers alone."""
+    """Every module that a file imports, anywhere: even in a function, or only for type checkers."""
     package, found = name if file.name == "__init__.py" else name.rpartition(".")[0], list[str]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
@@ -39,7 +39,7 @@ def imported(name: str, file: Path) -> list[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Module to those of ours that it imports: the module that an import names, or the one that has the name."""
+    """Module -> our modules that it imports: the imported module itself, or the one that contains the imported name."""
     files = modules()
     edges: dict[str, set[str]] = {}
     for name, file in files.items():
@@ -58,7 +58,7 @@ def reach(edges: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_nothing_uses_a_random_generator_that_others_seed() -> None:
-    """vLLM seeds those of `random` and numpy alike on all replicas: what has to differ between replicas would not."""
+    """vLLM seeds those of `random` and numpy alike on all replicas: values that have to differ there would not."""
     own = {"random.Random", "random.SystemRandom"}
     for name, file in modules().items():
         drawn = {each for each in imported(name, file) if each.partition(".")[0] == "random"} - own
@@ -80,7 +80,7 @@ def test_no_import_cycle_among_the_files() -> None:
 def test_imports_go_one_way_adapters_to_cache_to_tiers() -> None:
     edges = graph()
     for name in edges:
-        if name.startswith(("lmcache_ec.adapters", "lmcache_ec.cli")):  # the program looks at all of it
+        if name.startswith(("lmcache_ec.adapters", "lmcache_ec.cli")):  # the command line may import everything
             continue
         reached = reach(edges, name)
         assert not any(each.startswith("lmcache_ec.adapters") for each in reached), name
@@ -95,7 +95,7 @@ def test_a_rank_needs_neither_the_book_nor_the_store() -> None:
 
 
 def test_only_tests_import_from_the_tests() -> None:
-    """What tests and benchmarks share is in `benchmarks/testbed`."""
+    """Code shared by tests and benchmarks is in `benchmarks/testbed`."""
     folders = {"benchmarks": ROOT / "benchmarks", **FOLDERS}
     ours = {file: name for name, file in modules().items()}
     files = [(ours.get(file, package), file) for package, folder in folders.items() for file in folder.rglob("*.py")]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table has all in which kinds of remotes differ, and one type carries a remote from configuration to tier."""
+"""One table has all differences between kinds of remotes; one type carries a remote from configuration to tier."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_scheme_belongs_to_one_kind_and_is_not_refused_by_another() -> None
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_remote_is_the_same_whether_an_engine_the_plugin_or_nobody_configures_it(url: str) -> None:
-    """No default is written down twice."""
+    """No default is defined twice."""
     [of_engine] = EncoderCacheConfig(remotes=[url]).remote_tiers
     [of_plugin] = remote_tiers(PluginSettings(remotes=[url]), {})
     assert of_engine == of_plugin == configured(url, {})
@@ -87,7 +87,7 @@ def test_a_remote_arrives_at_the_store_process_as_it_was_configured() -> None:
 
 
 def test_a_new_tier_is_a_kind_and_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Configuration, plugin, store process and command line ask the table, and nothing else."""
+    """Configuration, plugin, store process and command line only consult the table."""
 
     def check(remote: Remote) -> None:
         if not remote.url.removeprefix("folder://"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tier is asked, who waits for it, and what happens to one that is slow or fails."""
+"""Which tier is asked, which requests wait for it, and what happens to a tier that is slow or fails."""
 
 import random
 import threading
@@ -22,7 +22,7 @@ STORED, ABSENT = (EncoderCacheKey(NAMESPACE, name).digest for name in ("stored",
 
 
 class Scripted(Tier):
-    """A tier that holds one entry, and fails when it is set to: the faults are the point, not the store."""
+    """A tier that holds one entry, and fails on demand: the faults matter, not the store."""
 
     name = "scripted"
 
@@ -33,7 +33,7 @@ class Scripted(Tier):
         self.asked = self.listings = 0
         self.holds = [STORED]
         self.written: list[bytes] = []
-        """By neighbours, and not yet asked for."""
+        """Entries written by neighbours and not read as news yet."""
         self.takes_s = 0.0
         self.pass_time: Callable[[float], None] = lambda seconds: None
 
@@ -74,7 +74,7 @@ class Scripted(Tier):
 
 
 class Setting:
-    """A lane over a scripted tier, with a clock that the test turns."""
+    """A lane over a scripted tier, with a clock that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, lookup: Lookup, local: bool = False) -> None:
         self.now = 1000.0
@@ -99,7 +99,7 @@ class Setting:
         self.lane.survey(NAMESPACE)
 
     def probe(self) -> float:
-        """What is due, at the time that it is due. How long reads had rested."""
+        """Run the due probes at their time. Returns how long reads had paused."""
         self.now = max(self.now, self.lane.probe_at)
         reads, writes = self.lane.due_probes()
         if writes:
@@ -315,7 +315,7 @@ def test_writes_are_checked_at_the_start_and_the_reason_for_a_refusal_is_reporte
 
 
 def test_many_failures_at_once_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight threads that fail in the same outage do not make it eight times as long."""
+    """Eight threads that fail in the same outage do not make the pause eight times as long."""
     here = Setting(monkeypatch, Lookup.AUTO)
     here.tier.broken = True
     here.lane.read_failed(UNREACHABLE)
@@ -327,7 +327,7 @@ def test_many_failures_at_once_count_as_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_listing_that_is_cut_off_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a tier that went away meanwhile, what was seen is kept, and it is listed again."""
+    """No request waits for a tier that became unreachable meanwhile, listed keys are kept, and it is listed again."""
     here = Setting(monkeypatch, Lookup.CATALOG)
     here.tier.torn = UNREACHABLE
     with pytest.raises(TierError):
@@ -355,8 +355,8 @@ def test_a_tier_that_cannot_be_listed_is_asked_about_everything(monkeypatch: pyt
 def test_replicas_that_were_started_together_do_not_list_together_again(
     monkeypatch: pytest.MonkeyPatch, listable: bool
 ) -> None:
-    """None is later than planned, nor a tenth sooner; and they are not in step, even if a program seeds Python's
-    random numbers alike on all of them, as vLLM does in its workers."""
+    """None is later than planned, nor more than a tenth earlier; and they are not in step, even if a program seeds
+    Python's random numbers alike on all of them, as vLLM does in its workers."""
     here, waits = Setting(monkeypatch, Lookup.CATALOG), list[float]()
     here.tier.torn = None if listable else TierError(None, "no right to list")
     for _ in range(100):
@@ -381,7 +381,7 @@ def test_the_longer_a_listing_takes_the_later_the_next_one_begins(monkeypatch: p
 
 
 def test_a_disk_is_always_asked_and_never_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up there costs microseconds, and an unreadable file is no sign that the others are."""
+    """A look-up there costs microseconds, and one unreadable file does not mean that others are."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.survey()
     for _ in range(9):
@@ -450,7 +450,7 @@ def test_an_entry_that_a_neighbour_wrote_first_counts_once_in_whatever_order_tha
 def test_news_is_not_read_before_a_listing_has_begun_and_a_listing_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So an entry that a neighbour writes after the first shards have been listed is read as news."""
+    """Thus an entry that a neighbour writes after the first shards have been listed is read as news."""
     here = Setting(monkeypatch, Lookup.CATALOG, local=True)
     here.tier.written = [ABSENT]
     here.lane.follow(NAMESPACE)
@@ -468,7 +468,7 @@ def test_news_is_not_read_before_a_listing_has_begun_and_a_listing_begins_with_i
 
 
 def test_a_listing_that_another_namespace_has_overtaken_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It shows entries of the old one: until the new one is listed, everything is asked for."""
+    """It shows entries of the old namespace: until the new one is listed, everything is looked up."""
     here = Setting(monkeypatch, Lookup.CATALOG)
 
     def list_and_move(namespace: str) -> Iterator[Listed]:

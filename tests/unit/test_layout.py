@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engines are served without the cache, and which are not: by vLLM's configuration."""
+"""Which engines run without the cache, decided from vLLM's configuration."""
 
 import logging
 from types import SimpleNamespace
@@ -73,14 +73,14 @@ def test_data_parallel_engines_on_hosts_of_their_own_are_served() -> None:
 
 
 def test_adapters_of_the_encoder_are_served_only_by_the_runner_that_sets_them_after_the_loads() -> None:
-    """V2 sets them for the items that it plans to encode: an item that could not be loaded would get another's."""
+    """V2 sets them for the items that it plans to encode: an item whose load failed would get another's adapter."""
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in why_inert(config(lora=ADAPTED_TOWER))
     assert why_inert(config(lora=ADAPTED_TOWER, v2=False)) == ""
     assert why_inert(config(lora=SimpleNamespace(enable_tower_connector_lora=False))) == ""
 
 
 def test_all_engines_of_a_host_are_counted_against_its_memory() -> None:
-    """Each data-parallel engine of a dense model believes that it is the only one; the last one knows better."""
+    """Each data-parallel engine of a dense model believes that it is the only one, except the last."""
     assert engines_on_host(config()) == 1
     assert engines_on_host(config(data_parallel_size_local=8)) == 8
     assert engines_on_host(config(data_parallel_rank_local=7)) == 8

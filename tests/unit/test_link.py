@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries the messages between processes."""
+"""The links that carry messages between processes."""
 
 import os
 import sys
@@ -16,13 +16,13 @@ from lmcache_ec.link import Link, LinkClosed, pair
 
 @pytest.fixture
 def running() -> Iterator[list[int]]:
-    """A thread that runs whenever another lets it, and how often it has run. None is interrupted."""
+    """A thread that runs whenever another releases the GIL; yields its run count. No thread is preempted."""
     ran, over, interval = [0], threading.Event(), sys.getswitchinterval()
 
     def run() -> None:
         while not over.is_set():
             ran[0] += 1
-            time.sleep(0)  # to release the GIL: nothing is waited for
+            time.sleep(0)  # releases the GIL, without waiting
 
     sys.setswitchinterval(1000.0)
     thread = threading.Thread(target=run)
@@ -34,7 +34,7 @@ def running() -> Iterator[list[int]]:
 
 
 def test_messages_come_and_leave_without_letting_another_thread_run(running: list[int]) -> None:
-    """vLLM's thread that serializes a step's outputs would run before the next step, while the workers wait."""
+    """Otherwise vLLM's thread that serializes a step's outputs would run before the next step, while workers wait."""
     link, theirs = pair()
     other = Link(theirs)
     before = running[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own loader is the judge: what it reads from a file and an environment, we read too, of the keys we share.
+"""LMCache's own loader decides: for shared keys we read the same from a file and an environment as it does.
 
-LMCache is loaded in one other process (2.4 s, 350 MB), which answers for all cases at once, and reads the files of
+LMCache is loaded in one separate process (2.4 s, 350 MB), which answers for all cases at once, and reads the files of
 configs/.
 """
 
@@ -61,7 +61,7 @@ VALUES: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One of the shared keys, written in some of the places where it may stand, in this order of the file."""
+    """One of the shared keys, written in some of its possible places, in this order in the file."""
 
     key: str
     places: tuple[str, ...]
@@ -135,7 +135,7 @@ def test_settings_of_the_encoder_cache_mean_what_they_mean_to_lmcache(cases: lis
 def test_the_places_of_the_kv_part_are_inherited_as_lmcache_reads_them_and_its_budgets_are_not(
     cases: list[Case], judge: dict[str, Any]
 ) -> None:
-    """Here we differ on purpose: LMCache would create a second pool of 20 GiB."""
+    """Here we deliberately differ: LMCache would create a second pool of 20 GiB."""
     answers = {
         case.key: (case, each) for case, each in zip(cases, judge["answers"], strict=True) if case.places == ("kv",)
     }
@@ -164,7 +164,7 @@ def test_every_key_of_lmcache_is_known_here_and_none_of_ours_is_taken(judge: dic
 
 
 def test_a_file_that_spells_out_all_of_lmcache_needs_no_change(judge: dict[str, Any], tmp_path: Path) -> None:
-    """To move from LMCache's own encoder cache, change the connector's name; a note lists what has no effect."""
+    """To migrate from LMCache's own encoder cache, change the connector's name; a note lists keys without effect."""
     every = judge["definitions"] | {"local_cpu": False}
     (tmp_path / "lmcache.yaml").write_text(yaml.safe_dump({"ec": every}))
     resolved = resolve({}, {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml")})

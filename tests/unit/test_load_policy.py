@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load is waited for where it beats the encode, once both have been measured; and what is decided can be undone."""
+"""A load is waited for if it is faster than the encode, once both have been measured; decisions can be revised."""
 
 import math
 import random
@@ -11,12 +11,12 @@ from lmcache_ec.load_policy import LoadPolicy, Seconds
 
 ROWS, LENGTH = 256, 2 << 20
 LEARNED = 60
-"""Items: tens of them."""
+"""Number of items that suffices for learning: tens of them."""
 
 
 @dataclass
 class World:
-    """A model whose encoder takes `encode_s`, over tiers that all have everything. A tier that takes for ever is
+    """A model whose encoder takes `encode_s`, over tiers that all have everything. A tier that never answers takes
     `math.inf`."""
 
     tiers_s: list[float]
@@ -29,7 +29,7 @@ class World:
     encoded: int = 0
 
     def serve(self, items: int, new: bool = False) -> float:
-        """Seconds that one item took until the model had it, on average. What is `new` is in no tier."""
+        """Average seconds until the model had an item. `new` items are in no tier."""
         self.loaded = self.encoded = 0
         return sum(self._encode() if new else self._serve() for _ in range(items)) / items
 
@@ -183,7 +183,7 @@ def test_a_step_that_nobody_timed_teaches_nothing() -> None:
     policy = LoadPolicy()
     for step in range(10):
         policy.begin_encodes(2 * step, [("image", 100)])
-        policy.encoded(2 * step + 1, 5.0)  # a later one's report covers it
+        policy.encoded(2 * step + 1, 5.0)  # the report of a later step covers it
         policy.begin_encodes(2 * step + 1, [("image", 100)])
         policy.encoded(2 * step + 1, 0.0)
     assert math.isinf(policy.encode_s([("image", 100)]))
@@ -219,7 +219,7 @@ def test_memory_and_keys_are_bounded() -> None:
         policy.encoded(step, dice.random())
         policy.delivered(step % 3, dice.randrange(1 << 60), dice.random(), float(step))
     for step in range(2000, 4000):
-        policy.begin_encodes(step, [("image", 1)])  # and no report comes
+        policy.begin_encodes(step, [("image", 1)])  # without a report
     assert len(policy.snapshot(["disk", "redis", "s3"])) <= 40
     assert len(policy._encoding) <= 256
     assert all(len(seconds._means) <= 48 for seconds in (*policy._encodes.values(), *policy._tiers.values()))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which items have something to encode, and which are metadata alone: on what vLLM's own processor makes of requests.
+"""Which items have something to encode, and which are metadata only, on the output of vLLM's own processor.
 
-How a client sends an item without media, once the connector's role is `ec_both` or `ec_consumer` (in Python; the
-server takes the same as `image_embeds` content):
+How a client sends an item without media, if the connector's role is `ec_both` or `ec_consumer` (in Python; the server
+accepts the same as `image_embeds` content):
 
     grid = torch.tensor([[1, 6, 6]])  # patches: time, height, width; 6 * 6 / merge size 2 squared = 9 rows
     LLM.generate({
@@ -12,7 +12,7 @@ server takes the same as `image_embeds` content):
     })
 
 For a video: `{"video_grid_thw": grid, "timestamps": torch.tensor([[0.5]])}`. Models whose data parser names no
-`embedding_fields`, such as Gemma3, take no such request. A uuid with `None` for data is another thing: it asks the
+`embedding_fields`, such as Gemma3, do not accept such requests. A uuid with `None` for data is different: it asks the
 processor cache for media sent before.
 """
 
@@ -41,7 +41,7 @@ def media(model_config: Any) -> EncodableMedia:
 
 
 def feature(model_config: Any, modality: str, data: Any) -> Any:
-    """The one item of a request, as the scheduler gets it."""
+    """The only item of a request, as the scheduler gets it."""
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.multimodal.processing.context import TimingContext
@@ -81,7 +81,7 @@ def part(data: object) -> Any:
 
 
 def test_any_item_gets_an_answer_and_broken_or_empty_media_count_as_none(media: EncodableMedia) -> None:
-    """An item in the shared memory of vLLM's processor cache is media; one that is empty or broken is not."""
+    """An item in the shared memory of vLLM's processor cache is media; an empty or broken one is not."""
 
     def item(data: object, modality: object = "image") -> Any:
         return SimpleNamespace(modality=modality, data=data)

@@ -23,7 +23,7 @@ from lmcache_ec.tally import Tallies, Tally
 
 
 class Side:
-    """A scheduler side that counts what the test has it count."""
+    """A scheduler side whose counts the test sets."""
 
     def __init__(self) -> None:
         self.decisions = Decisions()
@@ -160,7 +160,7 @@ def test_the_tally_of_an_ended_process_is_kept_and_its_gauges_are_not() -> None:
 
 
 def test_a_value_on_a_bound_belongs_to_the_bucket_that_it_closes() -> None:
-    """As with Prometheus, and still so when each bucket's mean is observed."""
+    """As in Prometheus, even if each bucket's mean is observed instead."""
     buckets, proms = Buckets("save_bytes", SIZE_BYTES), prom()
     for size in (*SIZE_BYTES, SIZE_BYTES[0], SIZE_BYTES[-1] + 1):
         buckets.add(size)
@@ -194,7 +194,7 @@ def test_the_line_in_the_log_adds_up_engines_and_payloads(clock: Clock) -> None:
 
 
 def test_every_metric_is_made_of_something_that_is_counted() -> None:
-    """The names of counts in the table are those that the code uses."""
+    """The code uses all names of counts in the table."""
     source = "".join(path.read_text() for top in ("lmcache_ec", "adapters") for path in (ROOT / top).rglob("*.py"))
     table = (ROOT / "adapters/vllm/metric_table.py").read_text()
     source = source.replace(table, "")

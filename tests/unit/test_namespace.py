@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's namespace, from vLLM's own configuration objects: engines that may not share differ, others meet."""
+"""An engine's namespace, from vLLM's own configuration: engines that may not share entries differ, others agree."""
 
 import enum
 import json
@@ -25,7 +25,7 @@ def vllm_config(model: Path | str, **changes: Any) -> Any:
     from vllm.model_executor.models import registry
 
     arguments: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 8, "enforce_eager": True}
-    # vLLM looks at a model's class in a process of its own, lest CUDA be initialized: ten seconds to import vLLM again.
+    # vLLM inspects a model's class in a separate process, to keep CUDA uninitialized: ten seconds to import vLLM again.
     with mock.patch.object(registry, "_run_in_subprocess", lambda look: look()):
         return EngineArgs(**{"model": str(model), **arguments, **changes}).create_engine_config()
 
@@ -147,7 +147,7 @@ def test_a_field_that_a_later_vllm_adds_counts() -> None:
 
 
 def test_the_salt_and_the_name_change_the_namespace_and_budgets_do_not(own: str) -> None:
-    """A name replaces everything else. Epochs are told apart later, see `at_epoch`."""
+    """A name replaces everything else. Epochs are added later, see `at_epoch`."""
     config = vllm_config(model_path(MODEL))
     assert own.startswith("qwen3_vl-")
     assert engine_namespace(config, EncoderCacheConfig(max_local_cpu_size=1)) == own
@@ -188,14 +188,14 @@ def test_libraries_and_engine_count_by_version(own: str, monkeypatch: pytest.Mon
 
 
 def test_the_video_decoder_counts(own: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's identifier of a video is a digest of the file, not of the frames that a decoder picks."""
+    """vLLM's identifier of a video is a digest of the file, not of the frames that a decoder selects."""
     monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
     assert namespace(model_path(MODEL)) != own
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Puts files of the test model into the hub's cache, or one beside it, as a download does: links to blobs."""
+    """Puts files of the test model into the hub's cache, or another one, as a download does: links to blobs."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -216,7 +216,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
 
 
 def test_a_model_of_the_hub_is_its_snapshot(hub: Callable[..., Path], tmp_path: Path) -> None:
-    """Wherever vLLM put it: with a download folder the weights lie there, the small files in the hub's own cache."""
+    """Wherever vLLM stored it: with a download folder the weights are there, the small files in the hub's own cache."""
     config = vllm_config(model_path(MODEL))
     config.model_config.model = config.model_config.tokenizer = "org/tiny"
 
@@ -299,7 +299,7 @@ def test_a_value_without_stable_text_has_no_namespace() -> None:
 
 
 def test_weights_that_are_replaced_while_an_engine_loads_them_have_no_namespace(checkpoint: Path, own: str) -> None:
-    """The engine has the old weights; the fingerprint would be that of the new ones."""
+    """The engine has the old weights, but the fingerprint would be that of the new ones."""
     config = vllm_config(checkpoint)
     note_checkpoint(config)
     weights = next(checkpoint.glob("*.safetensors"))

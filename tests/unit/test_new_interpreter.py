@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on a fresh interpreter: what it imports, and that no hash seed reaches a namespace. One serves both."""
+"""Tests of a fresh interpreter: its imports, and that no hash seed affects a namespace. One interpreter serves both."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ print("namespace", namespace({str(model_path(MODEL))!r}))
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, list[str]]:
-    """What the probe printed: the words of each line by the first."""
+    """The probe's output: each line's words, by its first word."""
     environment = {**os.environ, "PYTHONHASHSEED": "1234"}
     run = subprocess.run(
         [sys.executable, "-c", PROBE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200

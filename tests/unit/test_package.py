@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed is what is here: an editable install shows files that a wheel lacks."""
+"""The installed packages are those of the tree: with an editable install, one missing from a wheel goes unnoticed."""
 
 import tomllib
 

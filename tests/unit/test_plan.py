@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lmcache-ec plan`: its answers for traces whose outcome is known otherwise, and for wrong input."""
+"""`lmcache-ec plan`: its answers for traces with known outcomes, and for wrong input."""
 
 import json
 import math

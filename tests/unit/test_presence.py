@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was added is never denied, whatever the writer does meanwhile; what was deleted is forgotten; sizes, rates."""
+"""Added keys are never denied, whatever the writer does meanwhile; deleted keys are dropped; sizes and error rates."""
 
 import hashlib
 import mmap
@@ -56,7 +56,7 @@ def list_all(writer: PresenceWriter, keys: Iterable[bytes], tier: str = "disk") 
 
 
 def mistaken(reader: PresenceFilter, asked: int = 50_000) -> float:
-    """The share of keys that nobody has added and that pass for present."""
+    """The share of false positives among keys that were never added."""
     return sum(map(reader.may_contain, digests("out", asked))) / asked
 
 
@@ -68,7 +68,7 @@ def resident_bytes(writer: PresenceWriter) -> int:
 
 
 class Interrupted:
-    """The memory as one who looks into it sees it: before each word that it reads, something happens to it."""
+    """The memory as a reader sees it: before each word that it reads, something changes it."""
 
     def __init__(self, words: memoryview) -> None:
         self.words = words
@@ -84,7 +84,7 @@ class Interrupted:
 
 
 class Watched:
-    """The memory as the writer has it: before and after each thing that it does to it, somebody looks."""
+    """The memory as the writer has it: before and after each operation on it, a reader looks."""
 
     def __init__(self, memory: Any, look: Callable[[], None]) -> None:
         self._memory = memory
@@ -105,7 +105,7 @@ class Watched:
 
 
 class Model:
-    """A writer, small enough to grow and be cut down within a few keys, and the keys that its filter may not deny."""
+    """A writer, small enough to grow and shrink within a few keys, and the keys that its filter must not deny."""
 
     def __init__(self) -> None:
         self.writer = PresenceWriter.create(["disk"])
@@ -115,7 +115,7 @@ class Model:
         self.known: set[bytes] = set()
         self.listed: set[bytes] | None = None
         self.forgotten: set[bytes] = set()
-        """Since the look began."""
+        """Keys dropped since the look-up began."""
 
     def add(self, number: int) -> None:
         self._take(number, partial(self.writer.add, "disk"))
@@ -149,7 +149,7 @@ class Model:
             self.listed = None
 
     def relist(self) -> None:
-        """A whole listing, of all that is known."""
+        """A complete listing of all known keys."""
         if self.listed is None:
             list_all(self.writer, self.known)
 
@@ -175,7 +175,7 @@ def small_sizes() -> Iterator[None]:
 
 
 def test_a_key_that_was_added_is_never_denied_whatever_the_writer_is_doing() -> None:
-    """While it adds, grows, lists, shrinks, swaps, gives up, and gives memory back."""
+    """While it adds, grows, lists, shrinks, swaps, gives up, and releases memory."""
     with small_sizes():
         writer, stored = PresenceWriter.create(["disk"]), digests("stored", 20)
         with reader_of(writer, ["disk"]) as reader:
@@ -246,7 +246,7 @@ for size in sizes:
 
 
 def test_another_process_lists_again_and_again_and_nothing_it_lists_is_ever_denied_here() -> None:
-    """Swapping, growing and shrinking as needed, while this process looks without a pause."""
+    """It swaps, grows and shrinks as needed, while this process looks without a pause."""
     stored, seen = digests("stored", 500), list[str]()
     with subprocess.Popen([sys.executable, "-c", LISTS_FOR_EVER], stdout=subprocess.PIPE, text=True) as lister:
         assert lister.stdout is not None
@@ -354,7 +354,7 @@ def test_after_a_listing_false_positives_are_under_one_percent_at_25_bits_a_key(
 
 
 def test_a_filter_that_fills_between_two_listings_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It errs more often than one sized for its count, and far less often than one that has not grown."""
+    """Its error rate is higher than that of one sized for its count, but far lower than without growth."""
     monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
     writer, keys = PresenceWriter.create(TIERS), digests("in", 50_000)
     list_all(writer, keys[:100])
@@ -369,7 +369,7 @@ def test_a_filter_that_fills_between_two_listings_grows(monkeypatch: pytest.Monk
 
 
 def test_a_filter_stops_growing_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its largest size it takes more keys and no more memory."""
+    """Beyond its largest size it accepts more keys without more memory."""
     monkeypatch.setattr(module, "_SMALLEST_BYTES", 16 * KIB)
     monkeypatch.setattr(module, "_REGION_BYTES", 32 * KIB)
     small, keys = PresenceWriter.create(["disk"]), digests("in", 50_000)
@@ -406,7 +406,7 @@ def test_ten_million_keys_take_16_mib_with_false_positives_under_one_percent() -
     writer.close()
 
 
-# ---- flags, and what is no filter
+# ---- flags, and memory that is not a filter
 
 
 def test_flags_are_a_tiers_own_and_seen_by_the_reader(writer: PresenceWriter) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A producer's scheduler side over a real cache, store process and rank: what is encoded, and what is announced."""
+"""A producer's scheduler side over a real cache, store process and rank: which items are encoded and announced."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def producer_on(folder: Path) -> Iterator[Produce]:
 
 
 def produce(producer: Served, asking: Request) -> tuple[int, dict[str, bool]]:
-    """A whole request: how many of its items the ranks encoded, and what is announced once all is written."""
+    """A whole request: how many of its items the ranks encoded, and its announcement once all are written."""
     before = len(producer.runner.encoded)
     producer.schedule(asking)
     producer.settle()
@@ -65,13 +65,13 @@ def produce(producer: Served, asking: Request) -> tuple[int, dict[str, bool]]:
 
 
 def evict(producer: Served, *identifiers: str) -> None:
-    """vLLM's own encoder cache needs the room."""
+    """vLLM's own encoder cache evicts the items."""
     producer.vllm.evict(*identifiers)
     producer.step()
 
 
 def forget(producer: Served, identifier: str) -> None:
-    """The arena has evicted an entry."""
+    """The arena evicts an entry."""
     place = producer.cache.book.live(identifier)
     assert place is not None
     producer.cache.book.forget(place)
@@ -91,17 +91,17 @@ def store_pid(producer: Served) -> int:
 
 
 def lose(folder: Path) -> None:
-    """In one step, whatever the store process does there at this moment."""
+    """Remove the folder atomically, whatever the store process is doing there."""
     folder.rename(folder.with_name(f"{folder.name} lost {uuid.uuid4().hex}"))
 
 
 def test_only_what_a_tier_has_is_announced_as_stored(producer_on: Produce) -> None:
-    """A client's own name stays in memory."""
+    """An entry under a client's own name stays in memory."""
     assert produce(producer_on(), request("asking", X, UUID)) == (2, {X: True, UUID: False})
 
 
 def test_stored_items_are_not_encoded_and_nothing_is_moved_to_find_out(producer_on: Produce) -> None:
-    """Whether this producer or another stored them, also after a restart, and if vLLM's own cache has lost them."""
+    """Whether this producer or another stored them, even after a restart, and if vLLM's own cache has lost them."""
     first = producer_on()
     assert produce(first, request("first", X)) == (1, {X: True})
     for producer in (first, producer_on()):
@@ -126,7 +126,7 @@ def test_a_request_with_nothing_to_encode_is_served_if_its_item_is_stored_and_fa
 
 
 def test_a_read_only_remote_counts_only_if_no_other_remote_is_written(producer_on: Produce, tmp_path: Path) -> None:
-    """It never gets new entries; what it already has, consumers find there."""
+    """It never gets new entries; consumers find those that it already has."""
     with redis_server(tmp_path / "written") as written, redis_server(tmp_path / "read") as read:
         for identifier, server, remotes in (
             (X, written, [written.url, f"{read.url}?read_only=true"]),
@@ -178,7 +178,7 @@ def test_a_lost_item_that_is_still_held_is_stored_again_without_an_encode(
 
 
 def test_an_encode_that_vllm_took_back_is_done_for_the_next_request(producer_on: Produce) -> None:
-    """vLLM counts the item as cached all the same."""
+    """vLLM nevertheless counts the item as cached."""
     producer = producer_on()
     preempted = request("preempted", X)
     producer.vllm.offer(preempted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of faults in docs/reliability.md has the faults that the suite has, and no other."""
+"""The table in docs/reliability.md has exactly the faults that the suite declares."""
 
 from collections import Counter
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is written to a tier again, when, and in what order, by a test that plays the store process."""
+"""Which entries are rewritten to a tier, when, and in what order; the test simulates the store process."""
 
 from lmcache_ec.book import Book
 from lmcache_ec.channel import Outcome
@@ -21,7 +21,7 @@ def a_book(mib: int = 64) -> Book:
 
 
 def saved(book: Book, identifier: str, *, persist: bool = True, answers: dict[int, Landing] | None = None) -> Place:
-    """Through a whole save and write; each tier answers TOOK, or what `answers` has for it."""
+    """A whole save and write; each tier answers TOOK, unless `answers` has another answer for it."""
     place = book.reserve_save(identifier, SPEC, persist)
     assert place is not None
     book.send_save(place, place.id, 0)
@@ -39,7 +39,7 @@ def answered(book: Book, place: Place, tiers: int, answers: dict[int, Landing] |
 
 
 def written_again(book: Book, number: int = 100) -> list[tuple[str, int]]:
-    """Identifiers and tiers of what is ordered now, one after another, each answered at once."""
+    """Identifiers and tiers of the rewrites ordered now, one after another, each answered at once."""
     done: list[tuple[str, int]] = []
     while len(done) < number and (place := book.owed_rewrite()) is not None:
         tiers = place.owed

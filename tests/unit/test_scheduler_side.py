@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side over a real cache, store process and rank, asked what vLLM's scheduler asks, in its order.
+"""The scheduler side over a real cache, store process and rank, called as by vLLM's scheduler, in the same order.
 
-Every scenario ends with nothing held: no pin, lease, order, place on its way, fetch or remembered request.
+Every scenario ends with nothing held: no pin, lease, order, place in transition, fetch or remembered request.
 """
 
 import time
@@ -29,7 +29,7 @@ from benchmarks.testbed.waiting import wait_until
 from lmcache_ec.adapters.vllm import scheduler as module
 from lmcache_ec.adapters.vllm.identifiers import Naming, client_name, counter_name
 
-PLACE_BYTES = 8192  # what an entry of these tests takes: 4096 before the payload, and its own page
+PLACE_BYTES = 8192  # size of an entry in these tests: 4096 before the payload, and a page for the payload
 X, Y, Z = digest("x"), digest("y"), digest("z")
 UUID, OTHER_UUID = client_name("a client's own name"), client_name("another")
 
@@ -68,14 +68,14 @@ def offer(served: Served, asking: Request) -> None:
 
 
 def forget(served: Served, identifier: str) -> None:
-    """The arena has evicted an entry."""
+    """The arena evicts an entry."""
     place = served.cache.book.live(identifier)
     assert place is not None
     served.cache.book.forget(place)
 
 
 def refused(served: Served, asking: Request) -> None:
-    """Pass after pass until the request fails."""
+    """Run passes until the request fails."""
     wait_until(
         "its request fails",
         served.side.take_unavailable_requests,
@@ -136,7 +136,7 @@ def test_two_requests_in_one_pass_share_a_load_and_a_save(serve: Serve) -> None:
 
 
 def test_restoring_an_item_costs_a_read_of_the_nearest_tier_that_has_it(serve: Serve) -> None:
-    """An entry that is not sealed yet may still be lost: it does not count."""
+    """An unsealed entry may still be lost, so it does not count."""
     served = serve()
     served.cache.policy.encode_s = lambda items: 0.05  # type: ignore[method-assign]
 
@@ -185,7 +185,7 @@ def test_a_promise_that_finds_no_room_in_the_kv_cache_lasts_only_for_its_pass(se
     for _ in range(20):
         assert served.vllm.offer(waiting, blocks=False) == "load"
         served.step()
-        assert (count(served, "pins"), count(served, "leases")) == (1, 1)  # the lease of the request that waits
+        assert (count(served, "pins"), count(served, "leases")) == (1, 1)  # the waiting request's lease
     assert served.schedule(waiting) == "load"
     finish(served, waiting)
 
@@ -202,7 +202,7 @@ def test_an_aborted_request_gives_its_leases_back(serve: Serve) -> None:
 
 
 def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
-    """A client gives one name to pictures of different sizes. The engine dies of too few rows, errs with too many."""
+    """A client gives one name to pictures of different sizes. The engine dies with too few rows, errs with too many."""
     served = serve()
     for name, rows, how in (("small", 4, "encode"), ("large", 9, "encode"), ("small again", 4, "load")):
         asking = request(name, UUID, rows=rows)
@@ -218,7 +218,7 @@ def test_no_entry_serves_an_item_of_another_length(serve: Serve) -> None:
 def test_a_name_used_for_two_lengths_in_turn_costs_the_encodes_of_one_and_no_writes(
     serve: Serve, tmp_path: Path, kept: bool
 ) -> None:
-    """Ten requests each. The entry that was stored first stays as it is, and nobody waits for it in vain twice."""
+    """Ten requests each. The first entry stays as it is, and no request waits for it in vain a second time."""
     served = serve(naming=Naming(persist_client_ids=True))
     for number in range(20):
         asking = request(f"request {number}", UUID, rows=(4, 9)[number % 2])
@@ -243,7 +243,7 @@ def test_a_name_used_for_two_lengths_in_turn_costs_the_encodes_of_one_and_no_wri
 def test_a_metadata_only_request_for_another_length_fails_alone_and_takes_nothing_from_others(
     serve: Serve, tmp_path: Path
 ) -> None:
-    """Anybody may send one, also to a consumer that never writes."""
+    """Any client may send one, even to a consumer, which never writes."""
     serve().store(X)
     [path] = (tmp_path / "entries").rglob("*.safetensors")
     consumer = serve(producer=False, widths={})
@@ -258,7 +258,7 @@ def test_a_metadata_only_request_for_another_length_fails_alone_and_takes_nothin
 
 
 def test_a_name_given_twice_in_one_prompt_is_not_promised_for_the_wrong_one(serve: Serve) -> None:
-    """vLLM asks by name alone, so a promise has to fit every item of that name."""
+    """vLLM asks only by name, so a promise has to fit every item with that name."""
     served = serve()
     twice = Request("twice", [Feature(UUID, Position(0, 4)), Feature(UUID, Position(10, 9))])
     served.store(UUID)
@@ -283,7 +283,7 @@ class Counted(str):
 
 
 def test_a_question_about_one_item_costs_no_look_at_the_others(serve: Serve) -> None:
-    """A prompt may hold thousands, and vLLM asks about all that a pass takes, on the thread that schedules."""
+    """A prompt may have thousands of items, and vLLM asks about all items of a pass, on the scheduler's thread."""
     served = serve(folder=None, arena_bytes=200 * PLACE_BYTES, window=10_000)
     images = [Counted(digest(f"image {number}")) for number in range(100)]
     served.store(*map(str.lower, images))
@@ -328,7 +328,7 @@ def test_a_question_about_an_item_that_vllm_held_means_that_vllm_has_emptied_its
 
 
 def test_an_item_evicted_and_asked_for_in_one_pass_is_no_sign_of_an_emptied_cache(serve: Serve) -> None:
-    """vLLM makes room for one request, and the next in the same pass wants what had to go: reported only at its end."""
+    """vLLM evicts for one request what the next in the same pass needs, and reports that only at the pass's end."""
     served = serve()
     first = request("first", X, Y)
     served.schedule(first)
@@ -352,7 +352,7 @@ def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_sign_of_an_empti
     served.settle()
     forget(served, Y)
     larger, again, other = request("larger", Z), request("again", X), request("other", Y)
-    served.vllm.cached.discard(X)  # for what the next request brings
+    served.vllm.cached.discard(X)  # evicted for the next request's item
     assert served.vllm.offer(larger) == "encode"
     assert served.vllm.offer(again) == "load"
     served.step(larger, again)
@@ -362,7 +362,7 @@ def test_an_item_evicted_and_given_room_again_in_one_pass_is_no_sign_of_an_empti
     assert (count(served, "mirror_resets"), count(served, "fetches")) == (0, 0)
 
 
-# ---- steps that do not come
+# ---- steps that never run
 
 
 def test_a_step_without_tokens_drops_reservations_and_keeps_loads(serve: Serve) -> None:
@@ -386,8 +386,8 @@ def test_a_step_without_tokens_drops_reservations_and_keeps_loads(serve: Serve) 
 
 
 def test_a_load_goes_out_with_a_step_that_could_encode_the_item_in_its_place(serve: Serve) -> None:
-    """Its own request was preempted in the pass that promised it. vLLM takes the item for cached from then on: if
-    a load failed in a step without a request to encode for, the next request to gather it would end the engine."""
+    """Its own request was preempted in the pass that promised it. From then on vLLM counts the item as cached: if a
+    load failed in a step without a request that can encode it, the next request to gather it would end the engine."""
     served = serve()
     served.store(X)
     preempted, text, other = request("preempted", X), request("text"), request("other", Y, X)
@@ -441,8 +441,8 @@ def test_if_a_shared_load_fails_the_item_is_encoded_for_the_request_that_carries
 
 
 def test_an_item_that_vllm_has_taken_back_from_its_workers_is_not_promised(serve: Serve) -> None:
-    """0.33's V2 runner lets go of an item's pixels once it is computed. After a rollback and an eviction, a failed
-    load could not be replaced by an encode; an encode that vLLM schedules brings the pixels along."""
+    """0.33's V2 runner drops an item's pixels once it is computed. After a rollback and an eviction, no encode could
+    replace a failed load; an encode that vLLM schedules comes with the pixels."""
 
     def updates(payload: Any) -> None:
         served.vllm._output.scheduled_new_reqs = []
@@ -547,7 +547,7 @@ def test_a_save_dropped_for_an_item_that_came_back_in_the_pass_of_its_eviction_i
         served.settle()
     blocking = request("blocking", Z)
     served.vllm.offer(blocking)
-    blocked = served.vllm.end_pass()  # the one place is on its way, until this step has run
+    blocked = served.vllm.end_pass()  # the only place is in use until this step has run
     served.vllm.evict(X)
     again = request("again", UUID, X)
     served.vllm.offer(again)
@@ -581,7 +581,7 @@ def test_an_output_of_an_unexpected_form_is_not_saved_again_and_again(serve: Ser
     served.vllm.evict(X)
 
 
-# ---- what is never cached, and by whom
+# ---- items that are never cached, and roles
 
 
 @pytest.mark.parametrize(
@@ -615,7 +615,7 @@ def test_a_consumer_loads_and_stores_nothing(serve: Serve) -> None:
     assert (count(consumer, "saves"), count(consumer, "saves_dropped")) == (0, 0)
 
 
-# ---- what a producer has announced
+# ---- items that a producer has announced
 
 
 def with_announcement(name: str, *identifiers: str, namespace: str = "tests", data: Any = "pixels") -> Request:
@@ -675,7 +675,7 @@ def test_an_entry_announced_by_another_namespace_or_by_nobody_is_not_waited_for(
     assert count(consumer, "foreign_announcements") == (params == {X: {"namespace": "another"}})
 
 
-# ---- requests that carry nothing to encode
+# ---- requests with nothing to encode
 
 
 def metadata_only(name: str, *identifiers: str, rows: int = 4) -> Request:
@@ -701,7 +701,7 @@ def test_a_request_with_nothing_to_encode_is_served_from_the_cache_or_fails_alon
 def test_one_name_for_two_things_with_nothing_to_encode_fails_its_request_alone(
     serve: Serve, other: dict[str, Any]
 ) -> None:
-    """vLLM asks about the first in a pass whose window does not include the second, by a name that is that of both."""
+    """vLLM asks about the first in a pass whose window does not include the second; both have the same name."""
     served = serve(window=20, widths={"image": WIDTH, "video": 2 * WIDTH})
     served.store(UUID)
     first = Feature(UUID, Position(0, 4), data=None)
@@ -813,7 +813,7 @@ def test_a_request_waits_for_its_deadline_in_total_and_no_longer(serve: Serve, c
 
 
 def test_more_images_than_the_arena_holds_are_all_served(serve: Serve) -> None:
-    """Leases stop at half the arena; items beyond that are encoded or loaded as they come; nobody waits for ever."""
+    """Leases stop at half the arena; further items are encoded or loaded as they come; no request waits forever."""
     images = [digest(f"image {number}") for number in range(50)]
     writer = serve()
     writer.store(*images)
@@ -871,13 +871,13 @@ def test_without_its_rank_the_cache_is_inert_and_everything_is_encoded(serve: Se
 
 
 def test_an_item_promised_before_the_cache_became_inert_is_encoded_after_all(serve: Serve) -> None:
-    """vLLM counts on it, whatever becomes of the cache: the engine dies if the tensor never comes."""
+    """vLLM relies on it, whatever happens to the cache: the engine dies if the tensor never comes."""
     served = serve()
     served.store(X)
     stored = request("stored", X)
     served.vllm.offer(stored)
     served.vllm.preempt(stored)
-    served.runner.run(served.vllm.end_pass())  # put off
+    served.runner.run(served.vllm.end_pass())  # deferred
     served.runner.worker.abandon()
     wait_until(
         "the cache is inert",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries that prove who wrote them: the key's file, and the signature within an entry."""
+"""Entries that prove who wrote them: the key file, and the signature in an entry."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def reason(blob: bytes, signing: SigningKey | None = OURS, key: EncoderCacheKey 
 
 
 def resealed(blob: bytes, key: EncoderCacheKey = KEY) -> bytes:
-    """With a digest that is right: what somebody without the key makes of an entry."""
+    """The entry with a right digest, as a forger without the key can make it."""
     changed = bytearray(blob)
     changed[entry._DIGEST_AT : entry._DIGEST_END] = entry._digest(memoryview(changed))
     return bytes(changed)
@@ -109,7 +109,7 @@ def test_a_signature_is_for_one_name_and_for_all_of_the_header(field: str) -> No
 
 
 def test_where_entries_are_signed_nothing_passes_as_one_of_another_version() -> None:
-    """It would keep its name for ever, and nobody could tell who wrote it."""
+    """It would keep its name forever, without proof of who wrote it."""
     other = SIGNED.replace(b"lmcache-ec/1", b"lmcache-ec/2")
     assert reason(other, None) is Reason.VERSION
     assert reason(other) is Reason.FORMAT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of `make soak`: it finds every kind of wrong answer, and allows what vLLM's own caches do, and no more."""
+"""The judge of `make soak`: it finds every kind of wrong answer, and allows only what vLLM's own caches do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.examples import examples
 
 PICTURES = range(5)
 LARGE = 4
-"""Of these pictures the one with more rows than the others."""
+"""The only one of these pictures with more rows than the others."""
 
 ARGUMENTS = ("", "fewer")
 WEIGHTS = range(3)
@@ -247,12 +247,12 @@ def test_a_name_may_be_refused_once_it_was_a_placeholder(judge: Judge, life: Lif
     assert judge.refused(judge.asked(life, named(1, "dog")), "500").verdict is Verdict.FAILED
 
 
-# ---- any history, against one that is looked at from its beginning for each answer
+# ---- any history, compared with one that is replayed from its beginning for each answer
 
 
 @dataclass
 class History:
-    """What happened, in order: ("asked", life, ask), ("weights", life, old and new), ("changed", life, new)."""
+    """Events in order: ("asked", life, ask), ("weights", life, old and new), ("changed", life, new)."""
 
     judge: Judge = field(default_factory=lambda: Judge(RIGHT, ROWS))
     lives: list[tuple[Life, bool, int]] = field(default_factory=list)

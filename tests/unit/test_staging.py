@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What carries nothing to encode is on every rank's device before it is promised; see `lmcache_ec/staging.py`."""
+"""Items with nothing to encode are on every rank's device before they are promised; see `lmcache_ec/staging.py`."""
 
 import threading
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def finish(served: Served, *requests: Request) -> None:
 
 
 def unavailable(served: Served, asking: Request) -> None:
-    """Until the request is failed."""
+    """Run passes until the request is failed."""
 
     def failed() -> bool:
         assert served.vllm.offer(asking) is None
@@ -180,7 +180,7 @@ def test_beyond_the_limit_of_staging_a_request_waits_and_is_then_loaded_within_i
 
 
 class FullLink:
-    """A link that takes `room` messages."""
+    """A link with room for `room` messages."""
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a start as soon as vLLM has its configuration: before weights are loaded, as the last line of the log."""
+"""Errors that end a start as soon as vLLM has its configuration: before weights are loaded, in the log's last line."""
 
 import os
 import socket
@@ -68,7 +68,7 @@ def test_a_mistake_ends_the_start_in_the_first_process(changes: dict[str, Any], 
         connector("ECLMCacheConnector"),
         connector("ECExampleConnector"),
         connector("ECLMCacheConnectorOfTheirs", ec_connector_module_path="theirs"),
-        connector("AnotherConnector"),  # vLLM's business
+        connector("AnotherConnector"),  # not ours to check
         manager(policy="lru"),
         manager(),
     ],
@@ -85,7 +85,7 @@ def cached(**keys: Any) -> dict[str, Any]:
 def test_a_tier_that_refuses_ends_the_start_in_the_first_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the weights are loaded, and as the last line of the log."""
+    """Before the weights are loaded, with the error as the last line of the log."""
     with redis_server(tmp_path / "redis", "--requirepass", "right-4711") as redis:
         monkeypatch.setenv("LMCACHE_EC_REMOTES", f"redis://:wrong-4711@127.0.0.1:{redis.port}/0")
         with pytest.raises(ConfigError, match=r"redis.*\bpassword\b") as refusal:
@@ -136,7 +136,7 @@ def test_output_of_starting_interpreters_neither_ends_the_start_nor_hides_the_re
 def test_neither_an_unreachable_store_nor_one_of_another_host_ends_the_start(
     parallel: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A front end without an engine may have no credentials, and nothing of the disk."""
+    """A front end without an engine may have neither credentials nor access to the disk."""
     monkeypatch.setenv("LMCACHE_EC_REMOTES", f"redis://127.0.0.1:{free_port()}/0")
     if parallel:
         (tmp_path / ".epoch").write_text("last Tuesday\n")

@@ -2,7 +2,7 @@
 """The connector under vLLM's own runner code: the V2 runner's `ActiveECConnector` and `EncoderRunner`, and the V1
 runner's mixin.
 
-Around them a scheduler side with a real cache and store process; the model is a fake, vLLM's calls are not.
+Around them there is a scheduler side with a real cache and store process; the model is fake, vLLM's calls are real.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ class V1Runner(VllmRunner):
         return hooks
 
     def no_forward(self, output: Any) -> None:
-        """No hook is called."""
+        """A step without a forward pass: no hook is called."""
 
     def put(self, identifier: str, tensor: torch.Tensor) -> None:
         super().put(identifier, tensor)
@@ -117,8 +117,8 @@ class V1Runner(VllmRunner):
 
 
 class V2Runner(VllmRunner):
-    """It saves the keys that are new since the loads. What encodes and gathers is vLLM's `EncoderRunner`, too; only the
-    model is a fake, which makes of an item's payload what the encoder of these tests makes of the item."""
+    """It saves the keys that are new since the loads. vLLM's `EncoderRunner` encodes and gathers, too; only the model
+    is a fake, whose output for an item's payload is that of the tests' encoder for the item."""
 
     def __init__(self, config: Any, cache: Any) -> None:
         super().__init__(config, cache)
@@ -140,7 +140,7 @@ class V2Runner(VllmRunner):
         for name, each in by_name.items():
             if name not in self.features.mm_features:
                 self.features.add_request(name, [_feature(feature) for feature in each.mm_features])
-        for name, changes in getattr(output, "encoder_input_updates", {}).items():  # of 0.33
+        for name, changes in getattr(output, "encoder_input_updates", {}).items():  # in 0.33
             for index, data in changes.items():
                 features = self.features.mm_features[name]
                 features[index] = dataclasses.replace(features[index], data=data and _payload(features[index]))
@@ -156,7 +156,7 @@ class V2Runner(VllmRunner):
         return [self.encode(identifier, number) for identifier, number in items]
 
     def _gather(self, name: str) -> None:
-        """vLLM's own: a RuntimeError for an item that is not there, which would end the engine."""
+        """vLLM's own gather: a RuntimeError for a missing item, which would end the engine."""
         end = max(each.mm_position.offset + each.mm_position.length for each in self.features.mm_features[name])
         tokens = [np.array([number]) for number in (end, 0, end + 1, 0)]
         self._encoder.gather_mm_embeddings([name], end, *tokens)
@@ -191,7 +191,7 @@ def config() -> Any:
     ids=["v1", "v2", "v2 with a preallocated buffer"],
 )
 def served(request: pytest.FixtureRequest, config: Any, tmp_path: Path) -> Iterator[Served]:
-    """Whatever a test does, nothing is held at its end."""
+    """An engine that holds nothing at the end of a test, whatever the test does."""
     runner, cache = request.param
     config.ec_transfer_config.engine_id = uuid.uuid4().hex
     served = Served(tmp_path / "entries", runner=runner(config, cache()), name=engine_name(config))
@@ -224,7 +224,7 @@ def test_a_new_output_is_saved_and_a_loaded_one_is_not_saved_again(served: Serve
 
 
 def test_an_item_whose_load_fails_is_encoded_in_the_same_step_beside_the_others(served: Served) -> None:
-    """The request loads two and encodes one; the rank is sent a place outside its arena for one of the loads."""
+    """The request loads two items and encodes one; for one of the loads the rank is sent a place outside its arena."""
     served.store(X, Y)
     asking = request("asking", X, Y, Z)
     assert served.vllm.offer(asking) == "load load encode"
@@ -285,8 +285,8 @@ def test_a_save_dropped_once_is_done_later_from_the_runners_cache(
 
 
 def test_an_item_without_media_is_loaded_by_a_rank_that_has_left_its_engine(served: Served) -> None:
-    """Its scheduler side promised it in a step that was under way: there is nothing to encode in its place, and an
-    item that is missing when it is gathered ends the engine."""
+    """Its scheduler side promised it in a step that was under way: there is nothing to encode instead, and an item that
+    is missing when gathered ends the engine."""
     served.store(X)
     asking = request("asking", X, data=None)
     served.stage(asking)
@@ -319,7 +319,7 @@ def test_an_item_without_media_is_loaded_even_if_its_scheduler_side_has_given_up
 
 
 def test_after_a_rollback_an_item_whose_payload_vllm_took_back_is_encoded(served: Served) -> None:
-    """With 0.33's V2 runner: if it were promised and could not be loaded, nobody could encode it."""
+    """With 0.33's V2 runner: if it were promised and could not be loaded, no rank could encode it."""
     if not isinstance(served.runner, V2Runner):
         pytest.skip("the V1 runner keeps payloads")
     served.store(X)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between versions of vLLM; and the table of versions shows what was found, and no more."""
+"""Differences between versions of vLLM; and a table of versions that shows exactly what was found."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -72,7 +72,7 @@ def engine(name: str, **transfer: Any) -> Any:
 
 
 def test_where_vllm_measures_no_widths_a_producers_workers_do() -> None:
-    """The first rank has no encoder."""
+    """Here the first rank has no encoder."""
     producer = engine("producer before 0.32", is_ec_producer=True)
     measure_output_widths(producer, lambda function: [{}, {"image": 256}, {"image": 256}])
     assert output_widths(producer) == {"image": 256}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapter uses of vLLM is there, in the version that is installed and in the sources of the newest one that is
-supported, which has no CPU build. Nothing of vLLM's is imported or run: this is no proof that an engine serves."""
+"""The parts of vLLM that the adapter uses exist, in the installed version and in the sources of the newest supported
+one, which has no CPU build. No vLLM code is imported or run: this does not prove that an engine serves."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ADAPTER = sorted((ROOT / "adapters" / "vllm").glob("*.py"))
 BASE = "vllm.distributed.ec_transfer.ec_connector.base"
 METRICS = "vllm.distributed.ec_transfer.ec_connector.metrics"
 LATER = {"0.31": {f"{METRICS}.ECConnectorStats", f"{METRICS}.ECConnectorPromMetrics"}}
-"""Names that the adapter imports only where they are, by the version that brought them: see `versions`."""
+"""Names that the adapter imports only if they exist, by the version that introduced them: see `versions`."""
 LATER_HOOKS = {"0.31": {"get_ec_connector_stats", "build_ec_connector_stats", "build_prom_metrics"}}
 INHERITED = {
     *("role", "is_producer", "is_consumer", "clear_connector_metadata", "_get_connector_metadata", "register_caches"),
     *("build_connector_worker_meta", "update_state_after_free", "update_connector_output", "has_pending_push_work"),
 }
-"""Methods of vLLM's base class that are left as they are."""
+"""Methods of vLLM's base class that are not overridden."""
 OF_OURS = {
     *("expect", "watch_weights", "weights_may_change", "follows_weight_versions", "set_weight_version", "snapshot"),
     *("forget_vllm_cache", "restore_s", "_without_cache", "_guarded", "_give_up"),
@@ -40,7 +40,7 @@ LEFT = {
     *("get_cached_num_encoder_embeds", "get_cached_input_ids", "free_encoder_input", "free"),
     *("get_freed_mm_hashes", "get_manager_metadata"),
 }
-"""Methods of vLLM's encoder-cache manager that ours leaves as they are: none uses an entry or evicts one."""
+"""Methods of vLLM's encoder-cache manager that ours does not override: none uses an entry or evicts one."""
 WRAPPED = {
     ("vllm.v1.engine.core", "EngineCore"): {
         "preprocess_add_request": ["self", "request"],
@@ -92,7 +92,7 @@ def sources(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def not_yet(later: Mapping[str, set[str]], sources: Sources) -> set[str]:
-    """What the version with these sources lacks."""
+    """The names that the version with these sources lacks."""
     return {name for since, names in later.items() if minor(since) > minor(sources.version) for name in names}
 
 
@@ -136,7 +136,7 @@ def test_every_name_that_the_adapter_imports_exists(sources: Sources) -> None:
 
 
 def names(node: ast.AST) -> Iterator[str]:
-    """What a statement makes known, or looks up by its name (as `__getattr__` of vllm.envs does)."""
+    """Names that a statement defines, or looks up as strings (like `__getattr__` of vllm.envs)."""
     match node:
         case ast.ClassDef() | ast.FunctionDef():
             yield node.name
@@ -149,7 +149,7 @@ def names(node: ast.AST) -> Iterator[str]:
 
 
 def test_every_hook_is_ours_or_known_and_takes_what_vllm_passes(sources: Sources) -> None:
-    """A hook that a new version brings is looked at before the version is called supported."""
+    """A hook that a new version introduces has to be reviewed before the version counts as supported."""
     theirs = methods(sources.folder, BASE, "ECConnectorBase")
     ours = methods(ROOT, "lmcache_ec.adapters.vllm.connector", "ECLMCacheConnector")
     assert theirs.keys() <= ours.keys() | INHERITED
@@ -167,7 +167,7 @@ def test_wrapped_functions_take_the_same_arguments_as_before(sources: Sources) -
 
 
 def test_our_encoder_cache_manager_takes_the_same_arguments_as_vllms(sources: Sources) -> None:
-    """A method that a new version brings is looked at: it may use an entry, or evict one."""
+    """A method that a new version introduces has to be reviewed: it may use an entry or evict one."""
     theirs = methods(sources.folder, MANAGER, "EncoderCacheManager")
     ours = methods(ROOT, "lmcache_ec.adapters.vllm.encoder_cache_manager", "TierAwareEncoderCacheManager")
     public = {name for name in ours if not name.startswith("_")}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that change while entries are promised, encoded, saved, written and looked up. Whatever comes between, what
-a step gathers is an output of the weights that it runs with, and what a tier has is one of the weights it is named for.
+"""Weights that change while entries are promised, encoded, saved, written and looked up. Whatever happens in between, a
+step gathers outputs of the weights that it runs with, and a tier has outputs of the weights that the namespace names.
 
-Scheduler side, cache, store process and worker side are real; vLLM's scheduler and runner and the encoder are played.
-Calls and steps reach the worker in the order in which they were sent, as vLLM sends them, but the scheduler need not
-wait for either: steps are in flight when weights change, and a call may be so slow that vLLM goes on without it.
+Scheduler side, cache, store process and worker side are real; vLLM's scheduler and runner and the encoder are fakes.
+Calls and steps reach the worker in the order in which they were sent, as in vLLM, but the scheduler need not wait for
+either: steps are in flight when weights change, and a call may be so slow that vLLM continues without it.
 """
 
 import shutil
@@ -31,7 +31,7 @@ ITEMS = [digest(f"picture {number}") for number in range(6)]
 
 
 class LateCopier(HostCopier):
-    """Copies at once, and learns late that it has."""
+    """Copies at once, but reports completion late."""
 
     def __init__(self) -> None:
         self.steps: deque[Callable[[], None]] = deque()
@@ -48,7 +48,7 @@ class LateCopier(HostCopier):
 
 
 class Encoder(torch.nn.Module):
-    """Its one weight, an integer, is a factor of its outputs."""
+    """Its only weight, an integer, is a factor of its outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class TrainedRunner(Runner):
 
 
 class Engine:
-    """An engine under training. `ahead` is what was sent to the worker and is not done yet."""
+    """An engine under training. `ahead` has the work sent to the worker that is not done yet."""
 
     def __init__(
         self, persist: Any = False, folder: Path | None = None, copier: HostCopier | None = None, **policy: Any
@@ -99,7 +99,7 @@ class Engine:
         self.asked = 0
 
     def idle_pass(self) -> None:
-        """Text alone. What it sends runs after what was sent before."""
+        """A pass with only text. Its step runs after everything sent before."""
         output = self.served.vllm.end_pass(text=1)
         self.ahead.append(lambda: self.runner.run(output))
 
@@ -108,14 +108,14 @@ class Engine:
             self.ahead.popleft()()
 
     def send(self, *identifiers: str) -> None:
-        """Schedule a request; its step is run with the others."""
+        """Schedule a request; its step runs in order with the others."""
         asked = request(f"request {self.asked}", *identifiers)
         self.asked += 1
         cached = set(self.served.vllm.cached)
 
         def offered() -> bool:
             answer = self.served.vllm.offer(asked)
-            if answer is None:  # it waits for an entry that is on its way
+            if answer is None:  # it waits for a fetch
                 self.idle_pass()
                 self.catch_up()
             return answer is not None
@@ -127,20 +127,20 @@ class Engine:
     def _run(self, output: Any, asked: Request, cached: set[str]) -> None:
         self.runner.run(output, asked)
         for feature in asked.mm_features:
-            if feature.identifier not in cached:  # else vLLM's own cache may hold what older weights made
+            if feature.identifier not in cached:  # otherwise vLLM's own cache may hold an output of older weights
                 expected = self.runner.model.output(feature.identifier, feature.mm_position.length)
                 assert torch.equal(self.runner.cache[feature.identifier], expected), "an output of other weights"
         self.served.side.request_finished(asked)
 
     def change(self, factor: int, wait: bool = True) -> None:
-        """A call that vLLM waits for, or, as after a timeout, does not."""
+        """A call that vLLM waits for or, as after a timeout, does not."""
         self.factors.add(factor)
         self.ahead.append(lambda: self.runner.call(factor))
         if wait:
             self.catch_up()
 
     def ask(self, *identifiers: str) -> list[str]:
-        """A whole request. Returns what was encoded for it."""
+        """A whole request. Returns the items encoded for it."""
         before = len(self.runner.encoded)
         self.send(*identifiers)
         self.catch_up()
@@ -148,7 +148,7 @@ class Engine:
         return self.runner.encoded[before:]
 
     def forget(self) -> None:
-        """vLLM's caches are reset, on both sides, and nobody is notified."""
+        """vLLM's caches are reset on both sides, without a notification."""
         self.served.vllm.cached.clear()
         self.runner.cache.clear()
 
@@ -157,7 +157,7 @@ class Engine:
             self.served.vllm.evict(identifier)
 
     def entries(self) -> dict[str, dict[str, int]]:
-        """What is on disk: for each namespace the items in it, and for each the factor of the weights that made it."""
+        """Contents of the disk: namespace -> item -> factor of the weights that produced it."""
         found: dict[str, dict[str, int]] = {}
         for file in self.folder.rglob("*.safetensors"):
             with safetensors.safe_open(file, "pt") as entry:
@@ -167,7 +167,7 @@ class Engine:
         return found
 
     def finish(self) -> dict[str, int]:
-        """Until nothing is on its way. Returns what is held all the same."""
+        """Run until nothing is under way. Returns what is still held."""
         self.catch_up()
         self.idle_pass()
         self.catch_up()
@@ -235,7 +235,7 @@ def test_the_entries_of_the_starting_weights_are_found_once_these_are_back(train
 
 
 def test_an_item_promised_when_the_weights_change_is_encoded(train: Train) -> None:
-    """The step that loads runs after the call, which vLLM did not wait for: only the worker knows of the change."""
+    """The loading step runs after the call, which vLLM did not wait for: only the worker knows of the change."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -249,8 +249,8 @@ def test_an_item_promised_when_the_weights_change_is_encoded(train: Train) -> No
 
 @pytest.mark.parametrize("data", ["pixels", None], ids=["media", "metadata alone"])
 def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any, train: Train) -> None:
-    """vLLM has given the item room in a pass that scheduled nothing, and counts it as loaded: something has to come in
-    the next step of a request that has the item. One that carries nothing to encode fails; another may encode it."""
+    """vLLM has allocated room for the item in a pass that scheduled nothing, and counts it as loaded: the next step of
+    a request with the item has to provide it. A request with nothing to encode fails; another may encode it."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -273,7 +273,7 @@ def test_a_load_that_was_put_off_over_a_change_is_encoded_if_it_can_be(data: Any
 
 
 def test_an_entry_leased_by_a_waiting_request_when_the_weights_change_is_not_used(train: Train) -> None:
-    """The entry was there, but the KV cache had no room for the request."""
+    """The entry was live, but the KV cache had no room for the request."""
     engine = train()
     engine.ask(A)
     engine.evict(A)
@@ -291,7 +291,7 @@ def test_an_entry_leased_by_a_waiting_request_when_the_weights_change_is_not_use
 
 
 def test_a_promised_item_that_carries_nothing_to_encode_is_loaded_all_the_same(train: Train) -> None:
-    """vLLM would die of an item that never comes. The next such request fails before it is scheduled."""
+    """vLLM would die if the item never came. The next such request fails before it is scheduled."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -326,7 +326,7 @@ def test_a_save_under_way_is_finished_under_the_old_name(train: Train) -> None:
 
 
 def test_a_late_answer_about_an_old_entry_does_not_count_for_the_new_weights(train: Train) -> None:
-    """A fill is on its way from the disk when the weights change: its data is discarded."""
+    """A fill from the disk is under way when the weights change: its data is discarded."""
     engine = train(persist=True)
     engine.ask(A)
     engine.evict(A)
@@ -349,7 +349,7 @@ def test_a_late_answer_about_an_old_entry_does_not_count_for_the_new_weights(tra
 
 
 def test_a_save_pending_for_the_old_weights_is_not_done_for_the_new(train: Train) -> None:
-    """A save found no room; vLLM still holds the tensor, and room is there after the change."""
+    """A save found no room; after the change there is room, and vLLM still holds the tensor."""
     engine = train()
     engine.ask(A)
     book = engine.served.cache.book
@@ -378,7 +378,7 @@ def test_while_weights_are_in_doubt_nothing_is_promised_and_nothing_is_lost(trai
 
 
 def test_a_step_looks_at_weights_that_stay_in_doubt(train: Train) -> None:
-    """The model's own `load_weights` is not such a call; trainers that share the process use it, tensor by tensor."""
+    """The model's own `load_weights` is not a watched call; trainers that share the process use it per tensor."""
     engine = train()
     engine.ask(A)
     engine.forget()
@@ -417,13 +417,13 @@ def test_a_weight_write_that_bypasses_all_calls_is_noticed_in_the_next_step_that
 
 
 class Training(RuleBasedStateMachine):
-    """Requests, changes, resets and losses in any order. `_run` judges what each step gathers."""
+    """Requests, changes, resets and losses in any order. `_run` checks what each step gathers."""
 
     persist: Any = False
 
     def __init__(self) -> None:
         super().__init__()
-        # A request may wait for a save whose copy is late, and no rule ends it meanwhile: then its deadline does.
+        # A request may wait for a save whose copy is late, while no rule ends the wait: then its deadline does.
         self.engine = Engine(self.persist, copier=LateCopier(), deadline_s=1.0)
         self.killed = 0
 
@@ -447,7 +447,7 @@ class Training(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """As vLLM does it: while nothing is in flight."""
+        """Reset as vLLM does, while nothing is in flight."""
         self.engine.catch_up()
         self.engine.forget()
 
@@ -463,7 +463,7 @@ class Training(RuleBasedStateMachine):
 
     @rule()
     def doubt(self) -> None:
-        """As loading past all calls does."""
+        """Put the weights in doubt, as a load that bypasses all calls does."""
         self.engine.catch_up()
         weights = self.engine.runner.worker.weights
         assert weights is not None
@@ -482,7 +482,7 @@ class Training(RuleBasedStateMachine):
         return self.settled()
 
     def teardown(self) -> None:
-        """Each namespace has the outputs of one set of weights, the start's those of the start; and nothing is held."""
+        """Each namespace has outputs of one set of weights, the initial one of the initial weights; nothing is held."""
         try:
             self.engine.catch_up()
             self.copies_land()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler side makes of the ranks' reports: when weights are known, and where their outputs are kept."""
+"""What the scheduler side infers from the ranks' reports: when weights are known, and where their outputs are kept."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ START = ("a0", "b0")
 
 
 def reported(*digests: str, calls: int = 0, weights: Weights | None = None, persist: Any = False) -> Weights:
-    """Reports of all ranks, of these weights after those of the start."""
+    """Reports of all ranks: first the initial weights, then these."""
     if weights is None:
         weights = Weights(len(digests), "model-0123456789abcdef", persist)
         for rank, digest in enumerate(START[: len(digests)]):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's side over its real links: what is copied, reported and handed over, and what is encoded after all."""
+"""A rank's side over its real links: what is copied, reported and handed over, and what is encoded instead."""
 
 import threading
 import time
@@ -75,7 +75,7 @@ def save_of(identifier: str, offset: int = 0, spec: TensorSpec = SPEC, **changes
 
 
 def step(worker: WorkerSide, meta: StepMetadata, cache: Any, new: dict[str, torch.Tensor] | None = None) -> None:
-    """One step of a runner whose encoder puts out `new`."""
+    """One step of a runner whose encoder returns `new`."""
     worker.bind(meta)
     worker.retry_saves(cache)
     worker.load(cache)
@@ -138,7 +138,7 @@ BAD_LOADS = {
 
 @pytest.mark.parametrize("load", BAD_LOADS.values(), ids=BAD_LOADS.keys())
 def test_an_item_that_cannot_be_loaded_is_reported_and_encoded_after_all(rig: Rig, load: Load) -> None:
-    """The item is added to the very dictionary that the encoder reads, beside what it already holds."""
+    """The item is added to the same dictionary that the encoder reads, in addition to its contents."""
     encodes = {"request": [1], "other": [0]}
     cache: dict[str, torch.Tensor] = {}
     step(rig.workers[0], loads(load, load_of("x", 0, ("other", 0)), encodes=encodes), cache)
@@ -187,7 +187,7 @@ def test_an_item_that_the_step_does_not_schedule_is_not_encoded_by_it(rig: Rig) 
 
 
 class Agreement:
-    """Two ranks' collective, for two threads: the values of both, or a failed test instead of a hang."""
+    """Two ranks' collective for two threads: the values of both, or a failed test instead of a hang."""
 
     def __init__(self) -> None:
         self._barrier = threading.Barrier(2, timeout=PATIENCE_S)
@@ -202,7 +202,7 @@ class Agreement:
 
 
 def test_a_load_that_fails_on_one_rank_is_encoded_by_both() -> None:
-    """The encoder's collectives would hang otherwise."""
+    """Otherwise the encoder's collectives would hang."""
     rig = Rig(ranks=2, agree=(agreement := Agreement()))
     rig.fill(0, "x", embedding("x"))
     metas = [sent(loads(load_of("x"), load_of("y", 8192, ("request", 1)))) for _ in rig.workers]
@@ -216,7 +216,7 @@ def test_a_load_that_fails_on_one_rank_is_encoded_by_both() -> None:
         thread.join(PATIENCE_S)
     assert [meta.encoder_inputs for meta in metas] == [{"request": [0]}, {"request": [0]}]
     assert [rig.end.report(rank).outcomes[0][1] for rank in (0, 1)] == [COPIED, FAILED]
-    # Only steps that load cost a collective.
+    # Only steps with loads need a collective.
     for worker in rig.workers:
         step(worker, saves(save_of("z", 16384)), {}, {"z": embedding("z")})
     assert agreement.called == 2
@@ -226,11 +226,11 @@ def test_a_load_that_fails_on_one_rank_is_encoded_by_both() -> None:
 @pytest.mark.parametrize("new_cache", [dict, lambda: PreallocatedCache(8, WIDTH)], ids=["dictionary", "buffer"])
 def test_a_load_that_fails_on_one_rank_leaves_the_item_in_no_ranks_cache(new_cache: Any) -> None:
     """vLLM's V2 runner encodes only what its cache lacks (`EncoderRunner.prepare_mm_inputs`): a rank that kept its own
-    copy would stay out of the encoder's collectives, and the others would wait for it for ever."""
+    copy would not join the encoder's collectives, and the others would wait for it forever."""
     rig = Rig(ranks=2, agree=Agreement())
     rig.fill(0, "x", embedding("x"))
     rig.fill(8192, "y", embedding("y"))
-    not_scheduled = load_of("y", 8192, item=None)  # nobody encodes it: whoever has it keeps it
+    not_scheduled = load_of("y", 8192, item=None)  # no rank encodes it, so a rank that has it keeps it
     metas = [sent(loads(load_of("x"), not_scheduled)) for _ in rig.workers]
     metas[1].loads[0] = load_of("x", 1 << 20)
     metas[1].loads[1] = load_of("y", 1 << 20, item=None)
@@ -307,7 +307,7 @@ def test_a_place_outside_the_arena_is_not_written(rig: Rig, offset: int) -> None
 
 
 def test_an_output_without_an_order_and_one_that_never_came_are_not_named(rig: Rig) -> None:
-    """A place that a report covers and does not name is void, so none is lost when the encoder fails."""
+    """A place that a report covers but does not name is void, so none is lost when the encoder fails."""
     step(rig.workers[0], saves(save_of("ordered")), {}, {"not ordered": embedding("x")})
     assert rig.end.report() == Report(1, [])
     assert rig.end.silent()
@@ -333,7 +333,7 @@ def test_an_earlier_output_is_saved_while_it_is_still_there(rig: Rig) -> None:
 
 
 def test_a_save_that_could_not_be_handed_over_is_void_and_may_be_tried_again(rig: Rig) -> None:
-    """Nobody else would ever free the place. Unlike FAILED, ABSENT is no fault of the tensor."""
+    """Nothing else would ever free the place. ABSENT, unlike FAILED, does not blame the tensor."""
     rig.end.store.close()
     step(rig.workers[0], saves(save_of("x")), {}, {"x": embedding("x")})
     assert rig.end.report() == Report(1, [(PLACE, ABSENT, 0)])
@@ -368,7 +368,7 @@ def closed(end: SchedulerEnd) -> bool:
 
 
 def test_a_failed_copy_of_an_item_with_nothing_to_encode_is_repeated(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM ends the engine over an item that never comes. An item that can be encoded is encoded instead."""
+    """The engine dies if an item never comes. An item that can be encoded is encoded instead."""
 
     def broken(source: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no room on the stream")
@@ -386,7 +386,7 @@ def test_a_failed_copy_of_an_item_with_nothing_to_encode_is_repeated(rig: Rig, m
 
 
 def test_a_rank_that_gives_up_ends_its_link_and_still_loads_what_was_promised(rig: Rig) -> None:
-    """Steps that were scheduled before may hold items that carry nothing to encode."""
+    """Steps scheduled earlier may have items with nothing to encode."""
     rig.fill(0, "x", embedding("x"))
     worker, meta, cache = rig.workers[0], loads(load_of("x")), dict[str, torch.Tensor]()
     worker.abandon()
@@ -406,7 +406,7 @@ def test_a_rank_that_has_left_gives_its_memory_back_after_a_while() -> None:
 
 
 def test_a_load_that_names_no_arena_becomes_an_encode_even_while_the_link_ends(rig: Rig) -> None:
-    """For a moment the rank's own arena has no name either, although it is still mapped."""
+    """For a moment the rank's own arena has no name either, though it is still mapped."""
     worker, cache = rig.workers[0], dict[str, torch.Tensor]()
     assert worker._rank is not None
     worker._rank.arena_id = ""
@@ -420,7 +420,7 @@ def test_a_load_that_names_no_arena_becomes_an_encode_even_while_the_link_ends(r
 
 
 class Weights:
-    """Watched, and the ones that a step was made up for, or not."""
+    """Watched weights, which are those that a step was planned for, or not."""
 
     def __init__(self, right: bool) -> None:
         self.right = right
@@ -435,7 +435,7 @@ class Weights:
 
 @pytest.mark.parametrize("other_rank", [False, True], ids=["on this rank", "on another rank"])
 def test_a_step_planned_for_other_weights_copies_nothing_and_encodes_what_it_can(other_rank: bool) -> None:
-    """Any rank may notice it: if only that one knew, the saving rank would keep an output of both weights."""
+    """Any rank may notice the change: if only that one knew, the saving rank would keep an output of both weights."""
     rig = Rig(agree=(lambda votes: [True for _ in votes]) if other_rank else list)
     try:
         worker, encodes = rig.workers[0], dict[str, list[int]]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls to vLLM's workers are taken for harmless, and that all of them pass where we look."""
+"""Which calls to vLLM's workers count as harmless, and a check that all calls pass through the watched method."""
 
 import ast
 import importlib
@@ -28,13 +28,13 @@ CHANGING = {
     *("sleep", "wake_up", "discard", "checkpoint_prepare", "checkpoint_restore", "init_weight_transfer_engine"),
 }
 OTHERS = {
-    *("init_device", "init_worker", "update_environment_variables", "handle_ft_command"),  # looked after, to no avail
-    *("get_model", "vocab_size", "sleep_mode_backend", "randomize_dummy_inputs"),  # what they return may be written to
+    *("init_device", "init_worker", "update_environment_variables", "handle_ft_command"),  # watched, without effect
+    *("get_model", "vocab_size", "sleep_mode_backend", "randomize_dummy_inputs"),  # their results may be written to
 }
 
 
 def test_every_method_of_this_vllms_workers_is_known() -> None:
-    """A new one counts as one that may change weights until somebody has checked it."""
+    """A new method counts as one that may change weights until it has been reviewed."""
     kinds = (CPUWorker, WorkerBase, WorkerWrapperBase)
     methods = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
     methods |= {name for name, _ in inspect.getmembers(CPUWorker) if not name.startswith("_")}
@@ -51,7 +51,7 @@ def test_an_unknown_function_or_method_is_assumed_to_change_weights() -> None:
 
 
 def test_whatever_vllm_has_workers_do_goes_through_collective_rpc() -> None:
-    """Only executors reach workers in another way, and only to create them; any other way would go unnoticed."""
+    """Only executors reach workers in another way, to create them; any further way would go unnoticed."""
     folder = Path(vllm.__file__).parent / "v1"
     reaches = re.compile(r"driver_worker\.(\w+)\(|rpc_broadcast_mq\.enqueue\(")
     found = {
@@ -68,7 +68,7 @@ def test_whatever_vllm_has_workers_do_goes_through_collective_rpc() -> None:
 
 
 class Worker:
-    """What an executor has in its place of a worker."""
+    """Stands in for an executor's worker."""
 
     def __init__(self) -> None:
         self.called: list[Any] = []
@@ -85,7 +85,7 @@ class Worker:
 
 
 def executor_of(kind: type, connector: str) -> Any:
-    """Made by its own constructor, and with what vLLM gives it."""
+    """An executor from its own constructor, with what vLLM passes to it."""
     config = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(ec_connector=connector, engine_id=connector, mm_encoder_output_widths={}),
         parallel_config=SimpleNamespace(data_parallel_index=0),
@@ -98,7 +98,7 @@ def executor_of(kind: type, connector: str) -> Any:
 
 @pytest.fixture
 def kind(monkeypatch: pytest.MonkeyPatch) -> type:
-    """An executor as a user may write one, with a worker in this process; and a plugin that was loaded twice."""
+    """An executor as a user may write it, with a worker in this process, and a plugin that was loaded twice."""
     monkeypatch.setattr(worker_calls, "why_inert", lambda config: "")
     monkeypatch.setattr(worker_calls, "watched", set())
     register()
@@ -149,7 +149,7 @@ def test_an_engine_with_another_connector_is_left_alone_even_beside_one_of_ours(
 
 
 def test_every_executor_of_vllm_takes_a_function_of_the_worker_in_a_methods_place() -> None:
-    """Those for Ray cannot be imported without it."""
+    """From their sources, since those for Ray cannot be imported without Ray."""
     found = 0
     for file in (Path(vllm.__file__).parent / "v1" / "executor").glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM plugin of the tests that makes a rank's copies late or fail. Off unless EC_TEST_FAULTS names a folder.
+"""A vLLM plugin for the tests that makes a rank's copies late or fail. Off unless EC_TEST_FAULTS names a folder.
 
-Files in that folder are the faults, looked for at each copy:
+Files in that folder are the faults, checked at each copy:
 
-hold         saves and the reports behind them wait for its end on a thread, in order, while the engine goes on: what a
-             device's copy stream does, on a machine without one
-fail-<rank>  the next load of this rank raises; the file is removed then
+hold         while it exists, saves and later reports wait on a thread, in order, and the engine carries on: this acts
+             like a device's copy stream on a machine without a device
+fail-<rank>  the next load of this rank raises; the file is then removed
 """
 
 import os
@@ -39,9 +39,9 @@ def give_faults(module: ModuleType, folder: Path) -> None:
 
 
 class FaultyCopier:
-    """Stands before a rank's own copier. What comes while something is held is held behind it, so that the order stays.
+    """Wraps a rank's own copier. Calls that arrive while something is held are queued behind it, to keep their order.
 
-    Called from the forward pass, like any copier; a thread of its own carries out what was held.
+    Called from the forward pass, like any copier; a separate thread carries out the held calls.
     """
 
     def __init__(self, copier: Any, rank: int, folder: Path) -> None:
@@ -53,7 +53,7 @@ class FaultyCopier:
         self._thread.start()
 
     def __getattr__(self, name: str) -> Any:
-        """All else is the copier's own."""
+        """Everything else is the wrapped copier's."""
         return getattr(self._copier, name)
 
     def load(self, source: Any) -> Any:
@@ -83,7 +83,7 @@ class FaultyCopier:
     def _run(self) -> None:
         import torch
 
-        with torch.inference_mode():  # as in the forward pass, whose views of the arena these are
+        with torch.inference_mode():  # as in the forward pass, which made these views of the arena
             while (action := self._late.get()) is not None:
                 while self._hold.exists():
                     time.sleep(_GLANCE_S)

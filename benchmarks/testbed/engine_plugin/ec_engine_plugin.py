@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM plugins of the tests, loaded into every process of an engine because this folder is on its PYTHONPATH.
+"""vLLM plugins for the tests, loaded into every process of an engine because this folder is on its PYTHONPATH.
 
-`count_encodes` writes down what the vision tower really encoded, `guard_tiers` refuses I/O and digests in the engine's
-processes. Neither asks the package under test anything. Each is off unless its variable names a file:
+`count_encodes` logs what the vision tower really encoded, `guard_tiers` refuses I/O and digests in the engine's
+processes. Neither relies on the package under test. Each is off unless its variable names a file:
 
 EC_TEST_ENCODE_LOG  a line "rank pid identifier" for each encoder output that vLLM puts into its cache
 EC_TEST_GUARD_LOG   a line "pid function" for each forbidden call, which raises as well
 
-The store process of the cache is no vLLM process: it loads no plugins, so there the guarded functions work.
+The cache's store process is not a vLLM process and loads no plugins, so the guarded functions work there.
 """
 
 import importlib.util
@@ -25,8 +25,8 @@ GUARD_LOG = "EC_TEST_GUARD_LOG"
 
 
 def count_encodes() -> None:
-    """vllm.general_plugins entry point. The V1 runner caches an output right after the encoder made it; the V2 runner
-    names beforehand what its encoder is about to make."""
+    """vllm.general_plugins entry point. The V1 runner caches an output right after encoding it; the V2 runner announces
+    what its encoder is about to encode."""
     after_import("vllm.v1.worker.gpu_model_runner", log_encodes)
     after_import("vllm.v1.worker.gpu.mm.encoder_runner", log_encodes_of_v2)
 
@@ -39,7 +39,7 @@ def guard_tiers() -> None:
 
 
 def append(path: str, line: str) -> None:
-    """One write with O_APPEND: lines of several processes do not mix."""
+    """Append a line by one write with O_APPEND, so that lines of several processes do not mix."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(file, f"{line}\n".encode())
@@ -54,7 +54,7 @@ def log_encodes(module: ModuleType) -> None:
     def cache_and_log(self: Any, mm_hash: str, *args: Any, **kwargs: Any) -> None:
         if path := os.environ.get(
             ENCODE_LOG
-        ):  # asked at each call: in one process a test sets it after the engine is up
+        ):  # read at each call: in one process a test sets it after the engine is up
             append(path, f"{self.parallel_config.rank} {os.getpid()} {mm_hash}")
         cache_output(self, mm_hash, *args, **kwargs)
 
@@ -85,7 +85,7 @@ def refuse_methods(tier: type) -> None:
 
 
 def refuse(function: Callable[..., Any]) -> None:
-    """Swap the code of the function itself: whoever imported it before, by whatever name, gets the refusal."""
+    """Replace the function's code object: modules that imported it earlier, under any name, get the refusal, too."""
 
     def refusal(*args: object, **kwargs: object) -> None:
         import os
@@ -104,7 +104,7 @@ def refuse(function: Callable[..., Any]) -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Has `then` called with the module once it has run; the real finders do the finding. It serves one import."""
+    """Calls `then` with the module once it has executed; the real finders locate it. Serves one import."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], object]) -> None:
         self.name = name
@@ -128,7 +128,7 @@ class AfterImport(MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[ModuleType], object]) -> None:
-    """Now if the module is there, else when something imports it: a plugin must not make the front end import it."""
+    """Call `then` now if the module is loaded, else on its import, which a plugin must not cause in the front end."""
     if module := sys.modules.get(name):
         then(module)
     else:

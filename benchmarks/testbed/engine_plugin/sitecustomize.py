@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that hangs, for store processes that find this folder on their PYTHONPATH: who looks over a namespace waits
-while its `.tmp` has a file `stuck` (see `benchmarks.testbed.core.stuck`), and until then nothing is written there.
+"""A disk that hangs, for store processes with this folder on their PYTHONPATH: the sweep of a namespace blocks while
+its `.tmp` has a file `stuck` (see `benchmarks.testbed.core.stuck`); until the file is removed nothing is written there.
 
-No real file does that to a tier which opens nothing that could wait.
+No real file could cause this, because the tier opens nothing that can block.
 """
 
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An authority of the test's own, and certificates for 127.0.0.1 that it signs."""
+"""A certificate authority for tests, and the certificates for 127.0.0.1 that it signs."""
 
 import datetime
 import ipaddress
@@ -22,7 +22,7 @@ class Identity:
 
 
 class Authority:
-    """Signs. Its own certificate is in `file`."""
+    """Signs certificates. Its own is in `file`."""
 
     def __init__(self, folder: Path, name: str = "the tests' authority") -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ class Authority:
         return made
 
     def server_context(self, identity: Identity, *, wants_client: bool = False) -> ssl.SSLContext:
-        """For a server with this identity; with `wants_client`, one that lets in only who has another of ours."""
+        """For a server with this identity; `wants_client`: clients also need a certificate of this authority."""
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(self.file))
         context.load_cert_chain(identity.certificate, identity.key)
         context.verify_mode = ssl.CERT_REQUIRED if wants_client else ssl.CERT_NONE

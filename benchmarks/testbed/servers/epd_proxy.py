@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own encode-prefill-decode proxy, unchanged: an example in its source archive that no wheel contains."""
+"""vLLM's own encode-prefill-decode proxy, unmodified: an example in its source archive, not part of any wheel."""
 
 import hashlib
 import subprocess
@@ -22,7 +22,7 @@ SCRIPT = f"vllm-{VERSION}/examples/disaggregated/disaggregated_encoder/disagg_ep
 
 
 def proxy_script(folder: Path = ROOT / ".models") -> str:
-    """The proxy's source, from the archive in this folder, which is fetched if it is not there. Raises NotFetched."""
+    """The proxy's source, from the archive in this folder, which is fetched if missing. Raises NotFetched."""
     archive = source_archive(VERSION, folder)
     if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
         raise NotFetched(f"{archive} is not vLLM's source archive: its sha256 is {found}, not {SHA256}. Delete it")
@@ -33,7 +33,7 @@ def proxy_script(folder: Path = ROOT / ".models") -> str:
 
 
 class Proxy:
-    """The proxy in a process of its own, before servers at these URLs. `folder` gets its script and its log."""
+    """The proxy in its own process, in front of servers at these URLs. `folder` gets its script and its log."""
 
     def __init__(self, folder: Path, encode: str, decode: str, *arguments: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ class Proxy:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                 return True
         except urllib.error.HTTPError:
-            return True  # it answers, whatever it reports of the servers
+            return True  # it answers, whatever it reports about the servers
         except OSError:
             return False
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LMCache's own server of `lm://` for tests: a real process on a free port, hurt in between."""
+"""LMCache's own `lm://` server for tests: a real process on a free port, which tests may disturb."""
 
 import os
 import signal
@@ -22,11 +22,11 @@ def bind(self, address, bind=socket.socket.bind):
 socket.socket.bind = bind
 runpy.run_module("lmcache.v1.server", run_name="__main__")
 """
-"""LMCache's server itself; it would have to wait a minute for its port after it was killed."""
+"""LMCache's server with SO_REUSEADDR: without it, a killed server's port would be unavailable for a minute."""
 
 
 class LMCacheServer:
-    """One server process on 127.0.0.1, with what it keeps in its memory. Used by the test's thread."""
+    """One server process on 127.0.0.1, which keeps its data in memory. Used by the test's thread."""
 
     def __init__(self, log: Path) -> None:
         with socket.socket() as taken:

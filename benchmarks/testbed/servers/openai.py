@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OpenAI server in processes of its own, which a test asks as any client does and may kill."""
+"""vLLM's OpenAI server in its own processes, which a test uses like any client and may kill."""
 
 import base64
 import io
@@ -31,13 +31,13 @@ Json = dict[str, Any]
 
 
 def server_flags(version: str) -> list[str]:
-    """What each server of this version of vLLM is started with. Before 0.31 all trust the arguments of requests."""
+    """Flags for every server of this vLLM version. Before 0.31 all servers trust the arguments of requests."""
     flags = ["--enforce-eager", "--skip-mm-profiling"]
     return flags if minor(version) < (0, 31) else [*flags, "--trust-request-mm-kwargs"]
 
 
 class Refused(Exception):
-    """An answer other than 200, with its status."""
+    """An answer with a status other than 200."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text[:500]}")
@@ -61,7 +61,7 @@ def post(url: str, body: object = None) -> Any:
 class OpenAIServer:
     """`vllm serve`. `start` after `kill` begins another life at the same address.
 
-    `connector` is `--ec-transfer-config`; `config` is LMCache's YAML file. Further arguments are the command line's,
+    `connector` is `--ec-transfer-config`; `config` is LMCache's YAML file. Further arguments are command-line options,
     with underscores for hyphens. `folder` gets `log` and `encodes`, appended to by each life.
     """
 
@@ -138,7 +138,7 @@ class OpenAIServer:
     # ---- requests
 
     def ask(self, *pictures: Json, **body: Any) -> Output:
-        """A chat of these pictures, see `shown`; `body` is added to the request."""
+        """A chat with these pictures, see `shown`; `body` is added to the request."""
         return ask(self.url, *pictures, **body)
 
     def post(self, path: str, body: object = None) -> Any:
@@ -157,16 +157,16 @@ class OpenAIServer:
         """Empty vLLM's own encoder cache, so that the next request has to ask the connector."""
         self.post("/reset_encoder_cache")
 
-    # ---- what is seen of it from outside
+    # ---- observed from outside
 
     def encoded(self) -> int:
-        """How many items it has encoded since this was asked last, in all its lives. One rank only."""
+        """How many items it has encoded since the last call, in all its lives. One rank only."""
         lines = len(read_encodes(self.encode_log))
         new, self._seen = lines - self._seen, lines
         return new
 
     def status(self) -> Json:
-        """Of its cache."""
+        """Status of its cache."""
         [status] = [status for status in engines() if status["engine"].startswith(self.engine_id)]
         return status
 
@@ -176,7 +176,7 @@ class OpenAIServer:
     # ---- its death
 
     def kill(self) -> None:
-        """SIGKILL all its processes at once. The store process ends by itself, once it has written what it holds."""
+        """SIGKILL all its processes at once. The store process ends by itself, after finishing its writes."""
         for pid in [self.process.pid, *descendants(self.process.pid)]:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -193,14 +193,14 @@ class OpenAIServer:
 
 
 class Headless(OpenAIServer):
-    """EngineCore and what belongs to it, for a front end that is started elsewhere: an `OpenAIServer` with
-    data_parallel_size_local=0. `data_parallel_rpc_port` is the same for both."""
+    """EngineCore and its workers, for a front end started elsewhere: an `OpenAIServer` with data_parallel_size_local=0.
+    `data_parallel_rpc_port` is the same for both."""
 
     def __init__(self, model: str, folder: Path, **arguments: Any) -> None:
         super().__init__(model, folder, headless=True, data_parallel_size_local=1, **arguments)
 
     def _await_health(self) -> None:
-        """It has no address: its front end is healthy once it is."""
+        """It has no address; its front end is healthy once it is."""
 
 
 # ---- what a client sends, and how it reads the answer
@@ -217,14 +217,14 @@ def data_url(image: bytes) -> str:
 
 
 def image_part(picture: int | str, uuid: str | None = None) -> Json:
-    """A picture in a chat: a seed, which is sent along, or a URL."""
+    """A picture in a chat, from a seed (sent as a data URL) or a URL."""
     url = picture if isinstance(picture, str) else data_url(png(picture))
     part: Json = {"type": "image_url", "image_url": {"url": url}}
     return part if uuid is None else {**part, "uuid": uuid}
 
 
 def chat(*pictures: Json, text: str = "hello", max_tokens: int = 8, **body: Any) -> Json:
-    """A chat request whose answer is greedy and has tokens and logprobs."""
+    """A chat request with greedy decoding, whose answer has tokens and logprobs."""
     return {
         "messages": [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}],
         "max_tokens": max_tokens,
@@ -237,7 +237,7 @@ def chat(*pictures: Json, text: str = "hello", max_tokens: int = 8, **body: Any)
 
 
 def ask(url: str, *pictures: Json, **body: Any) -> Output:
-    """What the server, or the proxy, at `url` answers to a chat. Raises `Refused`."""
+    """The answer of the server or proxy at `url` to a chat. Raises `Refused`."""
     request = chat(*pictures, **body)
     answer = post(f"{url}/v1/chat/completions", request)
     if not request.get("stream"):

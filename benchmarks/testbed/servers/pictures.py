@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Pictures:
-    """On a thread of its own. `files` maps paths, which begin with a slash, to what lies there."""
+    """Runs on its own thread. `files` maps paths, which begin with a slash, to contents."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -29,7 +29,7 @@ class Pictures:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def put(self, name: str, picture: bytes) -> str:
-        """The URL."""
+        """Returns the picture's URL."""
         self.files[f"/{name}"] = picture
         return f"http://127.0.0.1:{self._server.server_port}/{name}"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Prometheus for tests: Debian's package, on a free port, its data in a folder of the test's."""
+"""A real Prometheus for tests: Debian's package, on a free port, with its data in the test's folder."""
 
 import json
 import shutil
@@ -55,14 +55,14 @@ class Prometheus:
             return False
 
     def ask(self, path: str, **parameters: object) -> Any:
-        """What the HTTP API answers to `/api/v1/<path>`."""
+        """The HTTP API's answer to `/api/v1/<path>`."""
         with urllib.request.urlopen(
             f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=10
         ) as answer:
             return json.load(answer)["data"]
 
     def values(self, query: str) -> list[float]:
-        """Of an instant query, now: one for each series."""
+        """Current results of an instant query: one value per series."""
         return [float(series["value"][1]) for series in self.ask("query", query=query)["result"]]
 
     def close(self) -> None:

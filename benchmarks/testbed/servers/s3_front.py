@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A front of a real S3 server, that answers some requests itself, as other stores or policies would."""
+"""A front end for a real S3 server, which answers some requests itself, as other stores or policies would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from threading import Thread
 
 @dataclass(frozen=True)
 class Request:
-    """What a rule may judge by; names of headers are in lower case."""
+    """A request as a rule sees it; header names are in lower case."""
 
     method: str
     path: str
@@ -29,18 +29,18 @@ class Request:
 
 
 Rule = Callable[[Request], tuple[int, str] | None]
-"""HTTP status and S3 error code of an answer that the server itself is not asked for; None: it is."""
+"""HTTP status and S3 error code of an answer given without asking the server; None: the server is asked."""
 
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that has left is no error of the server's. To print one parses source text in this thread, beside
-        which Python 3.11 can parse none in another."""
+        """A disconnected client is not a server error. Printing one parses source text in this thread, and meanwhile
+        Python 3.11 cannot parse any in another."""
 
 
 class S3Front:
-    """Passes requests on to a port of 127.0.0.1, unless `rule` answers, by a clock that is `ahead_s` of this machine's
-    (negative: behind it). Runs on threads of its own."""
+    """Forwards requests to a port of 127.0.0.1, unless `rule` answers. Its clock is `ahead_s` ahead of this machine's
+    (negative: behind it). Runs on its own threads."""
 
     def __init__(self, port: int) -> None:
         self.rule: Rule = lambda request: None
@@ -84,7 +84,7 @@ class S3Front:
                         moment = parsedate_to_datetime(value) + timedelta(seconds=front.ahead_s)
                         self.send_header(name, format_datetime(moment, usegmt=True))
                     elif name.lower() == "content-length" and data:
-                        self.send_header(name, str(len(data)))  # that of HEAD is of what is not sent
+                        self.send_header(name, str(len(data)))  # HEAD gives the length of the body not sent
                     elif name.lower() not in ("transfer-encoding", "connection", "date", "server"):
                         self.send_header(name, value)
                 if "Content-Length" not in answer.headers:
@@ -115,7 +115,7 @@ _LISTED_TIME = re.compile(rb"(?<=<LastModified>)[^<]+(?=</LastModified>)")
 
 
 def _shifted(found: re.Match[bytes], seconds: float) -> bytes:
-    """A time in a listing, so many seconds later."""
+    """A time in a listing, shifted by `seconds`."""
     if not seconds:
         return found[0]
     moment = datetime.fromisoformat(found[0].decode()) + timedelta(seconds=seconds)

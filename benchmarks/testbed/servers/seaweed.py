@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real S3 server for tests: SeaweedFS on free ports, its data in a folder that outlives it.
+"""A real S3 server for tests: SeaweedFS on free ports, with its data in a folder that outlives it.
 
-Several may run at once: every port it opens is named. It checks signatures and the digest of what is put, answers
+Several may run at once: every port it opens is specified. It checks signatures and the digests of uploads, supports
 If-None-Match and If-Match, and lists in pages of 1,000.
 """
 
@@ -31,12 +31,12 @@ _PORTS = (*(f"{name}.port" for name in _SERVICES), *(f"{name}.port.grpc" for nam
 
 @dataclass
 class Seaweed:
-    """One server. `start` returns when it has taken an object; the same folder and ports serve all its lives."""
+    """One server. `start` returns once it has accepted an object; all its lives use the same folder and ports."""
 
     folder: Path
     bucket: str = "encoder-cache"
-    domain: str = "s3.test"  # a bucket is also found by its host, <bucket>.<domain>
-    tls_files: tuple[Path, Path] | None = None  # certificate and key (PEM): TLS as well, on a port of its own
+    domain: str = "s3.test"  # a bucket is also reachable by host name, <bucket>.<domain>
+    tls_files: tuple[Path, Path] | None = None  # certificate and key (PEM): TLS as well, on a separate port
     access_key_id: str = field(default_factory=lambda: f"AK{secrets.token_hex(9).upper()}")
     secret_access_key: str = field(default_factory=lambda: secrets.token_urlsafe(30), repr=False)
     _ports: dict[str, int] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Seaweed:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client's environment needs, and what keeps this machine's own settings out."""
+        """Variables that a client needs, and those that shut out this machine's own settings."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key_id,
             "AWS_SECRET_ACCESS_KEY": self.secret_access_key,
@@ -79,18 +79,18 @@ class Seaweed:
         wait_for_server("SeaweedFS", self._process, lambda: self._takes_an_object(client), log, self.kill)
 
     def kill(self) -> None:
-        """SIGKILL; the data stay."""
+        """SIGKILL; the data remain."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
-        for left in Path("/tmp").glob("seaweedfs-*-*.sock"):  # where it puts them whatever its options
+        for left in Path("/tmp").glob("seaweedfs-*-*.sock"):  # it puts them there whatever its options
             if left.stem.rpartition("-")[2] in map(str, self._ports.values()):
                 left.unlink(missing_ok=True)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """It holds its connections and answers nothing (SIGSTOP)."""
+        """It keeps its connections and answers nothing (SIGSTOP)."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # threads stop one by one
@@ -100,7 +100,7 @@ class Seaweed:
             self._process.send_signal(signal.SIGCONT)
 
     def with_bucket(self, name: str) -> Self:
-        """The same server, which runs, with another bucket, which is made. To be killed by who has started it."""
+        """The same running server with another bucket, which is created. Only the original object may kill it."""
         self.client().create_bucket(Bucket=name)
         return replace(self, bucket=name)
 
@@ -140,7 +140,7 @@ class Seaweed:
 
 @contextmanager
 def seaweed(folder: Path, tls_files: tuple[Path, Path] | None = None) -> Iterator[Seaweed]:
-    """A server that runs, and has ended afterwards."""
+    """A running server, which is killed afterwards."""
     server = Seaweed(folder, tls_files=tls_files)
     try:
         server.start()
@@ -151,7 +151,7 @@ def seaweed(folder: Path, tls_files: tuple[Path, Path] | None = None) -> Iterato
 
 @cache
 def _client(endpoint: str, access_key_id: str, secret_access_key: str) -> Any:
-    """To make one takes boto3 longer than any request takes."""
+    """Cached, since boto3 takes longer to create a client than any request takes."""
     return boto3.Session(aws_access_key_id=access_key_id, aws_secret_access_key=secret_access_key).client(
         "s3",
         endpoint_url=endpoint,
@@ -169,7 +169,7 @@ def _program() -> str:
 
 
 def _free_ports(names: tuple[str, ...]) -> dict[str, int]:
-    """Ports below those that the system hands out to clients, so that none is taken before the server binds it."""
+    """Ports below the range for clients (ephemeral ports), so that none is taken before the server binds it."""
     ports: dict[str, int] = {}
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         highest = int(file.read().split()[0]) - 1

