@@ -176,6 +176,7 @@ def test_the_signature_is_still_there_for_the_first_pass(serve: Serve) -> None:
 def test_an_error_ends_the_cache_on_the_scheduler_s_thread_and_not_on_the_other(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    serve().store(X)
     served = serve()
     monkeypatch.setattr(served.cache, "listen", lambda now: 1 / 0)
     arrive(served, request("asking", X))
@@ -208,6 +209,7 @@ def test_every_engine_of_this_process_is_notified_of_arrivals(monkeypatch: pytes
 
 def test_counts_are_never_read_in_the_middle_of_an_early_look_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks for metrics between two passes; a change while they are read would break them for good."""
+    serve().store(X)
     served, looking, go_on, read = serve(), threading.Event(), threading.Event(), threading.Event()
 
     def listen_slowly(now: float) -> bool:
