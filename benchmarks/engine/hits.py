@@ -134,7 +134,7 @@ def _measure_misses(
         for block in _blocks(seeds):
             _miss(measured, subject, servers, block)
             _each(measured, "off own", off, subject, block)
-            for number in range(rounds):
+            for number in range(rounds if len(block) > 1 else 0):  # one picture stays in the processor cache
                 cached.forget()
                 _each(measured, "LocalCPU", cached, subject, block, number, loads="cpu")
                 _each(measured, "LocalCPU own", cached, subject, block, number)
