@@ -289,8 +289,8 @@ class EncoderCache:
 
     def hand_ledger(self, counts: Callable[[], dict[str, int]], later: bool = False) -> None:
         """Send all counts, including the caller's, to the store process, which serves status requests: if the book has
-        changed, and with each ping, since the caller's may change without it. `later`: requests are waiting for the end
-        of this pass and another pass follows, so changes of the book are left to that one or to the next ping."""
+        changed, and with each ping, since the caller's may change without it. `later`: a request is waiting for the
+        end of this pass and another pass follows, so changes of the book are left to that one."""
         handed = self.book.revision, self._store.ping
         if self._handed == handed or self.inert or (later and self._handed[1] == handed[1]):
             return

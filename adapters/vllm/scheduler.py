@@ -306,7 +306,7 @@ class SchedulerSide:
         self._asked = None
         self._drained = self._questioned = False
         self.cache.hand_changes()
-        self.cache.hand_ledger(self._ledger, later=bool(scheduler_output.total_num_scheduled_tokens))
+        self.cache.hand_ledger(self._ledger, later=bool(meta.step))
         if self.cache.accesses is not None:
             self.cache.accesses.hand_over()
         self._loads.sent(meta)  # `give_up` needs them if anything before this raises
