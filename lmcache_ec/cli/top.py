@@ -23,7 +23,7 @@ from lmcache_ec.cli.wording import counted
 from lmcache_ec.sizes import MIB, precise_size, rounded_size
 
 _COLUMNS = ("held", "hits", "rate", "errors", "writes", "read\nMiB", "written\nMiB", "unsaved")
-"""All but the sizes are per second."""
+"""`held` and `unsaved` are sizes, `rate` is the percentage of hits; the others are per second."""
 _RATES = ("hits", "misses", "errors", "writes", "read_bytes", "written_bytes")
 
 

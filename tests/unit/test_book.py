@@ -473,6 +473,14 @@ def test_eviction_takes_the_least_recently_used_and_never_a_pinned_one() -> None
     assert [name for name in "abcd" if book.live(name)] == ["a", "b", "d"]
 
 
+def test_an_entry_that_fits_is_evicted_rather_than_an_older_one_of_nearly_twice_the_size() -> None:
+    book = opened(8 * MIB)
+    for name, mib in (("large", 3.5), ("apart", 0.5), ("fits", 2), ("last", 1.9)):  # no two neighbours fit together
+        assert stored(book, name, mib)
+    assert stored(book, "new", 2)
+    assert [name for name in ("large", "apart", "fits", "last") if book.live(name)] == ["large", "apart", "last"]
+
+
 def test_a_retry_evicts_nothing_whose_own_write_is_pending() -> None:
     """While a tier hangs, entries that could not be written yet must not evict one another, pass after pass."""
     book = opened(4 * MIB)

@@ -4,7 +4,7 @@
 import hashlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lmcache_ec.adapters.vllm.identifiers import (
@@ -23,6 +23,7 @@ from lmcache_ec.adapters.vllm.identifiers import (
     names_of,
     signed,
     signed_identifiers,
+    stored_names,
     without_signature,
 )
 from lmcache_ec.config.sources import NO_KEYS
@@ -53,6 +54,20 @@ def test_a_clients_name_is_never_spelled_like_content_a_counter_or_a_hashed_name
     name = client_name(uuid, salt)
     assert name not in (DIGEST, counter_name(uuid), hashed_name(CLIENT, DIGEST), hashed_name(COUNTER, DIGEST))
     assert how(UNVOUCHED, name).get(name, Durability.LOCAL) is Durability.LOCAL
+
+
+@given(
+    texts | st.builds(client_name, texts, salts) | st.builds(counter_name, texts),
+    st.builds(Naming, st.booleans(), st.booleans()),
+    st.booleans(),
+    st.booleans(),
+)
+@example(client_name(DIGEST), UNVOUCHED, True, False)
+def test_every_name_that_may_leave_memory_is_one_that_tiers_are_searched_for(
+    identifier: str, naming: Naming, is_signed: bool, media: bool
+) -> None:
+    names = how(naming, identifier, is_signed, media)
+    assert {name for name, kept in names.items() if kept is Durability.PERSISTENT} <= stored_names(identifier)
 
 
 @pytest.mark.parametrize("digits", [64, 128])

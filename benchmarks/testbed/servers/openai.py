@@ -138,7 +138,7 @@ class OpenAIServer:
     # ---- requests
 
     def ask(self, *pictures: Json, **body: Any) -> Output:
-        """A chat with these pictures, see `shown`; `body` is added to the request."""
+        """A chat with these pictures, each a part as of `image_part`; `body` is added to the request."""
         return ask(self.url, *pictures, **body)
 
     def post(self, path: str, body: object = None) -> Any:
